@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -9,12 +10,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.lib.report import ROOT
 from benchmarks.schedules.envs import HELD_OUT, VARIABLE, Race
@@ -105,10 +108,12 @@ def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: 
         warm = folder / f"{workload.name}-{seed}"
         if not (warm / "warm").is_dir():
             _jaxroll("sft", warm, overrides, race)
-        _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
+        cpu = _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         lost = losses(run_dir / "store.db", journal.read_text().splitlines())
-        return measured(rows) | {"lost": lost | {"resting": len(resting(run_dir))}}
+        found = measured(rows)
+        used = cpu.between(found["from_t"], found["from_t"] + found["seconds"])
+        return found | {"cpu_s": used, "lost": lost | {"resting": len(resting(run_dir))}}
 
 
 def resting(run_dir: Path) -> dict[str, Any]:
@@ -118,8 +123,47 @@ def resting(run_dir: Path) -> dict[str, Any]:
     return json.loads(done.stdout)["backoff"]
 
 
-def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
-    """Run `jaxroll train` or `sft` as a user does."""
+class Cpu:
+    """CPU seconds of each role of a run, with its child processes, by time."""
+
+    _EVERY_S = 0.25
+
+    def __init__(self) -> None:
+        self._by_time: list[tuple[float, dict[str, float]]] = []
+
+    def watch(self, process: subprocess.Popen, deadline_s: float) -> None:
+        """Note the CPU times until `process` ends. TimeoutExpired after `deadline_s`, when it is killed."""
+        until_s = time.monotonic() + deadline_s
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._by_time.append((time.time(), _cpu_of(psutil.Process(process.pid))))
+            if time.monotonic() > until_s:
+                process.kill()
+                raise subprocess.TimeoutExpired(process.args, deadline_s)
+            time.sleep(self._EVERY_S)
+
+    def between(self, start_t: float, end_t: float) -> dict[str, float]:
+        """The CPU seconds of each role from `start_t` to `end_t` (Unix time)."""
+        at = lambda t: next((found for then, found in reversed(self._by_time) if then <= t), {})  # noqa: E731
+        first, last = at(start_t), at(end_t)
+        return {role: round(total - first.get(role, 0.0), 2) for role, total in sorted(last.items())}
+
+
+def _cpu_of(supervisor: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far of the supervisor and of each role, whose name is its words up to the run's folder."""
+    found = {"supervisor": sum(supervisor.cpu_times()[:2])}
+    for role in supervisor.children():
+        with contextlib.suppress(psutil.Error):
+            if "jaxroll" not in (line := role.cmdline()):  # it has just been started
+                continue
+            name = line[line.index("jaxroll") + 1]
+            name += next((f"-{word.partition('=')[2]}" for word in line if word.startswith("--index=")), "")
+            found[name] = sum(sum(one.cpu_times()[:2]) for one in (role, *role.children(recursive=True)))
+    return found
+
+
+def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> Cpu:
+    """Run `jaxroll train` or `sft` as a user does; the CPU times of its roles."""
     environment = os.environ | variables | {
         "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
@@ -134,10 +178,15 @@ def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: 
         f"--run={run_dir}",
         *words,
     ]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    if done.returncode != 0:
-        said = done.stdout[-2000:] + done.stderr[-2000:]
-        raise RuntimeError(f"jaxroll {command} in {run_dir} ended with {done.returncode}:\n{said}")
+    cpu = Cpu()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(line, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+        cpu.watch(process, DEADLINE_S)
+        if process.returncode != 0:
+            output.seek(0)
+            said = output.read()[-4000:]
+            raise RuntimeError(f"jaxroll {command} in {run_dir} ended with {process.returncode}:\n{said}")
+    return cpu
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,7 +199,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     spans = [row for row in rows if row["kind"] == "span" and row["what"] == "decode" and row["role"] != "evaluator"]
     during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
     return {
-        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
+        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds, "from_t": ends[SETTLING - 1],
         "settling_s": ends[SETTLING - 1] - min(row["t0"] for row in spans),
         "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
         "wait_s": statistics.mean(row["wait_s"] for row in counted),
