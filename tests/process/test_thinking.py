@@ -5,7 +5,7 @@ import pytest
 from tests.harness.train_process import Train, assert_sound
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(3600)]
-STEPS, LIMIT_S = 120, 1500.0
+STEPS, LIMIT_S = 240, 1500.0
 CONTROL = ("--config.task.extract=none", "--config.task.reward=exact")
 
 
