@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
@@ -40,9 +42,23 @@ def _elapsed_s() -> float:
 _EPOCH_S = time.time() - _elapsed_s()
 
 
+_simulated: Callable[[], float] | None = None
+
+
 def unix_s() -> float:
     """Unix seconds for records: the wall clock at the start of this process plus the elapsed time since then.
 
     Differences within a process are durations, even if the machine's clock is set meanwhile.
     """
-    return _EPOCH_S + _elapsed_s()
+    return _simulated() if _simulated is not None else _EPOCH_S + _elapsed_s()
+
+
+@contextlib.contextmanager
+def simulated_unix(now_s: Callable[[], float]) -> Iterator[None]:
+    """Let `unix_s` return `now_s()` inside the block, in the whole process: for records of a simulated run."""
+    global _simulated
+    before, _simulated = _simulated, now_s
+    try:
+        yield
+    finally:
+        _simulated = before

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxroll.engine.ledger import Progress
-from jaxroll.engine.work import Filled
 from jaxroll.records import Version
+
+if TYPE_CHECKING:  # these load JAX; a simulation has counters without an engine
+    from jaxroll.engine.ledger import Progress
+    from jaxroll.engine.work import Filled
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,40 @@
-"""Construction of the model, tokenizer and engine of a role from its config."""
+"""Construction of the model, tokenizer, engine and weight sync of a role from its config."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
 
 from jaxroll.config import Config, MeshConfig, WeightSwap
 from jaxroll.config.derived import cache_tokens, support_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
+from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
-from jaxroll.models import families, pretrained
+from jaxroll.learner.state import Params
+from jaxroll.models import families, params, pretrained
+from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
-from jaxroll.roles.weights import AdaptedParameters, FullParameters, Progress, WeightFollower
+from jaxroll.records import VersionRef
+from jaxroll.roles.weights import Progress, WeightFollower
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding import layout as rules
+from jaxroll.sharding.layout import Layout
 from jaxroll.text import tokenizers
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.channel_device import HandedOver
+from jaxroll.transfer.host_snapshot import keeps_float32
+from jaxroll.transfer.receive import NOTHING_HELD, FetchedParameters, Receiver, Staged
+
+if TYPE_CHECKING:
+    from jaxroll.learner.trainer import Trainer
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -29,6 +45,44 @@ def tokenizer(config: Config) -> Tokenizer:
 def model_spec(config: Config, text: Tokenizer) -> families.ModelSpec:
     """The run's model."""
     return pretrained.spec(config.model, text.vocab_size)
+
+
+class AdaptedParameters:
+    """Weight sync of LoRA adapters and their base; the base is fetched once and kept on the host.
+
+    They are merged as the learner merges them (float32) and then rounded to `dtype`, that of published parameters, and
+    to the engine's dtype: the engine gets the same parameters as with `lora_publish="merged"`.
+    """
+
+    def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout, adapters: Lora, dtype: str) -> None:
+        target, shapes = params.shardings(spec, layout.mesh, layout.rules), params.served(spec)
+        self._receiver, self._base, self._held = receiver, params.abstract(spec), NOTHING_HELD
+        self._target = target | lora.shardings(spec, layout, adapters)
+        self._shapes = self._base | lora.abstract(spec, adapters)
+
+        def merged(base: Params, trained: Params) -> Params:
+            values = lora.merged(spec, layout, adapters, base, trained)
+            rounded = {name: value if keeps_float32(name) else _rounded(value, dtype) for name, value in values.items()}
+            return {name: value.astype(shapes[name].dtype) for name, value in rounded.items()}
+
+        self._merged = jax.jit(merged, out_shardings=target)
+
+    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The adapters, with the base unless it is held already; see `FetchedParameters.fetch`."""
+        staged = await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, self._held)
+        self._held = staged.held(self._base)
+        return staged
+
+    def place(self, staged: Staged | HandedOver) -> Params:
+        """The merged parameters on the mesh; call it on the JAX thread."""
+        placed = staged.place()
+        return self._merged({name: placed.pop(name) for name in self._base}, placed)
+
+
+def _rounded(value: jax.Array, dtype: str) -> jax.Array:
+    """float32 `value`, rounded to `dtype`. The compiler might remove a cast to `dtype` and back."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(value, info.nexp, info.nmant)
 
 
 @dataclass(frozen=True)
@@ -87,10 +141,23 @@ def inference(
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
-        arriving = FullParameters(receiver, spec, layout)
+        arriving = FetchedParameters(receiver, params.shardings(spec, layout.mesh, layout.rules), params.served(spec))
     else:
         arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
     # With rolling updates a sampler keeps its update slot until the weight swap.
     rolling = role == "sampler" and config.schedule.rolling_updates
     in_force_s = config.transfer.deadline_s if rolling else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
+
+
+def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Trainer:
+    """A trainer with freshly initialised parameters, built by `make` (None: `Trainer`).
+
+    ConfigError if they do not fit the mesh.
+    """
+    from jaxroll.learner.trainer import Trainer  # samplers do not need it
+
+    spec = model_spec(config, tokenizer(config))
+    families.check_mesh(spec, config.learner.mesh, "learner.mesh")
+    mesh, key = meshes.build(config.learner.mesh), jax.random.key(config.run.seed)
+    return (make or Trainer)(config, spec, mesh, rules.LEARNER, key=key)

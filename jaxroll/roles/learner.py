@@ -26,9 +26,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxroll import lifeline
@@ -45,25 +44,23 @@ from jaxroll.errors import (
     NotReady,
     StaleClient,
 )
-from jaxroll.learner import multihost, weights
-from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.multihost import Follower, Leader
-from jaxroll.learner.trainer import Ready, Running, Trainer
-from jaxroll.models import families
-from jaxroll.models.families import ModelSpec
 from jaxroll.policy import best
 from jaxroll.records import Version
-from jaxroll.roles import build
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
 from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
-from jaxroll.sharding import layout
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.admission import END_OF_DATA
 from jaxroll.store.core.state import Lineage, on_line
-from jaxroll.transfer.channel_device import DevicePublisher
-from jaxroll.transfer.publish import Exposure, Publisher
+
+if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and a simulation never
+    from jaxroll.learner.checkpoint import Checkpoints
+    from jaxroll.learner.multihost import Follower, Leader
+    from jaxroll.learner.trainer import Ready, Running, Trainer
+    from jaxroll.models.families import ModelSpec
+    from jaxroll.transfer.channel_device import DevicePublisher
+    from jaxroll.transfer.publish import Publisher
 
 # --- The checkpoint to start from: the newest on the run's lineage, or the one that `--fork` names
 #
@@ -111,6 +108,8 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
 
     ConfigError if the config asks for a warm start and there is none: `jaxroll train` makes it, roles do not.
     """
+    from jaxroll.learner import weights
+
     warm = RunPaths(run_dir).warm_start
     if config.sft.steps and not warm.is_dir():
         raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
@@ -133,15 +132,15 @@ class ColocationHooks:
     """Hooks for roles that share the learner's process: `trainer` constructs its trainer; `published` is called once
     the first weights of this process can be fetched (and the fork is made, if one is requested)."""
 
-    trainer: Callable[..., Trainer]
-    published: Callable[[], None]
-
-
-ALONE = ColocationHooks(Trainer, lambda: None)
+    trainer: Callable[..., Trainer] | None = None  # None: `Trainer`
+    published: Callable[[], None] = lambda: None
 
 
 def main(args: RoleArgs) -> int:
     """Train until the schedule's last step is done (0) or a signal stops the process (EXIT_INTERRUPTED)."""
+    from jaxroll.learner import multihost
+    from jaxroll.learner.multihost import Follower, Leader
+
     stop = threading.Event()
     lifeline.on_stop(stop.set)
     others = multihost.join(args, stop)
@@ -154,13 +153,15 @@ def main(args: RoleArgs) -> int:
 
 def compile_programs(args: RoleArgs, progress: Progress) -> None:
     """Compile the learner's programs into the compilation cache."""
+    from jaxroll.roles import build
+
     progress.start("compiling the learner")
-    new_trainer(args.config).warmup(progress)
+    build.trainer(args.config).warmup(progress)
     progress.end("compiling the learner")
 
 
 def run_learner(
-    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, hooks: ColocationHooks = ALONE
+    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, hooks: ColocationHooks = ColocationHooks()
 ) -> int:
     """Train until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED). Uses JAX on this thread."""
     device, thread = DeviceThread(), LoopThread("learner", blocked_s=math.inf)
@@ -177,6 +178,9 @@ async def _run(
     args: RoleArgs, stop: threading.Event, leader: Leader | None, hooks: ColocationHooks, device: DeviceThread
 ) -> int:
     """Connect to the store, build what the session needs, and run it."""
+    from jaxroll.learner import multihost
+    from jaxroll.roles import build
+
     store = await StoreClient.connect(
         args.store_address or args.paths.store_address,
         role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
@@ -191,7 +195,7 @@ async def _run(
         ends.push_async_callback(device, publisher.close)
         make = hooks.trainer if leader is None else functools.partial(multihost.LeadingTrainer, leader.send)
         session = LearnerSession(
-            args, store, checkpoints, publisher, lambda: new_trainer(args.config, make), stop=stop, on_device=device,
+            args, store, checkpoints, publisher, lambda: build.trainer(args.config, make), stop=stop, on_device=device,
             on_thread=asyncio.to_thread, published=hooks.published,
         )  # fmt: skip
         ends.push_async_callback(session.close)
@@ -208,12 +212,16 @@ def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
 
 def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
     """Execute the leader's commands. A stop signal to this process is passed on to the leader."""
+    from jaxroll.learner import multihost
+    from jaxroll.learner.checkpoint import Checkpoints
+    from jaxroll.roles import build
+
     lifeline.on_stop(leader.ask_to_stop)
     if stop.is_set():  # before the other hosts had joined
         leader.ask_to_stop()
     checkpoints = Checkpoints(args.paths.checkpoints, args.config.learner.checkpoints_kept)
     with leader:
-        trainer = new_trainer(args.config)
+        trainer = build.trainer(args.config)
 
         def start() -> Mapping[str, np.ndarray]:
             params = first_params(args.config, args.run_dir, trainer.spec)
@@ -242,6 +250,8 @@ class LearnerSession:
     `on_device` runs jobs that use JAX or the disk, `on_thread` those that only wait; under a virtual clock both may run
     them in place. `published` is called once the first weights can be fetched.
     """
+
+    device_poll_s = DEVICE_POLL_S
 
     def __init__(
         self,
@@ -399,7 +409,7 @@ class LearnerSession:
         job = self.store.claim(version.lineage, version.step, AHEAD_WAIT_S, ahead=True)
         pending = asyncio.ensure_future(job)
         while not (running.is_done() or self._stop.is_set() or pending.done()):
-            await asyncio.wait([pending], timeout=DEVICE_POLL_S)
+            await asyncio.wait([pending], timeout=self.device_poll_s)
         if not pending.done():
             pending.cancel()
             return None
@@ -468,6 +478,9 @@ class LearnerSession:
 
 def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
     """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
+    from jaxroll.transfer.channel_device import DevicePublisher
+    from jaxroll.transfer.publish import Exposure, Publisher
+
     transfer = _transfer_config(args.config)
     if channel_of(args.config) == "device":
         return DevicePublisher(transfer.dtype)
@@ -480,12 +493,3 @@ def _transfer_config(config: Config) -> TransferConfig:
     if config.learner.lora_publish == "merged":
         return config.transfer
     return replace(config.transfer, dtype="float32")
-
-
-def new_trainer(config: Config, make: Callable[..., Trainer] = Trainer) -> Trainer:
-    """A trainer with freshly initialised parameters, built by `make`; ConfigError if they do not fit the mesh."""
-    text = build.tokenizer(config)
-    spec = build.model_spec(config, text)
-    families.check_mesh(spec, config.learner.mesh, "learner.mesh")
-    mesh, key = layout.build(config.learner.mesh), jax.random.key(config.run.seed)
-    return make(config, spec, mesh, layout.LEARNER, key=key)

@@ -15,30 +15,21 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-import jax.numpy as jnp
-
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError, TransferError
-from jaxroll.learner import lora
-from jaxroll.learner.lora import Lora
-from jaxroll.models import params
-from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import auth
-from jaxroll.serving.engine_thread import EngineHost
-from jaxroll.sharding.layout import Layout
 from jaxroll.store.client import StoreClient
-from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
-from jaxroll.transfer.host_snapshot import keeps_float32
-from jaxroll.transfer.publish import Publisher
-from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jax.sharding import Mesh
 
+    from jaxroll.learner.state import Params
+    from jaxroll.serving.engine_thread import EngineHost
+    from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
+    from jaxroll.transfer.publish import Publisher
+    from jaxroll.transfer.receive import Staged
 
-Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 SWAP_POLL_S = 0.005
 STARVED_TRIES = 8  # about ten seconds
@@ -54,60 +45,6 @@ class Arriving(Protocol):
     def place(self, staged: Staged | HandedOver) -> Params:
         """The parameters on the mesh; call it on the JAX thread."""
         ...
-
-
-class FullParameters:
-    """Weight sync of full parameters, published as the model computes with them."""
-
-    def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout) -> None:
-        self._receiver, self._shapes = receiver, params.served(spec)
-        self._target = params.shardings(spec, layout.mesh, layout.rules)
-
-    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
-        """The parameters on the host, fetched on a worker thread. Raises TransferError and its kinds."""
-        return await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes)
-
-    def place(self, staged: Staged | HandedOver) -> Params:
-        """The parameters on the mesh; call it on the JAX thread."""
-        return staged.place()
-
-
-class AdaptedParameters:
-    """Weight sync of LoRA adapters and their base; the base is fetched once and kept on the host.
-
-    They are merged as the learner merges them (float32) and then rounded to `dtype`, that of published parameters, and
-    to the engine's dtype: the engine gets the same parameters as with `lora_publish="merged"`.
-    """
-
-    def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout, adapters: Lora, dtype: str) -> None:
-        target, shapes = params.shardings(spec, layout.mesh, layout.rules), params.served(spec)
-        self._receiver, self._base, self._held = receiver, params.abstract(spec), NOTHING_HELD
-        self._target = target | lora.shardings(spec, layout, adapters)
-        self._shapes = self._base | lora.abstract(spec, adapters)
-
-        def merged(base: Params, trained: Params) -> Params:
-            values = lora.merged(spec, layout, adapters, base, trained)
-            rounded = {name: value if keeps_float32(name) else _rounded(value, dtype) for name, value in values.items()}
-            return {name: value.astype(shapes[name].dtype) for name, value in rounded.items()}
-
-        self._merged = jax.jit(merged, out_shardings=target)
-
-    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
-        """The adapters, with the base unless it is held already; see `FullParameters.fetch`."""
-        staged = await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, self._held)
-        self._held = staged.held(self._base)
-        return staged
-
-    def place(self, staged: Staged | HandedOver) -> Params:
-        """The merged parameters on the mesh; call it on the JAX thread."""
-        placed = staged.place()
-        return self._merged({name: placed.pop(name) for name in self._base}, placed)
-
-
-def _rounded(value: jax.Array, dtype: str) -> jax.Array:
-    """float32 `value`, rounded to `dtype`. The compiler might remove a cast to `dtype` and back."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(value, info.nexp, info.nmant)
 
 
 class WeightFollower:
@@ -191,7 +128,7 @@ class WeightFollower:
             if failures:
                 self._progress(f"weights {ref.version}: fetched at attempt {failures + 1}")
 
-    def _install(self, version: Version, params: dict[str, jax.Array]) -> None:
+    def _install(self, version: Version, params: Params) -> None:
         engine = self._host.engine
         if self.version is None:
             self._progress.start("compiling the engine")
@@ -283,9 +220,7 @@ class Progress:
 
     def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
         """Report the devices of this process, their mesh, and the attention implementation of each use."""
-        from jaxroll.sharding import layout  # loads JAX, which must come after a sampler's scoring pool
-
-        platform, kind = layout.platform(mesh), layout.device_kind(mesh)
+        platform, kind = mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
         row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
         chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
         line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"

@@ -9,6 +9,7 @@ compared with the manifest.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -142,6 +143,21 @@ class Receiver:
         for _, leaf in fetched:
             _verify(leaf, snapshot.version)
         return Staged(snapshot.version, leaves, sum(leaf.size_bytes for _, leaf in fetched))
+
+
+class FetchedParameters:
+    """Weight sync of full parameters, published as the model computes with them: `target` and `shapes` by name."""
+
+    def __init__(self, receiver: Receiver, target: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+        self._receiver, self._target, self._shapes = receiver, target, shapes
+
+    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The parameters on the host, fetched on a worker thread. Raises TransferError and its kinds."""
+        return await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes)
+
+    def place(self, staged: Staged | HandedOver) -> dict[str, jax.Array]:
+        """The parameters on the mesh; call it on the JAX thread."""
+        return staged.place()
 
 
 def _is_held(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, held: Held) -> bool:

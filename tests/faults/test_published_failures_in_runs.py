@@ -20,9 +20,9 @@ from jaxroll.config import Config
 from jaxroll.errors import InfraError
 from jaxroll.protocols import GenerationKey
 from jaxroll.records import Message, Task, Version
+from jaxroll.sim.virtual_time import run
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import ENV, Behaviour, VirtualRun
-from tests.harness.virtual_time import run
 
 STEPS, BATCH, CHECKPOINT_EVERY = 30, 2, 5
 NEVER_S = 1e9

@@ -28,10 +28,11 @@ from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rpc.client import Metadata
 from jaxroll.serving.engine_thread import EngineProxy
+from jaxroll.sim.network import MemoryServer, MemoryTransport, Network
+from jaxroll.sim.world import MemoryCheckpoints, in_place
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from tests.harness.store.store_walks import PipelineFeed, store
-from tests.harness.virtual_run import MemoryCheckpoints, MemoryServer, MemoryTransport, Network, in_place
 from tests.harness.walks import Recorder
 
 EPISODE, TRAINING, VERSION = "episode", "claim to optimizer", "weight version"
@@ -125,7 +126,7 @@ def role_walks(run_dir: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]
     pool = registry.scoring_pool(args.config)
     pool.start()
     try:
-        trainer, parts = learner.new_trainer(args.config), _engine(args)
+        trainer, parts = build.trainer(args.config), _engine(args)
         trainer.warmup()
         parts.engine.warmup(None)  # compiles faster while no recorder is installed
         recorder = Recorder()

@@ -32,8 +32,10 @@ from jaxroll.roles.sampler import SamplerLoops, Serving
 from jaxroll.roles.session import EngineSession, Session
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
+from jaxroll.sim.network import MemoryServer, MemoryTransport
+from jaxroll.sim.world import TOKENIZER
 from tests.harness import virtual_run
-from tests.harness.virtual_run import TOKENIZER, Behaviour, MemoryServer, MemoryTransport, VirtualRun
+from tests.harness.virtual_run import Behaviour, VirtualRun
 
 ENV = "tests.harness.virtual_neighbours:neighbour"
 HEALTHY, AT_ONCE, LATE, SLOW = "healthy", "fails at once", "fails late", "slow"

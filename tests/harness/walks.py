@@ -61,6 +61,9 @@ class Recorder:
         code = frame.f_code
         if code.co_name == "<module>" or not code.co_filename.startswith(str(ROOT)):
             return
-        functions = self._walk.setdefault(str(Path(code.co_filename).relative_to(ROOT)), [])
+        file = Path(code.co_filename).relative_to(ROOT)
+        if file.parts[0] == "sim":  # stands in for the network, and is no part of a run
+            return
+        functions = self._walk.setdefault(str(file), [])
         if code.co_qualname not in functions:
             functions.append(code.co_qualname)

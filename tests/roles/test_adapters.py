@@ -14,10 +14,10 @@ from jaxroll.learner import lora
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.records import Version
-from jaxroll.roles import weights
+from jaxroll.roles import build
 from jaxroll.sharding import layout
 from jaxroll.transfer.publish import Publisher
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.receive import FetchedParameters, Receiver
 
 CONFIG = configs.parse(
     {
@@ -50,8 +50,8 @@ def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_pat
     spec = families.spec("nano", vocab_size=32, compute_dtype=compute)
     trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
     receiver, base = Receiver(TransferConfig()), trainer.base_digest()
-    whole = weights.FullParameters(receiver, spec, SAMPLER)
-    adapted = weights.AdaptedParameters(receiver, spec, SAMPLER, trainer.lora, dtype)
+    whole = FetchedParameters(receiver, params.shardings(spec, SAMPLER.mesh, SAMPLER.rules), params.served(spec))
+    adapted = build.AdaptedParameters(receiver, spec, SAMPLER, trainer.lora, dtype)
     sizes = []
     with (
         Publisher(TransferConfig(dtype=dtype), tmp_path) as merged,

@@ -14,6 +14,7 @@ import pytest
 
 from jaxroll.config import Config
 from jaxroll.policy.health import SLOW as SLOW_REASON
+from jaxroll.sim.virtual_time import run
 from tests.harness.store.builders import configured
 from tests.harness.virtual_neighbours import (
     AT_ONCE,
@@ -24,7 +25,6 @@ from tests.harness.virtual_neighbours import (
     Result,
     prompts_of_neighbours,
 )
-from tests.harness.virtual_time import run
 
 STEPS, SKIPPED, AIM = 60, 10, 0.9
 WORLDS = {"the learner limits it": 2.0, "the samplers limit it": 0.1}  # seconds of a step

@@ -17,9 +17,10 @@ from jaxroll.config import Config
 from jaxroll.errors import InfraError
 from jaxroll.records import Message, Task, Version
 from jaxroll.roles.evaluator import EvaluatorLoops
+from jaxroll.sim.network import REPLIES, REQUESTS
+from jaxroll.sim.virtual_time import run
 from tests.harness.store.builders import configured
-from tests.harness.virtual_run import ENV, REPLIES, REQUESTS, Behaviour, VirtualRun
-from tests.harness.virtual_time import run
+from tests.harness.virtual_run import ENV, Behaviour, VirtualRun
 
 LEASE_S = 10.0
 DIRECTIONS = {"both": (REQUESTS, REPLIES), "requests": (REQUESTS,), "replies": (REPLIES,)}

@@ -16,6 +16,7 @@ import pytest
 
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
+from jaxroll.learner import multihost
 from jaxroll.roles import colocated, learner
 from jaxroll.roles import session as sessions
 
@@ -56,7 +57,7 @@ def test_a_learner_is_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: object, signum: signal.Signals
 ) -> None:
     """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
-    monkeypatch.setattr(learner.multihost, "join", lambda *_: None)
+    monkeypatch.setattr(multihost, "join", lambda *_: None)
     monkeypatch.setattr(colocated, "role_specs", lambda args: [])
     monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
 

@@ -1,0 +1,169 @@
+"""Network in memory between clients and servers of one event loop, for a virtual clock.
+
+Real: the server's dispatch of a call (caller, intake, throttle) and the client's retries. Replaced: gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jaxroll.errors import Closed
+from jaxroll.rpc import server as rpc_server
+from jaxroll.rpc.client import Metadata
+from jaxroll.rpc.intake import Intake, RefusalThrottle
+from jaxroll.rpc.protocol import PIECE_BYTES
+
+LATENCY_S = 0.001
+REQUESTS, REPLIES = "requests", "replies"
+
+
+def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+class Network:
+    """Links between named clients and a server. A cut link holds messages back until it is healed, as TCP does."""
+
+    def __init__(self, latency_s: float = LATENCY_S, bytes_per_s: float = math.inf) -> None:
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._cuts: set[tuple[str, str]] = set()
+        self._healed = asyncio.Event()
+        self.delivered: Counter[tuple[str, str]] = Counter()  # (client, method) → requests that reached the server
+
+    def cut(self, name: str, *directions: str) -> None:
+        """Cut the link of `name` in these directions; without any, in both."""
+        self._cuts |= {(name, direction) for direction in directions or (REQUESTS, REPLIES)}
+
+    def heal(self, name: str) -> None:
+        """Deliver what the link of `name` holds back."""
+        self._cuts -= {(name, REQUESTS), (name, REPLIES)}
+        self._healed.set()
+        self._healed = asyncio.Event()
+
+    def is_cut(self, name: str, direction: str) -> bool:
+        return (name, direction) in self._cuts
+
+    async def cross(self, name: str, direction: str, size_bytes: int = 0) -> None:
+        """Return when a message of this size has crossed the link."""
+        await asyncio.sleep(self._latency_s + size_bytes / self._bytes_per_s)
+        while self.is_cut(name, direction):
+            await self._healed.wait()
+
+
+class _Aborted(Exception):
+    """A handler ended its call with a status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = code, details
+        super().__init__(details)
+
+
+class _Context:
+    """As much of a gRPC servicer context as the server uses."""
+
+    def __init__(self, peer: str, body: bytes, deadline_s: float) -> None:
+        self._peer, self._left, self._deadline_s = peer, memoryview(body), deadline_s
+
+    def peer(self) -> str:
+        return self._peer
+
+    def time_remaining(self) -> float:
+        return self._deadline_s - asyncio.get_running_loop().time()
+
+    async def read(self) -> bytes:
+        piece, self._left = bytes(self._left[:PIECE_BYTES]), self._left[PIECE_BYTES:]
+        return piece
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None: ...
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise _Aborted(code, details)
+
+
+class MemoryServer:
+    """The calls of one service. `methods` None: it is down, and calls fail at once."""
+
+    def __init__(self) -> None:
+        self._dispatcher: rpc_server._Dispatcher | None = None
+        self._calls: set[asyncio.Task[bytes]] = set()
+
+    def start(self, service: str, methods: Mapping[str, rpc_server.Method], position: Callable[[], int]) -> None:
+        paths = {f"/{service}/{name}": method for name, method in methods.items()}
+        self._dispatcher = rpc_server._Dispatcher(paths, None, RefusalThrottle(), Intake(2**20), position)
+
+    def stop(self) -> None:
+        """Go down: calls under way break off."""
+        self._dispatcher = None
+        for call in self._calls:
+            call.cancel()
+
+    def accept(self, name: str, path: str, body: bytes, metadata: Metadata, deadline_s: float) -> asyncio.Task[bytes]:
+        """The call under way. AioRpcError when the server is down."""
+        if self._dispatcher is None:
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the server is down")
+        details: Any = SimpleNamespace(method=path, invocation_metadata=metadata)
+        handler: Any = self._dispatcher.service(details)
+        assert handler is not None, f"no method {path}"
+
+        async def handle() -> bytes:
+            async with asyncio.timeout_at(deadline_s):
+                return await handler.stream_unary(None, _Context(name, body, deadline_s))
+
+        call = asyncio.ensure_future(handle())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+
+class MemoryTransport:
+    """The `Transport` of the client `name` to `server`."""
+
+    def __init__(self, network: Network, server: MemoryServer, name: str) -> None:
+        self._network, self._server, self._name, self.target = network, server, name, "memory"
+        self.is_killed = False  # True: nothing that its process still does reaches the server
+
+    async def attempt(
+        self, path: str, body: bytes, metadata: Metadata, deadline_s: float, *, asks_first: bool
+    ) -> bytes:
+        if self.is_killed:
+            raise Closed("this process was killed")
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        limit = asyncio.timeout_at(until_s)
+        try:
+            async with limit:
+                return await self._call(path, body, metadata, until_s)
+        except TimeoutError as error:
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline") from error
+
+    async def _call(self, path: str, body: bytes, metadata: Metadata, until_s: float) -> bytes:
+        await self._network.cross(self._name, REQUESTS, len(body))
+        self._network.delivered[self._name, path.rpartition("/")[2]] += 1
+        call = self._server.accept(self._name, path, body, metadata, until_s)
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            if not self._network.is_cut(self._name, REQUESTS):
+                call.cancel()  # the cancellation reaches the server
+            raise
+        if call.cancelled():
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the server went down")
+        answered = call.exception() is None
+        await self._network.cross(self._name, REPLIES, len(call.result()) if answered else 0)
+        if isinstance(error := call.exception(), _Aborted):
+            raise rpc_error(error.code, error.details)
+        return call.result()
+
+    async def diagnosis(self) -> None:
+        return None
+
+    def refresh(self) -> None: ...
+
+    async def close(self) -> None: ...

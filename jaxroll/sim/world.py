@@ -1,0 +1,308 @@
+"""A run in one event loop: the real store, samplers and learner over an in-memory network, for a virtual clock.
+
+Real: the store's keeper, service and ticker; the server's dispatch of a call; the client's retries; a role's session,
+its lease, renew and cancellation loops, weight following, episodes and evaluations; the learner's loop over steps.
+Replaced: gRPC by `Network`, the log's threads by SQLite in memory, checkpoints by their versions. Engine, trainer and
+publisher are arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self, TypeVar
+
+from jaxroll.config import Config, RoleArgs, digest
+from jaxroll.policy import best
+from jaxroll.records import Message, Task, Version, VersionRef
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.roles.learner import LearnerSession
+from jaxroll.roles.session import EngineSession
+from jaxroll.roles.weights import WeightFollower
+from jaxroll.sim.network import MemoryServer, MemoryTransport, Network
+from jaxroll.sim.virtual_time import LoopClock
+from jaxroll.store import messages as msg
+from jaxroll.store.client import StoreClient
+from jaxroll.store.core.admission import Settings, status
+from jaxroll.store.log import commit_log
+from jaxroll.store.log.commit_log import MemoryLog
+from jaxroll.store.server import server as store_server
+from jaxroll.store.server.keeper import Keeper
+from jaxroll.text.tokenizers import CharTokenizer
+
+T = TypeVar("T")
+TOKENIZER = CharTokenizer("ab ")
+
+
+# --- Store
+
+
+class Rows:
+    """The rows that a tracker would write."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def log(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def log_all(self, rows: Any) -> None:
+        self.rows += rows
+
+    def written(self) -> list[Any]:
+        return self.rows
+
+
+class Feed:
+    """Prompts 0, 1, 2, … of the environment `env`: `limit` of them, or without end; `text` makes the question."""
+
+    def __init__(self, env: str, limit: int | None = None, text: Callable[[int], str] = lambda index: "a") -> None:
+        self._at, self._env, self._limit, self._text = 0, env, limit, text
+
+    def restore(self, state: bytes | None) -> None:
+        self._at = int(state) if state else 0
+
+    async def next(self, count: int) -> list[tuple[Task, bytes]]:
+        end = self._at + count if self._limit is None else min(self._at + count, self._limit)
+        first, self._at = self._at, end
+        numbers = range(first, self._at)
+        return [(self._task(i), str(i + 1).encode()) for i in numbers]
+
+    def _task(self, index: int) -> Task:
+        return Task(index, (Message("user", self._text(index)),), self._env, "{}", index, f"{index:016x}")
+
+
+class VirtualStore:
+    """The store, which can be killed and started again; its history lives in memory."""
+
+    def __init__(self, config: Config, feed: Callable[[], Feed], metrics: Any = None) -> None:
+        self.config, self.server, self._feed = config, MemoryServer(), feed
+        self.metrics: Any = Rows() if metrics is None else metrics
+        self._log = MemoryLog()
+        self.keeper: Keeper
+        self._job: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        self._log.recovered = commit_log._read(self._log.connection)  # as a new process would
+        self.keeper = keeper = Keeper(Settings.of(self.config), self._log, LoopClock())
+        linger_s = store_server.LINGER_S
+        store = store_server._Store(self.config, keeper, self.metrics, self._feed(), linger_s, None, lambda: 0)
+        self.server.start(msg.SERVICE, store.service.methods(), lambda: keeper.state.position)
+        self._job = asyncio.ensure_future(store.run())
+
+    async def stop(self) -> None:
+        self.server.stop()
+        if self._job is not None:
+            self._job.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._job
+
+    def status(self) -> dict[str, Any]:
+        """The run's status, as the store reports it."""
+        return status(self.keeper.settings, self.keeper.state, now_s=self.keeper.now_s())
+
+    def save(self, file: Path) -> None:
+        """Write the log to `file`, as a store process leaves it."""
+        with contextlib.closing(sqlite3.connect(file)) as copy:
+            self._log.connection.backup(copy)
+
+    def sql(self, query: str) -> list[tuple]:
+        return self._log.connection.execute(query).fetchall()
+
+
+# --- Roles
+
+
+class _Learner(LearnerSession):
+    """A learner without parameters."""
+
+    def _initial_params(self, trainer: object) -> None:
+        return None
+
+
+async def in_place(job: Callable[[], Any]) -> Any:
+    """The result of `job`, which may be a coroutine: the hand-over to a thread, without a thread."""
+    found = job()
+    return await found if inspect.isawaitable(found) else found
+
+
+class MemoryCheckpoints:
+    """Checkpoints that are on disk `write_s` after they are saved; a learner that is killed meanwhile leaves none."""
+
+    damaged: tuple[Version, ...] = ()
+
+    def __init__(self) -> None:
+        self.kept, self.write_s = 1_000, 0.0
+        self._written: list[Version] = []
+        self._writing: list[tuple[float, Version]] = []
+        self._new: list[Version] = []
+
+    @property
+    def writing(self) -> list[Version]:
+        """The versions that are not on disk yet."""
+        now_s = asyncio.get_running_loop().time()
+        done = [version for end_s, version in self._writing if end_s <= now_s]
+        self._writing = [one for one in self._writing if one[0] > now_s]
+        self._written += done
+        self._new += done
+        return [version for _, version in self._writing]
+
+    def kill(self) -> None:
+        """End the writing as the process that does it ends."""
+        _ = self.writing
+        self._writing, self._new = [], []
+
+    def versions(self) -> tuple[Version, ...]:
+        _ = self.writing
+        return tuple(sorted(self._written))
+
+    def latest(self, usable: Callable[[Version], bool]) -> Version | None:
+        return max(filter(usable, self.versions()), default=None)
+
+    def path(self, version: Version) -> Path:
+        return Path(str(version))
+
+    def save(self, version: Version, position: int, state: object, base: str) -> None:
+        self._writing.append((asyncio.get_running_loop().time() + self.write_s, version))
+
+    async def finished(self, *, wait: bool) -> list[Version]:
+        while self.writing and wait:
+            await asyncio.sleep(0.1)
+        new, self._new = self._new, []
+        return new
+
+    def restore(self, version: Version, *args: object, durable: bool) -> tuple[None, None]:
+        return None, None
+
+    def settle(self, version: Version) -> None: ...
+
+    def remove_old(self, version: Version, spared: Collection[Version] = ()) -> None:
+        for old in best.removable(self._written, version, self.kept, spared):
+            self._written.remove(old)
+
+
+class MemoryPublisher:
+    """Weights that can be fetched at once."""
+
+    def publish(self, version: Version, params: object) -> VersionRef:
+        return VersionRef(version, "tcp", "memory", "digest")
+
+    def start(self, version: Version, params: object) -> Version:
+        return version
+
+    def finish(self, version: Version, started: Version) -> VersionRef:
+        return self.publish(started, None)
+
+    def drop_older(self, version: Version) -> None: ...
+
+
+class World:
+    """A store and its roles. Use it as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        feed: Callable[[], Feed],
+        metrics: Any = None,
+        network: Network | None = None,
+    ) -> None:
+        self.config, self.args = config, RoleArgs(config, run_dir)
+        self.network, self.store = network or Network(), VirtualStore(config, feed, metrics)
+        self.sessions: dict[str, EngineSession] = {}
+        self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
+        self.trained: list[Any] = []  # by learners that ended
+        self._jobs: list[asyncio.Future[Any]] = []
+        self._alive: dict[str, tuple[asyncio.Future[Any], list[MemoryTransport]]] = {}  # by role
+        self._clients: list[StoreClient] = []
+
+    async def __aenter__(self) -> Self:
+        self.store.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        for client in self._clients:
+            await client.aclose()
+        await self.store.stop()
+
+    def jobs(self) -> list[asyncio.Future[Any]]:
+        """The roles that run, or have ended without being killed."""
+        return [job for job, _ in self._alive.values()]
+
+    async def settled(self) -> None:
+        """Wait until the roles have ended after the run."""
+        await asyncio.wait(self.jobs())
+
+    async def kill(self, *roles: str) -> None:
+        """End these roles as `kill -9` does; without names, all of them and the store."""
+        ended = [self._alive.pop(role) for role in roles or list(self._alive)]
+        for job, transports in ended:
+            for transport in transports:
+                transport.is_killed = True
+            job.cancel()
+        if not roles or "learner" in roles:
+            self.checkpoints.kill()
+        if not roles:
+            await self.store.stop()
+        await asyncio.gather(*(job for job, _ in ended), return_exceptions=True)
+
+    def transport(self, name: str) -> MemoryTransport:
+        return MemoryTransport(self.network, self.store.server, name)
+
+    async def client(self, role: str, name: str = "", **options: Any) -> StoreClient:
+        """A client of the store, for a test that plays the role itself."""
+        name = name or role
+        options = {"config_digest": digest(self.config), "patience_s": 60.0} | options
+        transport = options.pop("transport", None) or self.transport(name)
+        self._clients.append(client := await StoreClient.connect(transport, role=role, name=name, **options))
+        return client
+
+    def start_learner(self, trainer: Any, publisher: Any, poll_s: float = 0.0) -> asyncio.Future[int]:
+        """Start a learner; the future is its exit code. A second one restores the newest checkpoint of the first.
+
+        `poll_s` is the time between two looks at the devices (0: as in a real run).
+        """
+        transport = self.transport("learner")
+
+        async def play() -> int:
+            store = await self.client("learner", transport=transport)
+            checkpoints: Any = self.checkpoints
+            session = _Learner(
+                self.args, store, checkpoints, publisher, lambda: trainer, stop=self.stop, on_device=in_place,
+                on_thread=in_place,
+            )  # fmt: skip
+            session.device_poll_s = poll_s or session.device_poll_s
+            try:
+                return await session.run()
+            finally:
+                self.trained += trainer.trained
+                await session.close()
+
+        return self._born("learner", asyncio.ensure_future(play()), transport)
+
+    def _born(self, role: str, job: asyncio.Future[T], *transports: MemoryTransport) -> asyncio.Future[T]:
+        self._jobs.append(job)
+        self._alive[role] = (job, list(transports))
+        return job
+
+    def start_engine(
+        self, role: str, engine: Any, play: Callable[[EngineSession], Awaitable[None]], pool: ScoringPool | None = None
+    ) -> asyncio.Future[None]:
+        """Start a role with `engine`, which is also its thread, proxy and weight receiver."""
+        loop, transport = asyncio.get_running_loop(), self.transport(role)
+        session = EngineSession(role, self.args, pool or ScoringPool(1), loop, transport)
+        follower = WeightFollower(engine, engine, session.progress, engine.in_force_s)
+        session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]
+        session.proxy = engine
+        self.sessions[role] = session
+        job = asyncio.ensure_future(session.run(lambda: asyncio.sleep(0), lambda: play(session)))
+        return self._born(role, job, transport)
