@@ -32,6 +32,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("train", "start all roles of a run on this machine and supervise them",
                 "jaxroll train --config=configs/rlvr_tiny.py"),
         Command("sft", "supervised warm start on worked answers", "jaxroll sft --config=configs/sft_spell.py"),
+        Command("sim", "simulate a run on a described cluster, or measure the costs of a cluster in a run",
+                "jaxroll sim --config=configs/demo.py --cluster=cluster.toml --sweep=schedule.alpha=0,1,2"),
         Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
     ),
     "inspect": (
@@ -275,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     _serve_options(known["serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
+    _sim_options(known["sim"])
     _tls_options(known["tls"])
     _launch_options(known["launch"])
     return top
@@ -397,6 +400,22 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     check.add_argument("--config", metavar="FILE", help="a config file with the tasks to play (see configs/)")
     check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes to play (default: 32)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _sim_options(one: argparse.ArgumentParser) -> None:
+    one.usage = "jaxroll sim [RUN] --config=FILE --cluster=FILE [OPTIONS]\n       jaxroll sim calibrate RUN"
+    one.add_argument("targets", nargs="*", metavar="RUN", help="the folder of the simulated run; `calibrate RUN` "
+                     "prints the cluster on which RUN was recorded")  # fmt: skip
+    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
+    one.add_argument("--cluster", metavar="FILE", help="a TOML file of costs and workload (docs/simulation.md)")
+    one.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="simulate each value of a key of the config, repeatable; `schedule=` takes names",
+    )
+    one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _tls_options(tls: argparse.ArgumentParser) -> None:

@@ -212,6 +212,33 @@ def run_config(options: argparse.Namespace) -> None:
     print(rewards.described(config.task), file=sys.stderr)
 
 
+def run_sim(options: argparse.Namespace) -> None:
+    """`sim`: simulate a run, or every value of a sweep, or calibrate a cluster."""
+    from jaxroll.sim import calibrate, costs, simulate
+
+    if options.targets[:1] == ["calibrate"]:
+        if len(options.targets) != 2:
+            raise ConfigError("RUN", None, "no run named", "As in `jaxroll sim calibrate runs/demo`.")
+        print(costs.text(calibrate.calibrated(_absolute(options.targets[1]))), end="")
+        return
+    if not options.cluster or len(options.targets) > 1:
+        raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN",
+                          "Add --cluster=FILE; `jaxroll sim calibrate RUN` makes one.")  # fmt: skip
+    config, cluster = costs.checked(_loaded(options)), costs.load(Path(options.cluster))
+    if options.sweep:
+        for values, one in simulate.swept(config, options.sweep):
+            found = values | simulate.simulate(one, cluster, Path(), keep=False)
+            named = ", ".join(f"{key}={value}" for key, value in values.items())
+            print(json.dumps(found) if options.json else "\n".join([named, *simulate.lines(found), ""]), flush=True)
+        return
+    options.run = options.targets[0] if options.targets else None
+    with _new_run(options, f"sim-{config.run.name}", config) as path:
+        run_dir.write(path, run_dir.load(path) | {"simulated": cluster.source or "yes", "created": simulate.EPOCH_S})
+        found = simulate.simulate(config, cluster, path)
+    print(json.dumps(found | {"class": "S"}) if options.json else "\n".join(simulate.lines(found)))
+    print(f"Simulated (class S). The run is in {os.path.relpath(path)}.", file=sys.stderr)
+
+
 def run_report(options: argparse.Namespace) -> int:
     """`report`: summary and page of a run."""
     path = _absolute(options.folder)
@@ -431,6 +458,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder"), run_role),
     **dict.fromkeys(("sft", "eval", "generate", "serve"), run_offline),
     "compile": run_compile,
+    "sim": run_sim,
     "config": run_config,
     "report": run_report,
     "inspect": run_inspect,

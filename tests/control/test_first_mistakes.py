@@ -63,6 +63,10 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      "train --config=configs/smoke.py --config.placement.platform=cpu"),
     ("train --config=configs/smoke.py --config.placement.platform=tpu", ("placement.platform", "'auto'"),
      "train --config=configs/smoke.py --config.placement.platform=auto"),
+    # simulations
+    ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
+    ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
+    ("sim calibrate old", ("too few",), ""),
     # runs
     ("train old --config=configs/smoke.py", ("RUN", "old", "--resume"), "train old --resume"),
     ("train old", ("RUN", "old", "--resume"), "train old --resume"),

@@ -29,7 +29,7 @@ from jaxroll.run_paths import RunPaths
 def main(run_dir: Path, *, as_json: bool) -> int:
     """Write RUN/report.html and print the summary, as JSON or for a person; 0. ConfigError when there is no run."""
     run = record.load(run_dir)
-    figures = summary(run)
+    figures = summary(run) | ({"class": "S"} if run.is_simulated else {})
     written = write_page(run, figures)
     if as_json:
         print(json.dumps(json.loads(metrics.dumps(figures)), indent=2))
@@ -49,7 +49,7 @@ def write_page(run: Run, figures: Mapping[str, Any]) -> Path:
 
 def show(run: Run, figures: Mapping[str, Any], console: Console) -> None:
     """The summary on a terminal or in a pipe."""
-    console.print(Text(f"{run.name}: {state_of(run)}", style="bold"))
+    console.print(Text(f"{run.name}: {state_of(run)}{', simulated (S)' * run.is_simulated}", style="bold"))
     console.print(_pairs(figures))
     console.print(_promises(run, figures))
 

@@ -180,6 +180,11 @@ class Run:
         return self.about.get("created")
 
     @property
+    def is_simulated(self) -> bool:
+        """True if `jaxroll sim` made it: its times are those of cost models."""
+        return bool(self.about.get("simulated"))
+
+    @property
     def steps_wanted(self) -> int:
         """The length of its schedule."""
         return int(self.config["schedule"]["steps"])

@@ -18,7 +18,8 @@ def header(view: View) -> Markup:
     run = view.run
     state = state_of(run)
     badge = tag("span", state, class_=f"state {state}")
-    title = tag("div", tag("b", run.name), badge, moment(run.created_s), class_="title")
+    simulated = tag("span", "simulated (S)", class_="state") if run.is_simulated else NOTHING
+    title = tag("div", tag("b", run.name), badge, simulated, moment(run.created_s), class_="title")
     return tag("header", title, _result(view.figures), _lead(run, view.figures))
 
 

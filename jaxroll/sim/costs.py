@@ -1,0 +1,227 @@
+"""Parameters of a simulated cluster and the time that each kind of work takes on it.
+
+A cluster is a TOML file with the tables of `Cluster`. Parameters come from a recorded run (`jaxroll sim calibrate`) or
+from published constants, never from the result that is to be predicted.
+
+Decoding, one step of b sequences with c tokens of context in all (roofline):
+
+    overhead + max(b·flops_per_token / flops, (weight_bytes + c·kv_bytes_per_token) / bytes_per_s)
+
+Prefill of n tokens: overhead + n·flops_per_token / flops. Training: overhead + micro-batches·their overhead +
+n·flops_per_token / flops, over the padded tokens of the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from jaxroll.config import Config
+from jaxroll.errors import ConfigError
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Law:
+    """A distribution of numbers that are at least `least` and at most `most`.
+
+    `normal` and `lognormal` have the given mean and deviation (of the numbers, not of their logarithms), `exponential`
+    has the mean, and `recorded` draws from `values`.
+    """
+
+    kind: Literal["constant", "normal", "lognormal", "exponential", "recorded"] = "constant"
+    mean: float = 0.0
+    deviation: NotNegative = 0.0
+    least: float = 0.0
+    most: float = math.inf
+    values: tuple[float, ...] = ()
+
+    def draw(self, chance: random.Random) -> float:
+        """One number."""
+        return min(max(self._drawn(chance), self.least), self.most)
+
+    def _drawn(self, chance: random.Random) -> float:
+        if self.kind == "normal":
+            return chance.gauss(self.mean, self.deviation)
+        if self.kind == "lognormal" and self.mean > 0:
+            spread = math.log1p((self.deviation / self.mean) ** 2)
+            return chance.lognormvariate(math.log(self.mean) - spread / 2, math.sqrt(spread))
+        if self.kind == "exponential":
+            return chance.expovariate(1 / self.mean) if self.mean > 0 else 0.0
+        if self.kind == "recorded" and self.values:
+            return chance.choice(self.values)
+        return self.mean
+
+
+@dataclass(frozen=True)
+class SamplerCosts:
+    """One sampler: its engine, and the price of its devices. `all_slots`: a step computes empty slots as well."""
+
+    step_overhead_s: NotNegative = 0.0
+    prefill_overhead_s: NotNegative = 0.0
+    swap_s: NotNegative = 0.0
+    flops_per_token: NotNegative = 0.0
+    flops: Positive = math.inf
+    weight_bytes: NotNegative = 0.0
+    kv_bytes_per_token: NotNegative = 0.0
+    bytes_per_s: Positive = math.inf
+    all_slots: bool = False
+    price_per_hour: NotNegative = 0.0
+
+    def step_s(self, sequences: int, context: float) -> float:
+        """Seconds of a decode step."""
+        compute_s = sequences * self.flops_per_token / self.flops
+        memory_s = (self.weight_bytes + context * self.kv_bytes_per_token) / self.bytes_per_s
+        return self.step_overhead_s + max(compute_s, memory_s)
+
+    def prefill_s(self, tokens: int, calls: int) -> float:
+        """Seconds of `calls` prefill calls with `tokens` prompt tokens in all."""
+        return calls * self.prefill_overhead_s + tokens * self.flops_per_token / self.flops
+
+
+@dataclass(frozen=True)
+class LearnerCosts:
+    """The learner, and the price of its devices."""
+
+    step_overhead_s: NotNegative = 0.0
+    micro_batch_overhead_s: NotNegative = 0.0
+    flops_per_token: NotNegative = 0.0
+    flops: Positive = math.inf
+    price_per_hour: NotNegative = 0.0
+
+    def train_s(self, tokens: int, micro_batches: int) -> float:
+        """Seconds of a training step."""
+        of_tokens_s = tokens * self.flops_per_token / self.flops
+        return self.step_overhead_s + micro_batches * self.micro_batch_overhead_s + of_tokens_s
+
+
+@dataclass(frozen=True)
+class TransferCosts:
+    """Weights from the learner to a sampler: `publish_s` until they can be fetched, then latency and bandwidth."""
+
+    publish_s: NotNegative = 0.0
+    latency_s: NotNegative = 0.0
+    size_bytes: NotNegative = 0.0
+    bytes_per_s: Positive = math.inf
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds of one fetch."""
+        return self.latency_s + self.size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of an episode: tokens of prompts, answers and replies, turns, seconds of a step, rewards."""
+
+    prompt_tokens: Law = Law(mean=16)
+    answer_tokens: Law = Law(mean=8, least=1)
+    reply_tokens: Law = Law(mean=8, least=1)
+    turns: Law = Law(mean=1, least=1)
+    env_s: Law = Law()
+    rewarded: Share = 0.5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The process `role` ("sampler-0", "learner") ends at `at_s` and starts again `down_s` later."""
+
+    at_s: NotNegative
+    role: str
+    down_s: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster and its workload. `source` says where the numbers come from."""
+
+    source: str = ""
+    sampler: SamplerCosts = field(default_factory=SamplerCosts)
+    learner: LearnerCosts = field(default_factory=LearnerCosts)
+    transfer: TransferCosts = field(default_factory=TransferCosts)
+    workload: Workload = field(default_factory=Workload)
+    rpc_s: NotNegative = 0.001
+    rpc_bytes_per_s: Positive = math.inf
+    failures: tuple[Failure, ...] = ()
+
+
+def load(path: Path) -> Cluster:
+    """The cluster that a TOML file describes. ConfigError if it cannot be read or has an unknown or wrong value."""
+    remedy = "docs/simulation.md lists the keys of a cluster."
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--cluster", str(path), f"cannot be read ({error.strerror})", "Name a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("--cluster", str(path), f"is no TOML: {error}", remedy) from error
+    try:
+        cluster = msgspec.convert(values, Cluster)
+    except msgspec.ValidationError as error:
+        raise ConfigError("--cluster", str(path), str(error), remedy) from error
+    if unknown := _unknown(values, msgspec.to_builtins(cluster)):
+        raise ConfigError("--cluster", str(path), f"has the unknown key {unknown}", remedy)
+    return cluster
+
+
+def _unknown(given: Any, known: Any, where: str = "") -> str:
+    """The first key of `given` that `known` lacks, dotted; "" if there is none."""
+    if isinstance(given, list) and isinstance(known, list | tuple):
+        found = (_unknown(a, b, where) for a, b in zip(given, known, strict=False))
+        return next((name for name in found if name), "")
+    if not isinstance(given, dict) or not isinstance(known, dict):
+        return ""
+    for key, value in given.items():
+        name = f"{where}{key}"
+        if key not in known:
+            return name
+        if inner := _unknown(value, known[key], f"{name}."):
+            return inner
+    return ""
+
+
+def text(cluster: Cluster) -> str:
+    """`cluster` as TOML, values that equal their defaults left out."""
+    values, defaults = msgspec.to_builtins(cluster), msgspec.to_builtins(Cluster())
+    lines = [f"source = {_toml(values['source'])}"]
+    lines += [f"{key} = {_toml(values[key])}" for key in ("rpc_s", "rpc_bytes_per_s") if values[key] != defaults[key]]
+    for table in ("sampler", "learner", "transfer", "workload"):
+        changed = {key: value for key, value in values[table].items() if value != defaults[table][key]}
+        lines += [f"\n[{table}]", *(f"{key} = {_toml(value)}" for key, value in changed.items())] if changed else []
+    for failure in values["failures"]:
+        lines += ["\n[[failures]]", *(f"{key} = {_toml(value)}" for key, value in failure.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return msgspec.json.encode(value).decode()
+
+
+def checked(config: Config) -> Config:
+    """`config` without warm start, evaluations and HTTP. ConfigError for a placement that is not simulated."""
+    for key, value, why in (
+        ("placement.colocated", config.placement.colocated, "roles that share devices are not simulated"),
+        ("placement.actors", config.placement.actors, "actors are not simulated"),
+    ):
+        if value:
+            raise ConfigError(key, value, why, f"Add --config.{key}={type(value)()}.")
+    return replace(
+        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
+        sampler=replace(config.sampler, http_port=-1), learner=replace(config.learner, keep_best=""),
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""Simulation of a run: the real store, sampler and learner loops in virtual time, and the figures of its steps.
+
+The result is a run folder that `jaxroll report`, `inspect` and `export` read; its run.json has the mark `simulated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxroll import config as configs
+from jaxroll.clock import simulated_unix
+from jaxroll.config import Config
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.metrics import JsonlTracker
+from jaxroll.roles.sampler import SamplerLoops
+from jaxroll.run_paths import RunPaths
+from jaxroll.sim import costs, virtual_time
+from jaxroll.sim.costs import Cluster, Failure
+from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedPool, SimulatedPublisher, SimulatedTrainer, chance
+from jaxroll.sim.network import Network
+from jaxroll.sim.world import Feed, World
+
+EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every simulation
+SETTLING = 0.1  # share of the steps that the figures leave out at the start
+POLLS = 50  # looks at the devices in a step of the learner
+LIMIT_S = 365 * 86400.0
+
+Figures = dict[str, Any]
+
+
+class SimulatedRun(World):
+    """A run on a simulated cluster. Use it as an asynchronous context manager."""
+
+    def __init__(self, config: Config, cluster: Cluster, run_dir: Path, metrics: Any = None) -> None:
+        self._cluster = cluster
+        network = Network(cluster.rpc_s, cluster.rpc_bytes_per_s)
+        super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
+        self.engines: list[SimulatedEngine] = []
+
+    def _question(self, index: int) -> str:
+        drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config.run.seed, index))
+        return "a" * max(1, round(drawn))
+
+    def sampler(self, index: int) -> None:
+        """Start a sampler."""
+        role = f"sampler-{index}"
+        engine = SimulatedEngine(self._cluster, self.config, role)
+        self.engines.append(engine)
+        pool = SimulatedPool(self._cluster.workload, self.config.run.seed)
+        self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
+
+    def learner(self) -> asyncio.Future[int]:
+        """Start the learner; the future is its exit code."""
+        schedule, size = self.config.schedule, self._cluster.workload
+        tokens = schedule.groups_per_step * schedule.group_size * (size.prompt_tokens.mean + size.answer_tokens.mean)
+        poll_s = max(self._cluster.learner.train_s(int(tokens), 1) / POLLS, 0.005)
+        trainer, publisher = SimulatedTrainer(self._cluster, self.config), SimulatedPublisher(self._cluster)
+        return self.start_learner(trainer, publisher, poll_s)
+
+    async def train(self) -> None:
+        """Run to the end of the schedule. InfraError if a role ends before."""
+        for index in range(self.config.sampler.count):
+            self.sampler(index)
+        self._training = self.learner()
+        failing = [asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures]
+        while not self._training.done() or self._training.cancelled():
+            ended = [job for job in (*self.jobs(), *failing) if job.done() and not job.cancelled() and job.exception()]
+            if ended:
+                raise InfraError(f"a simulated role failed: {ended[0].exception()}") from ended[0].exception()
+            if not self._training.cancelled():
+                await asyncio.wait([self._training], timeout=10.0)
+            else:
+                await asyncio.sleep(1.0)  # it starts again
+        for job in failing:
+            job.cancel()
+        if code := self._training.result():
+            raise InfraError(f"the simulated learner ended with exit code {code}")
+
+    async def _fail(self, failure: Failure) -> None:
+        await asyncio.sleep(failure.at_s)
+        with contextlib.suppress(KeyError):  # it is down already
+            await self.kill(failure.role)
+            await asyncio.sleep(failure.down_s)
+            if failure.role == "learner":
+                self._training = self.learner()
+            else:
+                self.sampler(int(failure.role.rpartition("-")[2]))
+
+    async def close(self) -> None:
+        """End the engines."""
+        for engine in self.engines:
+            await engine.close()
+
+
+def simulate(config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True) -> Figures:
+    """The figures of a simulated run of `config` on `cluster` (see `figures`).
+
+    With `keep`, the log and the metric rows are written into `run_dir`. InfraError if the run cannot end.
+    """
+    config = costs.checked(config)
+    tracker = JsonlTracker(RunPaths(run_dir).metrics) if keep else None
+
+    async def job() -> list[Mapping[str, Any]]:
+        loop = asyncio.get_running_loop()
+        with simulated_unix(lambda: EPOCH_S + loop.time()):
+            run = SimulatedRun(config, cluster, run_dir, tracker)
+            async with run:
+                try:
+                    await run.train()
+                    await run.settled()
+                    if keep:
+                        run.store.save(RunPaths(run_dir).database)
+                    return list(run.store.metrics.written())
+                finally:
+                    await run.close()
+
+    try:
+        with _printing(run_dir if keep else None):
+            rows = virtual_time.run(job(), LIMIT_S)
+    except (virtual_time.Stuck, TimeoutError) as error:
+        raise InfraError(f"the simulated run cannot end: {error}") from error
+    finally:
+        if tracker is not None:
+            tracker.close()
+    return figures(rows, config, cluster)
+
+
+@contextlib.contextmanager
+def _printing(run_dir: Path | None) -> Iterator[None]:
+    """Write what roles print into the run's log, or nowhere."""
+    if run_dir is None:
+        with contextlib.redirect_stdout(None):
+            yield
+        return
+    path = RunPaths(run_dir).log_of("simulation")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        yield
+
+
+def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster | None = None) -> Figures:
+    """The figures of a run, real or simulated, after its first steps.
+
+    `step_s` (between two ends of steps), `samples_per_s`, `tokens_per_s` (trained), `age_mean`, `age_max`, `age_hist`
+    (tokens by age), `learner_busy` and `learner_wait` (shares of the time), `sampler_busy` (share of the time in which
+    engines work, in the mean), and with `cluster` the price of a million trained tokens.
+    """
+    last = {row["step"]: row for row in rows if row.get("kind") == "step"}
+    steps = [last[step] for step in sorted(last)]
+    skipped = max(1, math.ceil(SETTLING * len(steps)))
+    start, kept = steps[min(skipped, len(steps)) - 1]["t1"], steps[skipped:]
+    if not kept:
+        raise InfraError(f"figures need more steps than {len(steps)}")
+    end = kept[-1]["t1"]
+    elapsed_s = end - start
+    ages, times = Counter[str](), [row["t1"] for row in kept]
+    for row in kept:
+        ages.update(row["age_hist"])
+    tokens = sum(ages.values())
+    busy_s = sum(max(0.0, min(row["t1"], end) - max(row["t0"], start)) for row in rows
+                 if row.get("kind") == "span" and row.get("what") == "decode"
+                 and str(row.get("role")).startswith("sampler"))  # fmt: skip
+    found = {
+        "steps": len(kept), "seconds": elapsed_s, "step_s": elapsed_s / len(kept),
+        "step_s_median": statistics.median(b - a for a, b in zip([start, *times], times, strict=False)),
+        "samples_per_s": sum(row["samples"] for row in kept) / elapsed_s, "tokens_per_s": tokens / elapsed_s,
+        "age_mean": sum(int(age) * count for age, count in ages.items()) / max(tokens, 1),
+        "age_max": max((int(age) for age in ages), default=0), "age_hist": dict(sorted(ages.items())),
+        "learner_busy": sum(row["train_s"] for row in kept) / elapsed_s,
+        "learner_wait": sum(row["wait_s"] for row in kept) / elapsed_s,
+        "sampler_busy": busy_s / elapsed_s / config.sampler.count,
+    }  # fmt: skip
+    if cluster is not None:
+        per_s = (cluster.sampler.price_per_hour * config.sampler.count + cluster.learner.price_per_hour) / 3600
+        found["cost_per_million_tokens"] = per_s / found["tokens_per_s"] * 1e6 if found["tokens_per_s"] else math.inf
+    return found
+
+
+# --- Schedules and sweeps
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"alpha": 0.0},
+    "one_step": {"alpha": 1.0},
+    "bounded": {},  # the config's α; a generation continues under new weights
+    "pure": {"weight_swap": "drain"},  # the config's α; every answer is of one version
+}
+SCHEDULE = "schedule"  # the key of a sweep over `SCHEDULES`
+
+
+def scheduled(config: Config, name: str) -> Config:
+    """`config` under the schedule of this name. ConfigError for an unknown name."""
+    if name not in SCHEDULES:
+        raise ConfigError("--sweep", name, "no schedule has this name", f"Known: {', '.join(SCHEDULES)}.")
+    return replace(config, schedule=replace(config.schedule, mode="async", **SCHEDULES[name]))
+
+
+def swept(config: Config, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config]]:
+    """The configs of all combinations of the sweeps `KEY=VALUE,VALUE,…`, each with its values.
+
+    KEY is a key of the config, or `schedule` for a name of `SCHEDULES`. ConfigError for what cannot be parsed.
+    """
+    lists = []
+    for text in sweeps:
+        key, equals, values = text.partition("=")
+        if not (key and equals and values):
+            raise ConfigError("--sweep", text, "not KEY=VALUE,VALUE", "As in --sweep=schedule.alpha=0,1,2.")
+        lists.append([(key, value) for value in values.split(",")])
+    for chosen in itertools.product(*lists):
+        named = scheduled(config, dict(chosen)[SCHEDULE]) if SCHEDULE in dict(chosen) else config
+        changes = [f"{key}={value}" for key, value in chosen if key != SCHEDULE]
+        yield dict(chosen), configs.parse(configs.override(configs.to_dict(named), changes))
+
+
+def lines(found: Figures) -> list[str]:
+    """The figures for a person."""
+    tokens = max(sum(found["age_hist"].values()), 1)
+    ages = ", ".join(f"{age}: {count / tokens:.0%}" for age, count in found["age_hist"].items())
+    cost = found.get("cost_per_million_tokens")
+    return [
+        f"step time    {found['step_s']:.3f} s (median {found['step_s_median']:.3f} s, {found['steps']} steps)",
+        f"throughput   {found['tokens_per_s']:.1f} trained tokens/s, {found['samples_per_s']:.2f} samples/s",
+        f"utilisation  samplers {found['sampler_busy']:.0%}, learner {found['learner_busy']:.0%}",
+        f"waits        learner {found['learner_wait']:.0%} of the time",
+        f"staleness    mean {found['age_mean']:.2f}, largest {found['age_max']} ({ages})",
+        *([f"cost         {cost:.4g} per million trained tokens"] if cost else []),
+    ]

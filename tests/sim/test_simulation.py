@@ -1,0 +1,167 @@
+"""Simulations of whole runs: their step times where they can be calculated by hand, their folders, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import Config
+from jaxroll.control import cli, run_dir
+from jaxroll.errors import ConfigError
+from jaxroll.sim import calibrate, costs, simulate, virtual_time
+from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
+
+TOKENS = 10
+# Every answer has 10 tokens of 0.01 s each; prompts, weights and the network take no time.
+CLUSTER = Cluster(
+    source="made up",
+    sampler=SamplerCosts(step_overhead_s=0.1, price_per_hour=36.0),
+    learner=LearnerCosts(step_overhead_s=3.0, price_per_hour=36.0),
+    workload=Workload(answer_tokens=Law(mean=TOKENS)),
+    rpc_s=0.0,
+)
+ANSWER_S = TOKENS * 0.1
+
+
+def config(**schedule: object) -> Config:
+    """A run of four groups of two members a step, whose sampler has a slot for each member of a step."""
+    base = configs.parse({
+        "run": {"seed": 3},
+        "schedule": {"steps": 30, "groups_per_step": 4, "group_size": 2} | schedule,
+        "sampler": {"slots": 8, "decode_chunk": 1, "prefill_rows": 8},
+        "sampling": {"max_tokens": 16},
+        "task": {"max_prompt_tokens": 32},
+    })  # fmt: skip
+    return costs.checked(base)
+
+
+def figures(config: Config, cluster: Cluster = CLUSTER) -> simulate.Figures:
+    return simulate.simulate(config, cluster, Path(), keep=False)
+
+
+def test_a_synchronous_step_takes_the_generation_and_the_training() -> None:
+    found = figures(config(alpha=0.0))
+    assert found["step_s"] == pytest.approx(ANSWER_S + 3.0, rel=0.03)
+    assert found["age_max"] == 0 and found["samples_per_s"] == pytest.approx(8 / found["step_s"])
+    assert found["tokens_per_s"] == pytest.approx(8 * TOKENS / found["step_s"])
+
+
+@pytest.mark.parametrize(("train_s", "step_s"), [(3.0, 3.0), (0.25, ANSWER_S)], ids=["learner", "sampler"])
+def test_an_asynchronous_step_takes_the_longer_of_the_two(train_s: float, step_s: float) -> None:
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=train_s))
+    found = figures(config(alpha=2.0), cluster)
+    assert found["step_s"] == pytest.approx(step_s, rel=0.05) and found["age_max"] <= 2
+
+
+def test_a_published_version_is_used_after_its_transfer() -> None:
+    transfer = TransferCosts(publish_s=0.5, latency_s=0.25, size_bytes=1e9, bytes_per_s=1e9)
+    found = figures(config(alpha=0.0), replace(CLUSTER, transfer=transfer))
+    assert found["step_s"] == pytest.approx(ANSWER_S + 3.0 + 0.5 + 0.25 + 1.0, rel=0.03)
+
+
+def test_two_samplers_halve_the_generation_where_the_slots_are_scarce() -> None:
+    one = configs.parse(configs.override(configs.to_dict(config(alpha=2.0)), ["sampler.slots=4"]))
+    two = configs.parse(configs.override(configs.to_dict(one), ["sampler.count=2"]))
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=0.01))
+    assert figures(one, cluster)["step_s"] / figures(two, cluster)["step_s"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_equal_simulations_with_failures_give_equal_figures() -> None:
+    laws = Workload(answer_tokens=Law("lognormal", mean=8, deviation=6, least=1), env_s=Law("exponential", mean=0.2))
+    cluster = replace(CLUSTER, workload=laws, failures=(Failure(20.0, "sampler-0", 5.0), Failure(50.0, "learner", 2.0)))
+    found = figures(config(alpha=1.0), cluster)
+    assert found == figures(config(alpha=1.0), cluster) and found["age_max"] <= 1
+
+
+def test_a_failure_costs_time() -> None:
+    failing = replace(CLUSTER, failures=(Failure(40.0, "sampler-0", 30.0),))
+    without, with_it = figures(config(alpha=0.0)), figures(config(alpha=0.0), failing)
+    assert with_it["seconds"] - without["seconds"] >= 30.0
+
+
+def test_names_of_schedules_and_sweeps() -> None:
+    found = list(simulate.swept(config(alpha=1.0), ["schedule=sync,pure", "sampler.slots=4,8"]))
+    assert [values for values, _ in found] == [
+        {"schedule": name, "sampler.slots": slots} for name in ("sync", "pure") for slots in ("4", "8")
+    ]
+    assert [one.schedule.alpha for _, one in found] == [0.0, 0.0, 1.0, 1.0]
+    assert [one.sampler.slots for _, one in found] == [4, 8, 4, 8]
+    assert found[2][1].schedule.weight_swap == "drain"
+    for sweep in ("schedule=fast", "alpha", "sampler.slots="):
+        with pytest.raises(ConfigError, match="--sweep"):
+            list(simulate.swept(config(), [sweep]))
+
+
+def test_a_cluster_file_is_read_as_it_is_written(tmp_path: Path) -> None:
+    cluster = replace(CLUSTER, failures=(Failure(1.0, "learner", 2.0),), rpc_bytes_per_s=1e8)
+    (file := tmp_path / "c.toml").write_text(costs.text(cluster))
+    assert costs.load(file) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[sampler]\nstep_s = 1", "sampler.step_s"), ("[sampler]\nflops = 0", "flops"), ("rpc_s = 'a'", "rpc_s"),
+        ("[sampler", "TOML"), ("[workload]\nenv_s = { kind = 'even' }", "even"), ("[[failures]]\nrole = 'a'", "at_s"),
+    ],
+)  # fmt: skip
+def test_a_bad_cluster_is_refused_by_its_key(tmp_path: Path, text: str, named: str) -> None:
+    (file := tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        costs.load(file)
+    assert named in str(refused.value) and "\n" not in str(refused.value).strip()
+
+
+def test_a_simulated_run_is_reported_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text(costs.text(CLUSTER))
+    (tmp_path / "c.py").write_text(
+        "from jaxroll.config import defaults\ndef get_config():\n    config = defaults()\n"
+        "    config.schedule.steps = 12\n    config.sft.steps = 0\n    return config\n"
+    )
+    run = tmp_path / "run"
+    argv = ["sim", str(run), f"--config={tmp_path / 'c.py'}", f"--cluster={tmp_path / 'c.toml'}"]
+    assert cli.main(argv) == 0
+    assert "step time" in capsys.readouterr().out
+    assert cli.main(["report", str(run)]) == 0
+    assert "simulated (S)" in capsys.readouterr().out and "simulated (S)" in (run / "report.html").read_text()
+    assert cli.main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["class"] == "S"
+    assert cli.main(["replay", str(run)]) == 0
+
+
+def test_the_figures_of_a_calibrated_cluster_are_those_of_the_run(tmp_path: Path) -> None:
+    """Calibrated on a simulated run, whose costs are known: the null case of a prediction."""
+    one = config(alpha=1.0)
+    run_dir.create(tmp_path / "run", one, [])
+    found = simulate.simulate(one, CLUSTER, tmp_path / "run")
+    again = figures(one, calibrate.calibrated(tmp_path / "run"))
+    assert again["step_s"] / found["step_s"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_simulation_does_not_load_jax() -> None:
+    code = "import sys; import jaxroll.sim.simulate, jaxroll.sim.calibrate; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_wait_of_less_than_the_clock_can_show_ends() -> None:
+    """asyncio calls timers up to 1e-9 s early; a loop that waits for the rest of a period must see that it is over."""
+
+    async def job() -> int:
+        loop, turns = asyncio.get_running_loop(), 0
+        await asyncio.sleep(44.6)
+        until = loop.time() + 1e-12
+        while loop.time() < until and turns < 100:
+            turns += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), until - loop.time())
+        return turns
+
+    assert virtual_time.run(job()) == 1
