@@ -62,7 +62,7 @@ class Recorder:
         if code.co_name == "<module>" or not code.co_filename.startswith(str(ROOT)):
             return
         file = Path(code.co_filename).relative_to(ROOT)
-        if file.parts[0] == "sim":  # stands in for the network, and is no part of a run
+        if file.parts[0] == "sim":  # replaces the network, and is no part of a run
             return
         functions = self._walk.setdefault(str(file), [])
         if code.co_qualname not in functions:
