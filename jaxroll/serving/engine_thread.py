@@ -29,6 +29,7 @@ R = TypeVar("R")
 PauseMode = Literal["abort", "wait", "keep"]
 SPAN_GAP_S = 0.005  # decode steps closer than this are one busy span
 SPAN_MAX_S = 1.0
+IDLE_S = 0.5  # an engine without work looks for it this often, though new requests wake it
 
 
 class Spans:
@@ -104,7 +105,7 @@ class EngineHost:
             else:
                 self.spans.close()
                 if self._jobs.empty():
-                    self._wake.wait(0.5)
+                    self._wake.wait(IDLE_S)
 
 
 def _settle(job: Callable[[], R], future: Future[R]) -> None:
