@@ -4,8 +4,8 @@ import pytest
 
 from tests.harness.train_process import Train, assert_sound
 
-pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(3600)]
-STEPS, LIMIT_S = 240, 1500.0
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(7200)]
+STEPS, LIMIT_S = 240, 3000.0
 CONTROL = ("--config.task.extract=none", "--config.task.reward=exact")
 
 
