@@ -116,8 +116,10 @@ def _shrunk(seen: Seen, state: State, e: ev.Shrunk) -> str:
     why = _members_are(state, e.group, e.dropped, (LEASED, FREE), "a shrink")
     if why:
         return why
-    done = sum(1 for _ in state.open[e.group].done())
-    return "" if done >= 2 else f"group {e.group} is closed with {done} finished members, two are the least"
+    group = state.open[e.group]
+    done, size = sum(1 for _ in group.done()), group.wanted or len(group.slots)
+    least = 1 if size <= 2 else 2  # one member has nothing to be compared with, but a group of two would wait forever
+    return "" if done >= least else f"group {e.group} is closed with {done} finished members, {least} are the least"
 
 
 def _aborted(seen: Seen, state: State, e: ev.Aborted) -> str:
