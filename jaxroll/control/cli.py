@@ -34,6 +34,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("sft", "supervised warm start on worked answers", "jaxroll sft --config=configs/sft_spell.py"),
         Command("sim", "simulate a run on a described cluster, or measure the costs of a cluster in a run",
                 "jaxroll sim --config=configs/demo.py --cluster=cluster.toml --sweep=schedule.alpha=0,1,2"),
+        Command("init", "write a first config for a model, a task and hardware",
+                "jaxroll init mine.py --model=models/Qwen3-0.6B --task=data/train.jsonl --hardware=gpu:8"),
         Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
     ),
     "inspect": (
@@ -278,6 +280,7 @@ def parser() -> argparse.ArgumentParser:
     _weights_options(known["weights"])
     _env_options(known["env"])
     _sim_options(known["sim"])
+    _init_options(known["init"])
     _tls_options(known["tls"])
     _launch_options(known["launch"])
     return top
@@ -400,6 +403,22 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     check.add_argument("--config", metavar="FILE", help="a config file with the tasks to play (see configs/)")
     check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes to play (default: 32)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+# Questions of `jaxroll init`, by flag.
+QUESTIONS = {
+    "model": "Model: `tiny` (trained here from nothing), or the folder of a Hugging Face checkpoint",
+    "task": "Task: a reasoning_gym task, or a .jsonl or .parquet file or `datasets` folder of prompts and answers",
+    "answers": "Form of answers: none, boxed, answer_tag, last_number, after_think; empty: none for tiny, else boxed",
+    "hardware": "Hardware: cpu, gpu:N or tpu:N with the number of devices",
+}  # fmt: skip
+
+
+def _init_options(one: argparse.ArgumentParser) -> None:
+    one.set_defaults(questions=QUESTIONS)
+    one.add_argument("file", metavar="FILE", help="the config file to write, ending in .py")
+    for name, question in QUESTIONS.items():
+        one.add_argument(f"--{name}", metavar=name.upper(), help=question[0].lower() + question[1:])
 
 
 def _sim_options(one: argparse.ArgumentParser) -> None:

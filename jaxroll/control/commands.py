@@ -22,7 +22,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import preflight, program, run_dir, train
+from jaxroll.control import init, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.protocols import Progress
@@ -459,6 +459,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("sft", "eval", "generate", "serve"), run_offline),
     "compile": run_compile,
     "sim": run_sim,
+    "init": lambda options: init.run(options, init.asker()),
     "config": run_config,
     "report": run_report,
     "inspect": run_inspect,

@@ -63,6 +63,11 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      "train --config=configs/smoke.py --config.placement.platform=cpu"),
     ("train --config=configs/smoke.py --config.placement.platform=tpu", ("placement.platform", "'auto'"),
      "train --config=configs/smoke.py --config.placement.platform=auto"),
+    # a first config
+    ("init mine --task=chain_sum", ("FILE", ".py"), "init mine.py --task=chain_sum"),
+    ("init mine.py --hardware=gpu", ("--hardware", "gpu:8"), "init mine.py --hardware=gpu:8"),
+    ("init mine.py --task=chain_sums", ("chain_sums",), ""),
+    ("init mine.py --model=models/none", ("models/none", "config.json"), ""),
     # simulations
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),

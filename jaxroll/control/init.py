@@ -1,0 +1,237 @@
+"""A first config of your own: `jaxroll init FILE` writes it for a model, a task and hardware, from flags or answers.
+
+The file is written only if `jaxroll config` accepts it on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from jaxroll import config as configs
+from jaxroll import disk
+from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.control import preflight
+from jaxroll.data import gym
+from jaxroll.errors import ConfigError
+from jaxroll.models import folders
+
+TINY = "tiny"
+GPU_MB = 80_000  # memory that a GPU is assumed to have
+FORMATS = {
+    "none": "",
+    "boxed": "Reason step by step, and put the final answer within \\boxed{}.",
+    "answer_tag": "Reason step by step, and put the final answer within <answer> and </answer>.",
+    "last_number": "Reason step by step, and end with the final number.",
+    "after_think": "Think within <think> and </think>, then write the final answer alone.",
+}
+KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answers to the questions of `jaxroll init`, by name."""
+
+    model: str = TINY
+    task: str = "spell_backward"
+    answers: str = ""  # a key of FORMATS; "": boxed for a checkpoint, none for `tiny`
+    hardware: str = "cpu"  # cpu, gpu:N or tpu:N
+
+
+def run(options: argparse.Namespace, ask: Callable[[str], str] | None = None) -> None:
+    """`init`: write the config FILE. `ask` answers what no flag says (None: defaults). ConfigError if it is refused."""
+    file = Path(options.file)
+    if file.suffix != ".py" or file.exists():
+        raise ConfigError("FILE", str(file), "exists" if file.exists() else "not the name of a Python file",
+                          "Name a new file that ends in .py.")  # fmt: skip
+    choice = Choice()
+    for name, question in options.questions.items():
+        default = getattr(choice, name)
+        given = getattr(options, name)
+        if given is None and ask is not None:
+            given = ask(f"{question} [{default}]: ").strip()
+        choice = replace(choice, **{name: given or default})
+    write(choice, file)
+    shown = os.path.relpath(file)
+    print(f"{shown} is written; `jaxroll config --config={shlex.quote(shown)}` prints it with all defaults.\n"
+          f"Start with: jaxroll train --config={shlex.quote(shown)}")  # fmt: skip
+
+
+def asker() -> Callable[[str], str] | None:
+    """A function that asks on the terminal; None without a terminal."""
+    return input if sys.stdin.isatty() and sys.stdout.isatty() else None
+
+
+def write(choice: Choice, file: Path) -> None:
+    """Write the config of `choice` to `file`. ConfigError, and no file, if it could not run here."""
+    source = text(choice, file)
+    trial = file.with_name(f".{file.stem}.{os.getpid()}.py")
+    disk.replace_text(trial, source)
+    try:
+        config = configs.load(trial, [])
+        preflight.check(config)
+    finally:
+        trial.unlink(missing_ok=True)
+    platform, devices = _hardware(choice.hardware)
+    if platform != "cpu":
+        check_inventory(config, Inventory(platform, devices, GPU_MB) if platform == "gpu"
+                        else Inventory(platform, chips=devices))  # fmt: skip
+    disk.replace_text(file, source)
+
+
+def text(choice: Choice, file: Path) -> str:
+    """The source of the config of `choice` for `file`, whose folder relative paths start at.
+
+    ConfigError for a choice that is unknown.
+    """
+    parts = [*_model(choice, file), "", *_task(choice, file), "", *_devices(choice)]
+    body = "\n".join(f"    {line}" if line else "" for line in parts)
+    words = " ".join(
+        f"--{name}={shlex.quote(getattr(choice, name))}" for name in asdict(choice) if getattr(choice, name)
+    )
+    return (
+        f'"""{_title(choice)}.\n\n'
+        f"Command   jaxroll train --config={file.name}\n"
+        f"Made by   jaxroll init {file.name} {words}\n"
+        '"""\n\n'
+        "from ml_collections import ConfigDict\n\nfrom jaxroll.config import defaults\n\n\n"
+        "def get_config() -> ConfigDict:\n"
+        '    """The values that differ from the defaults; docs/config_keys.md explains every key."""\n'
+        "    config = defaults()\n"
+        f"    config.run.name = {json.dumps(file.stem)}\n\n"
+        f"{body}\n"
+        "    return config\n"
+    )
+
+
+def _title(choice: Choice) -> str:
+    model = "A tiny model" if choice.model == TINY else Path(choice.model).name
+    return f"{model} on {Path(choice.task).name}, {choice.hardware}".replace("\\", "/").replace('"', "'")
+
+
+def _relative(path: str, file: Path) -> str:
+    """`path`, as the config in `file` names it: paths in a config start at its folder."""
+    return os.path.relpath(Path(path).expanduser().absolute(), file.absolute().parent)
+
+
+def _model(choice: Choice, file: Path) -> list[str]:
+    if choice.model == TINY:
+        return [
+            "# Model: small enough for a CPU, with a token per character. The warm start teaches it to answer.",
+            'config.model.size = "tiny"',
+            "config.sft.steps = 300",
+            "config.schedule.steps = 100",
+        ]
+    path = _relative(choice.model, file)
+    dtype = "float32" if choice.hardware == "cpu" else "bfloat16"
+    return [
+        "# Model: the checkpoint and its tokenizer. The learning rate is that of full fine-tuning of a released model.",
+        f"config.model.path = config.tokenizer.path = {json.dumps(path)}",
+        f'config.model.dtype = config.transfer.dtype = "{dtype}"',
+        'config.tokenizer.kind = "hf"',
+        "config.sft.steps = 0",
+        "config.learner.learning_rate = 1e-6",
+        "config.schedule.steps = 200",
+    ]
+
+
+def _task(choice: Choice, file: Path) -> list[str]:
+    answers = choice.answers or ("none" if choice.model == TINY else "boxed")
+    if answers not in FORMATS:
+        raise ConfigError("--answers", answers, "no form of answers", f"Known: {', '.join(FORMATS)}.")
+    if (kind := _kind(choice.task)) is None:
+        gym.allowed(choice.task)
+        lines = [
+            "# Task: problems that are generated, each with its scorer.",
+            f"config.task.name = {json.dumps(choice.task)}",
+        ]
+        lines += [] if choice.task == "spell_backward" else ["config.task.args = {}"]
+    else:
+        lines = [
+            "# Task: the rows of a file. Its columns are recognised (docs/prompts.md); task.prompt_column and",
+            "# task.answer_column name others.",
+            f'config.task.source = "{kind}"',
+            f"config.task.path = {json.dumps(_relative(choice.task, file))}",
+            "config.task.args = {}",
+            "config.task.heldout_items = 128  # questions that are never trained, for evaluations",
+        ]
+    if choice.model != TINY:
+        lines += ['config.task.prompt_style = "full"', "config.task.max_prompt_tokens = 512"]
+    elif answers != "none" or kind is not None:
+        lines += [
+            "config.task.max_prompt_tokens = 192  # tokens are characters",
+            "config.sampler.prefill_buckets = (64, 192)",
+            "config.sampling.max_tokens = 64",
+            "config.learner.row_tokens = 256",
+        ]
+    if answers != "none":
+        lines += [
+            f"config.task.system_prompt = {json.dumps(FORMATS[answers])}",
+            f'config.task.extract = "{answers}"  # the part of an answer that is scored',
+        ]
+    if kind is not None:
+        lines.append('config.task.reward = "exact"  # "math" compares as mathematics (pip install \'jaxroll[math]\')')
+    return lines
+
+
+def _kind(task: str) -> str | None:
+    """The kind of dataset that `task` names as a path; None for the name of a task."""
+    if Path(task).is_dir():
+        return "hf_dataset"
+    kind = KINDS.get(Path(task).suffix)
+    if kind is None and (os.sep in task or "." in task):
+        raise ConfigError("--task", task, "neither a task nor a dataset",
+                          f"Datasets end in {' or '.join(KINDS)}, or are folders.")  # fmt: skip
+    return kind
+
+
+def _devices(choice: Choice) -> list[str]:
+    """Meshes of learner and sampler, half of the devices each, and sizes of batches."""
+    platform, devices = _hardware(choice.hardware)
+    learner = sampler = max(1, devices // 2)
+    fsdp, tensor = (1, 1) if choice.model == TINY else _axes(choice.model, learner, sampler)
+    lines = [f"# Hardware: {choice.hardware}."]
+    if platform == "cpu":
+        lines.append('config.placement.platform = "cpu"')
+    else:
+        lines.append("config.evaluator.every = 0  # an evaluator would need its own devices")
+    if devices == 1:
+        lines.append("config.placement.colocated = True  # all roles take turns on the one device")
+    if devices > 1:
+        lines += [f"config.learner.mesh.fsdp = {fsdp}", f"config.sampler.mesh.tensor = {tensor}"]
+        if (count := sampler // tensor) > 1:
+            lines.append(f"config.sampler.count = {count}")
+    if choice.model != TINY:
+        lines += [
+            f"config.learner.micro_batch_rows = {fsdp * math.ceil(4 / fsdp)}",
+            "config.learner.row_tokens = 2048",
+            "config.sampling.max_tokens = 1024",
+            "config.sampler.slots = 64",
+            "config.sampler.prefill_buckets = (128, 256, 512)",
+            "config.sampler.decode_chunk = 8",
+        ]
+    return lines
+
+
+def _hardware(hardware: str) -> tuple[str, int]:
+    """Platform and number of devices; 0 for a CPU."""
+    platform, _, count = hardware.partition(":")
+    if hardware == "cpu":
+        return "cpu", 0
+    if platform not in ("gpu", "tpu") or not count.isdecimal() or int(count) < 1:
+        raise ConfigError("--hardware", hardware, "not cpu, gpu:N or tpu:N", "As in --hardware=gpu:8.")
+    return platform, int(count)
+
+
+def _axes(model: str, learner: int, sampler: int) -> tuple[int, int]:
+    """The largest axes `fsdp` of the learner and `tensor` of a sampler that divide the model and the devices."""
+    spec = folders.described(Path(model).expanduser())
+    fsdp = math.gcd(learner, spec.width)
+    return fsdp, math.gcd(sampler, math.gcd(spec.heads, spec.hidden))
