@@ -532,7 +532,8 @@ async def heavy(attack: Attack) -> None:
     await attack.greet()
     size = attack.orders.get("bytes", 2**26)
     said = np.zeros(1, np.int32), np.ones(1, np.uint8), np.zeros(1, np.float32)
-    tiny, empty = Segment(*said), Segment(*(array[:0] for array in said))
+    tokens, mask, logprobs = said
+    tiny, empty = Segment(*said), Segment(tokens[:0], mask[:0], logprobs[:0])
     shown = Segment(said[0], np.zeros(1, np.uint8), said[2])
     segments = (shown,) + (empty,) * (MAX_SEGMENTS - 1025) + (tiny,) * 1024
     right, wrong = (
