@@ -95,7 +95,9 @@ def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: py
         async with server(Service(), secret="s" * 32) as port:
             address = f"127.0.0.1:{port}"
             async with client(address, token="s" * 32) as known, client(address, token="t" * 32) as stranger:
-                for _ in range(8):
+                for attempt in range(32):  # whether a call breaks off is a matter of time: most do not
+                    if attempt >= 8 and any(broken):
+                        break
                     with pytest.raises(StoreRefusal, match="the limit is 1048576"):
                         await known.call("echo", bytes(8 * 2**20), 5.0)
                     with pytest.raises(Unauthorized, match="no valid token"):
