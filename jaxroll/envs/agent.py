@@ -5,6 +5,7 @@ It runs in an environment process, which is killed when it hangs. `jaxroll.servi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -16,7 +17,7 @@ import urllib.request
 from collections.abc import Awaitable
 from typing import Any
 
-from jaxroll import env_checks
+from jaxroll import env_checks, lifeline
 from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import is_function
 from jaxroll.envs.registry import register
@@ -99,13 +100,16 @@ def _posted(url: str, job: dict[str, Any]) -> Any:
 
 
 def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
-    """The JSON value in the last line that the program prints, or None; it reads the row from its standard input."""
+    """The JSON value in the last line that the program prints, or None; it reads the row from its standard input.
+
+    The program dies with this process, also if that is killed.
+    """
     named = {"OPENAI_BASE_URL": job["base_url"], "OPENAI_API_KEY": job["api_key"],
              "JAXROLL_REWARD_URL": job["reward_url"]}  # fmt: skip
     try:
         done = subprocess.run(
             shlex.split(command), input=json.dumps(row), capture_output=True, text=True, check=False,
-            env={**os.environ, **named},
+            env={**os.environ, **named}, preexec_fn=functools.partial(lifeline.bind, os.getpid()),
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise DataError(f"the agent's command does not start: {env_checks.described(error)}") from error

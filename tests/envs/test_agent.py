@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import os
+import select
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -132,3 +135,25 @@ def test_programs_that_fail_cost_their_member_with_its_cause(program: Path) -> N
         (hung, "DATA", "longer than task.agent_limit_s = 0.5"),
     ):
         assert isinstance(one, Failed) and one.kind == kind and cause in one.error, one
+
+
+def test_a_command_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """`kill -9` of a sampler ends its environment processes, and these must leave no program of theirs behind."""
+    lives = tmp_path / "lives"  # its reader sees the end of the file when the last process that has it open ends
+    os.mkfifo(lives)
+    job = {"base_url": "", "api_key": "", "reward_url": ""}
+    (program := tmp_path / "program.py").write_text(
+        f"import time\nheld = open({str(lives)!r}, 'w')\nheld.write('up')\nheld.flush()\ntime.sleep(120)\n"
+    )
+    command = f"{sys.executable} {program}"
+    starter = f"from jaxroll.envs import agent; agent._executed({command!r}, {job!r}, {{}})"
+    with subprocess.Popen([sys.executable, "-c", starter]) as process:
+        reading = os.open(lives, os.O_RDONLY)
+        try:
+            assert os.read(reading, 2) == b"up"
+            process.kill()
+            process.wait(DEADLINE_S)
+            assert select.select([reading], [], [], DEADLINE_S)[0], "the command still runs"
+            assert os.read(reading, 1) == b""
+        finally:
+            os.close(reading)
