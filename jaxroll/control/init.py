@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, ask: Callable[[str], str] | None = None) ->
         default = getattr(choice, name)
         given = getattr(options, name)
         if given is None and ask is not None:
-            given = ask(f"{question} [{default}]: ").strip()
+            given = _answer(ask, f"{question} [{default}]: ", name)
         choice = replace(choice, **{name: given or default})
     write(choice, file)
     shown = os.path.relpath(file)
@@ -69,11 +69,22 @@ def asker() -> Callable[[str], str] | None:
     return input if sys.stdin.isatty() and sys.stdout.isatty() else None
 
 
+def _answer(ask: Callable[[str], str], question: str, flag: str) -> str:
+    try:
+        return ask(question).strip()
+    except EOFError as error:
+        raise ConfigError(f"--{flag}", None, "the input ended before an answer", "Answer, or give the flag.") from error
+
+
 def write(choice: Choice, file: Path) -> None:
     """Write the config of `choice` to `file`. ConfigError, and no file, if it could not run here."""
     source = text(choice, file)
     trial = file.with_name(f".{file.stem}.{os.getpid()}.py")
-    disk.replace_text(trial, source)
+    try:
+        disk.replace_text(trial, source)
+    except OSError as error:
+        raise ConfigError("FILE", str(file), f"its folder cannot be written ({error.strerror})",
+                          "Make the folder, or name another one.") from error  # fmt: skip
     try:
         config = configs.load(trial, [])
         preflight.check(config)
