@@ -227,16 +227,20 @@ def run_sim(options: argparse.Namespace) -> None:
     config, cluster = costs.checked(_loaded(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):
-            found = values | simulate.simulate(one, cluster, Path(), keep=False)
+            found = values | simulate.simulate(one, cluster, Path(), keep=False, report=_on_stderr) | {"class": "S"}
             named = ", ".join(f"{key}={value}" for key, value in values.items())
             print(json.dumps(found) if options.json else "\n".join([named, *simulate.lines(found), ""]), flush=True)
         return
     options.run = options.targets[0] if options.targets else None
     with _new_run(options, f"sim-{config.run.name}", config) as path:
         run_dir.write(path, run_dir.load(path) | {"simulated": cluster.source or "yes", "created": simulate.EPOCH_S})
-        found = simulate.simulate(config, cluster, path)
+        found = simulate.simulate(config, cluster, path, report=_on_stderr)
     print(json.dumps(found | {"class": "S"}) if options.json else "\n".join(simulate.lines(found)))
     print(f"Simulated (class S). The run is in {os.path.relpath(path)}.", file=sys.stderr)
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_report(options: argparse.Namespace) -> int:

@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import math
 import statistics
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every sim
 SETTLING = 0.1  # share of the steps that the figures leave out at the start
 POLLS = 50  # looks at the devices in a step of the learner
 LIMIT_S = 365 * 86400.0
+REPORT_EVERY_S = 5.0  # of the real clock
 
 Figures = dict[str, Any]
 
@@ -66,8 +68,9 @@ class SimulatedRun(World):
         trainer, publisher = SimulatedTrainer(self._cluster, self.config), SimulatedPublisher(self._cluster)
         return self.start_learner(trainer, publisher, poll_s)
 
-    async def train(self) -> None:
+    async def train(self, report: Callable[[str], None] | None = None) -> None:
         """Run to the end of the schedule. InfraError if a role ends before."""
+        reported_s = time.monotonic()
         for index in range(self.config.sampler.count):
             self.sampler(index)
         self._training = self.learner()
@@ -76,6 +79,10 @@ class SimulatedRun(World):
             ended = [job for job in (*self.jobs(), *failing) if job.done() and not job.cancelled() and job.exception()]
             if ended:
                 raise InfraError(f"a simulated role failed: {ended[0].exception()}") from ended[0].exception()
+            if report is not None and time.monotonic() - reported_s > REPORT_EVERY_S:
+                reported_s = time.monotonic()
+                report(f"simulated {asyncio.get_running_loop().time():,.0f} s: step "
+                       f"{self.store.keeper.state.acked:,} of {self.config.schedule.steps:,}")  # fmt: skip
             if not self._training.cancelled():
                 await asyncio.wait([self._training], timeout=10.0)
             else:
@@ -101,12 +108,16 @@ class SimulatedRun(World):
             await engine.close()
 
 
-def simulate(config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True) -> Figures:
+def simulate(
+    config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True, report: Callable[[str], None] | None = None
+) -> Figures:
     """The figures of a simulated run of `config` on `cluster` (see `figures`).
 
-    With `keep`, the log and the metric rows are written into `run_dir`. InfraError if the run cannot end.
+    With `keep`, the log and the metric rows are written into `run_dir`. `report` gets a line of progress every five
+    seconds. InfraError if the run cannot end.
     """
     config = costs.checked(config)
+    _check_roles(config, cluster)
     tracker = JsonlTracker(RunPaths(run_dir).metrics) if keep else None
 
     async def job() -> list[Mapping[str, Any]]:
@@ -115,7 +126,7 @@ def simulate(config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = Tr
             run = SimulatedRun(config, cluster, run_dir, tracker)
             async with run:
                 try:
-                    await run.train()
+                    await run.train(report)
                     await run.settled()
                     if keep:
                         run.store.save(RunPaths(run_dir).database)
@@ -132,6 +143,14 @@ def simulate(config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = Tr
         if tracker is not None:
             tracker.close()
     return figures(rows, config, cluster)
+
+
+def _check_roles(config: Config, cluster: Cluster) -> None:
+    """Raise ConfigError for a failure of a role that the run does not have."""
+    roles = ["learner", *(f"sampler-{index}" for index in range(config.sampler.count))]
+    for failure in cluster.failures:
+        if failure.role not in roles:
+            raise ConfigError("failures.role", failure.role, "the run has no such role", f"Known: {', '.join(roles)}.")
 
 
 @contextlib.contextmanager

@@ -87,6 +87,18 @@ def test_a_failure_costs_time() -> None:
     assert with_it["seconds"] - without["seconds"] >= 30.0
 
 
+def test_a_failure_of_a_role_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sampler-1"):
+        figures(config(), replace(CLUSTER, failures=(Failure(1.0, "sampler-1", 1.0),)))
+
+
+def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "REPORT_EVERY_S", 0.0)
+    lines: list[str] = []
+    simulate.simulate(config(alpha=0.0), CLUSTER, Path(), keep=False, report=lines.append)
+    assert any("of 30" in line for line in lines)
+
+
 def test_names_of_schedules_and_sweeps() -> None:
     found = list(simulate.swept(config(alpha=1.0), ["schedule=sync,pure", "sampler.slots=4,8"]))
     assert [values for values, _ in found] == [
