@@ -20,11 +20,11 @@ def answer(base_url: str, api_key: str, row: dict[str, Any]) -> None:
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(TURNS):
             found = client.chat.completions.create(model="policy", messages=messages)
-            said = found.choices[0].message.content or ""
-            call = _CALL.search(said)
+            text = found.choices[0].message.content or ""
+            call = _CALL.search(text)
             if call is None:
                 return
-            messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": _result(call[1])}]
+            messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": _result(call[1])}]
 
 
 def _result(expression: str) -> str:
