@@ -6,7 +6,9 @@ import pytest
 
 from jaxroll.errors import Closed, NotReady, StaleClient
 from jaxroll.records import Version
+from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.invariants import Seen, impossible
 from jaxroll.store.core.state import next_straggler_s, straggler_due
 from tests.harness.store.machine import V0, Machine
 
@@ -119,6 +121,18 @@ def test_a_straggler_in_a_group_of_two_is_left_behind_too() -> None:
     m.put(keys[1])
     assert m.claim(0).groups == (keys[1][0],)
     assert m.put(keys[0]) == "SURPLUS"
+
+
+@pytest.mark.parametrize(("size", "done", "least"), [(2, 0, 1), (2, 1, 0), (3, 1, 2), (3, 2, 0)])
+def test_the_replay_knows_how_many_members_a_closed_group_has(size: int, done: int, least: int) -> None:
+    m = Machine(batch=1, size=size)
+    m.start()
+    keys = m.lease(size)
+    for key in keys[:done]:
+        m.put(key)
+    dropped = tuple(member for _, member, _ in keys[done:])
+    why = impossible(Seen(m.core.settings), m.state, ev.Shrunk(keys[0][0], dropped, "straggler"))
+    assert (f"{least} are the least" in why) if least else (why == "")
 
 
 def test_the_store_looks_again_when_the_next_straggler_is_due_and_not_for_those_that_were() -> None:
