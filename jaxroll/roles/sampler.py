@@ -82,21 +82,22 @@ class Serving:
 
 async def serve_http(session: EngineSession) -> None:
     """Answer HTTP requests with the engine of `session`; the address and the token are in the run's folder."""
+    from jaxroll.rpc import http
     from jaxroll.serving import http_server  # loads JAX, which must come after the scoring pool
     from jaxroll.serving.http_layouts import Served
     from jaxroll.serving.http_requests import Room
 
     args, parts = session.args, session.parts
     port = session.config.sampler.http_port
-    listening = http_server.listen(LOOPBACK, port + args.index if port else 0)
-    token = http_server.token(auth.load_secret(args.run_dir), args.paths.http_token)
+    listening = http.listen(LOOPBACK, port + args.index if port else 0)
+    token = http.token(auth.load_secret(args.run_dir), args.paths.http_token)
     room = Room(cache_tokens(session.config), parts.tokenizer)
     served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
                     parts.engine.latencies.percentiles)  # fmt: skip
-    address = http_server.address(LOOPBACK, listening)
+    address = http.address(LOOPBACK, listening)
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")
-    await http_server.serve(http_server.FrontEnd(served, token).app, listening)
+    await http.serve(http_server.FrontEnd(served, token).app, listening)
 
 
 # --- The role

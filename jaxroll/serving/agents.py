@@ -108,11 +108,11 @@ class Agents:
     def _served(self) -> str:
         """The address of the server, which the first member starts."""
         if self._serving is None:
-            from jaxroll.serving import http_server
+            from jaxroll.rpc import http
 
-            self._listening = listening = http_server.listen(LOOPBACK, 0)
-            self._address = http_server.address(LOOPBACK, listening)
-            self._serving = asyncio.ensure_future(http_server.serve(self._app(), listening))
+            self._listening = listening = http.listen(LOOPBACK, 0)
+            self._address = http.address(LOOPBACK, listening)
+            self._serving = asyncio.ensure_future(http.serve(self._app(), listening))
         return self._address
 
     def _app(self) -> ASGIApp:

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth
+from jaxroll.rpc import auth, http
 from jaxroll.serving import http_layouts, http_requests, http_server
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
@@ -19,13 +19,13 @@ from jaxroll.tools import generate
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Serve until a stop signal and return 0. `options` are those of the command line."""
     config, paths = args.config, args.paths
-    listening = http_server.listen(options.host, options.port, insecure=options.insecure)
+    listening = http.listen(options.host, options.port, insecure=options.insecure)
     of_run = paths.run_file.exists()
     secret = auth.load_secret(args.run_dir) if of_run else None
     token_file = Path(options.token_file) if options.token_file else (
-        paths.http_token if of_run else http_server.user_token_file()
+        paths.http_token if of_run else http.user_token_file("http.token")
     )  # fmt: skip
-    token = http_server.token(None if options.token_file else secret, token_file)
+    token = http.token(None if options.token_file else secret, token_file)
     longest = max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)
     context = longest + config.sampling.max_tokens if options.context is None else options.context
     if context <= longest:
@@ -33,7 +33,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")
     model = generate.load(config, args.run_dir, slots=options.slots, max_tokens=context - longest)
     engine = model.host.engine
-    url = http_server.address(options.host, listening)
+    url = http.address(options.host, listening)
     name = options.name or args.run_dir.name
 
     stop = Future[None]()
@@ -46,7 +46,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
             options.slots + options.queue,
         )  # fmt: skip
         front = http_server.FrontEnd(served, token)
-        serving = asyncio.ensure_future(http_server.serve(front.app, listening))
+        serving = asyncio.ensure_future(http.serve(front.app, listening))
         print(f"weights: {model.source}")
         print(f"serves {name} on {url}/v1, token in {token_file}", flush=True)
         await asyncio.wait([serving, asyncio.wrap_future(stop)], return_when=asyncio.FIRST_COMPLETED)

@@ -508,7 +508,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "engine/engine.py::_check_sizes": RULED,
     "engine/jetstream_programs.py": CALLED,
     "serving/jetstream_proxy.py": CALLED,
-    "serving/http_server.py::listen": HERE,
+    "rpc/http.py::listen": HERE,
     "data/files.py::TableSource.__init__": ("no parquet",),
     "data/files.py::TableSource._refused": ("no parquet",),
     "data/files.py::DatasetSource._files": ("no saved dataset",),

@@ -16,6 +16,7 @@ import pytest
 from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
+from jaxroll.rpc.http import address, listen, serve
 from jaxroll.serving import http_server
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.serving.http_layouts import Served
@@ -51,11 +52,11 @@ async def over_http(b, gate: Gate):
     text = CharTokenizer("".join(map(chr, range(40, 100))))
     assert text.vocab_size == 64
     served = Served("nano", proxy, Room(32, text), lambda: b.engine.version, b.engine.stats)
-    front, listening = http_server.FrontEnd(served, TOKEN), http_server.listen("127.0.0.1", 0)
+    front, listening = http_server.FrontEnd(served, TOKEN), listen("127.0.0.1", 0)
     thread = threading.Thread(target=host.run)
     thread.start()
-    serving = asyncio.create_task(http_server.serve(front.app, listening))
-    url = http_server.address("127.0.0.1", listening)
+    serving = asyncio.create_task(serve(front.app, listening))
+    url = address("127.0.0.1", listening)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=DEADLINE_S) as api:

@@ -12,6 +12,7 @@ from jaxroll.engine.stats import EngineStats
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
+from jaxroll.rpc import http
 from jaxroll.serving import http_server
 from jaxroll.serving.http_layouts import Served
 from jaxroll.serving.http_requests import Room
@@ -90,10 +91,10 @@ class Engine:
 async def served(engine: Engine, **more) -> AsyncIterator[tuple[str, http_server.FrontEnd]]:
     model = Served("m", engine, Room(200, TEXT), lambda: V2, EngineStats, **more)
     front = http_server.FrontEnd(model, TOKEN)
-    listening = http_server.listen("127.0.0.1", 0)
-    serving = asyncio.create_task(http_server.serve(front.app, listening))
+    listening = http.listen("127.0.0.1", 0)
+    serving = asyncio.create_task(http.serve(front.app, listening))
     try:
-        yield http_server.address("127.0.0.1", listening), front
+        yield http.address("127.0.0.1", listening), front
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth
+from jaxroll.rpc import auth, http
 from jaxroll.serving import http_server
 from jaxroll.serving.http_answers import CallStream, TextStream
 from jaxroll.text.hf import HFTokenizer
@@ -350,24 +350,24 @@ def test_calls_are_separated_from_the_text_in_any_pieces(text: str, content: str
 
 def test_the_token_is_private_and_lasts(tmp_path: Path) -> None:
     path = tmp_path / "state" / "http.token"
-    first = http_server.token(None, path)
+    first = http.token(None, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(first) == 64
-    assert http_server.token(None, path) == first == path.read_text().strip()
-    of_run = http_server.token("secret", tmp_path / "http.token")
-    assert of_run == http_server.token("secret", tmp_path / "other") != http_server.token("another", tmp_path / "third")
+    assert http.token(None, path) == first == path.read_text().strip()
+    of_run = http.token("secret", tmp_path / "http.token")
+    assert of_run == http.token("secret", tmp_path / "other") != http.token("another", tmp_path / "third")
     assert of_run not in {auth.bearer("secret", right) for right in auth.ROLES}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_machines_are_served_only_on_request(host: str) -> None:
     with pytest.raises(ConfigError, match="plain text"):
-        http_server.listen(host, 0)
+        http.listen(host, 0)
     if host == "0.0.0.0":
-        http_server.listen(host, 0, insecure=True).close()
+        http.listen(host, 0, insecure=True).close()
 
 
 def test_an_occupied_port_is_refused() -> None:
-    taken = http_server.listen("127.0.0.1", 0)
+    taken = http.listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="Use 0 for a free port"):
-        http_server.listen("127.0.0.1", taken.getsockname()[1])
+        http.listen("127.0.0.1", taken.getsockname()[1])
     taken.close()

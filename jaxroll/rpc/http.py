@@ -1,0 +1,105 @@
+"""HTTP servers of this program: their socket, uvicorn without signal handlers, and the token of their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jaxroll import disk
+from jaxroll.errors import ConfigError
+from jaxroll.rpc import auth
+
+_STOP_S = 2.0  # for open connections when the server ends
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without signal handlers: the process has its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(app: ASGIApp, listening: socket.socket) -> None:
+    """Answer requests to `app` on `listening` until cancelled."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="none",
+        server_header=False, timeout_graceful_shutdown=int(_STOP_S), timeout_keep_alive=30,
+        h11_max_incomplete_event_size=64 << 10,
+    )  # fmt: skip
+    server = _Server(config)
+    running = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        await asyncio.shield(running)
+    finally:
+        server.should_exit = True
+        await asyncio.wait([running], timeout=_STOP_S + 1)
+        running.cancel()
+
+
+def listen(host: str, port: int, *, insecure: bool = False) -> socket.socket:
+    """A socket that listens on `host` and `port` (0: any free one).
+
+    ConfigError for an occupied port, and for an address that other machines reach unless `insecure`: the token and the
+    answers would cross the network in plain text.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError("--host", host, f"the name has no address: {error.strerror}", "Use 127.0.0.1.") from error
+    if not insecure and not (str(address[0]).startswith("127.") or address[0] == "::1"):
+        raise ConfigError("--host", host, "other machines reach this address, and HTTP sends the token in plain text",
+                          "Use 127.0.0.1 and a tunnel, or --insecure on a trusted network.")  # fmt: skip
+    made = socket.socket(family, kind, proto)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            "--port", port, f"cannot listen on {host}: {error.strerror}", "Use 0 for a free port."
+        ) from error
+    made.setblocking(False)
+    return made
+
+
+def address(host: str, listening: socket.socket) -> str:
+    """The base URL of the server, without `/v1`."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listening.getsockname()[1]}"
+
+
+# --- the token of the clients
+
+
+def token(secret: str | None, path: Path) -> str:
+    """The clients' token, which is written into `path` for its owner; derived from a run's `secret`, if there is one.
+
+    Without a secret the token in `path` is used again. ConfigError if the file cannot be made private.
+    """
+    if secret is None and path.is_file():
+        auth.keep_private(path)
+        if kept := disk.read_text(path).strip():
+            return kept
+    made = secrets.token_hex(32) if secret is None else auth.derived(secret, "http")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with disk.replaced(path) as draft:
+        draft.unlink(missing_ok=True)  # of a process with this id that was killed here; its mode may be another one
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(made + "\n")
+    return made
+
+
+def user_token_file(name: str) -> Path:
+    """The token file `name` of servers without a run: in the user's folder of states."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "jaxroll" / name
