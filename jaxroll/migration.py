@@ -2,7 +2,7 @@
 
 `run.json` has the version of the folder as `format` (absent in version 1). Rows of `metrics.jsonl` have no version: a
 resumed run appends new rows to old ones, and a retired name is never given another meaning. `store.db` has a version
-and migrations of its own (`jaxroll.store.log.migration`).
+and migrations of its own (`jaxroll.store.log.database`).
 """
 
 from __future__ import annotations

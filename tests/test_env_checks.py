@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxroll import env_checks, wire
+from jaxroll import protocols, wire
 from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import MAX_LABEL_CHARS, MAX_PARTS, Message
@@ -24,7 +24,7 @@ def ended(**fields: Any) -> StepResult:
     ids=lambda reward: type(reward).__name__ + str(getattr(reward, "dtype", "")),
 )
 def test_numbers_of_other_libraries_become_floats(reward: Any) -> None:
-    found = env_checks.step_result(ended(reward=reward, reward_parts={"exact": reward, "same": reward == 1}))
+    found = protocols.step_result(ended(reward=reward, reward_parts={"exact": reward, "same": reward == 1}))
     assert (found.reward, found.reward_parts) == (1.0, {"exact": 1.0, "same": 1.0})
     assert {type(value) for value in (found.reward, *found.reward_parts.values())} == {float}
     assert wire.decode(wire.encode(found), StepResult) == found
@@ -67,15 +67,15 @@ def test_numbers_of_other_libraries_become_floats(reward: Any) -> None:
 )
 def test_invalid_results_are_refused_with_the_field(result: Any, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
-        env_checks.step_result(result)
+        protocols.step_result(result)
 
 
 def test_messages_of_an_ended_episode_are_never_shown_and_never_refused() -> None:
-    assert env_checks.step_result(StepResult(done=True, messages=None)).messages == ()  # type: ignore[arg-type]
+    assert protocols.step_result(StepResult(done=True, messages=None)).messages == ()  # type: ignore[arg-type]
 
 
 def test_a_list_of_messages_will_do() -> None:
-    assert env_checks.messages([Message("user", "x")], "it") == (Message("user", "x"),)
+    assert protocols.messages([Message("user", "x")], "it") == (Message("user", "x"),)
 
 
 def test_an_error_with_any_text_is_described() -> None:
@@ -83,6 +83,6 @@ def test_an_error_with_any_text_is_described() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    assert env_checks.described(Silent()) == "Silent: ?"
-    assert env_checks.described(ValueError("a\ud800b")) == "ValueError: a?b"
-    assert len(env_checks.described(ValueError("x" * 10**6))) == 1000
+    assert protocols.described(Silent()) == "Silent: ?"
+    assert protocols.described(ValueError("a\ud800b")) == "ValueError: a?b"
+    assert len(protocols.described(ValueError("x" * 10**6))) == 1000

@@ -41,7 +41,6 @@ ROOMS: Mapping[str, Room] = {
     "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority
     "records": Room(0, "none"),
     "supports": Room(0, "none"),  # ids to which sampled tokens were restricted
-    "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
     "metrics": Room(0, "none"),
@@ -78,7 +77,6 @@ ROOMS: Mapping[str, Room] = {
 PARTS: Mapping[str, Room] = {
     "engine.scheduler": Room(4, "none", forbidden=PURE),
     "engine.sequence": Room(4, "none", forbidden=PURE),
-    "engine.block_allocator": Room(4, "none", forbidden=PURE),
     "serving.service": Room(6, "none"),
     "serving.agents": Room(6, "none"),
     "store.core": Room(5, "none", forbidden=PURE),

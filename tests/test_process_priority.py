@@ -58,7 +58,7 @@ import os, time
 from pathlib import Path
 os.nice(12 - min(12, os.nice(0)))
 from jaxroll.rewards.processes import ScoringProcess
-from jaxroll.rewards.worker import WorkerSettings
+from jaxroll.rewards.processes import WorkerSettings
 worker = ScoringProcess(WorkerSettings(os.getpid(), 5.0, 2**30))
 group, until = Path(f"/proc/{worker.pid}/autogroup"), time.monotonic() + 30
 while group.exists() and group.read_text().split()[-1] == "0" and time.monotonic() < until:

@@ -7,6 +7,8 @@ A line `store.core -> store.core.machine` moves a module of `jaxroll`, `a + b ->
 `tests/a.py -> tests/b.py` moves a file. Three more kinds of lines change single files, named by their paths before the
 moves (`=`, `+`) or after them (`::`):
 
+    @ jaxroll.a.b: b, bs                         after the moves each file imports this module by one name, the first
+                                                 of these that the file does not use for something else
     = FILE: "old" => "new"                       replaces text (Python literals); "old" must be there, unless `=?`
     = FILE: "old" =>                             followed by the literal on the next line, if it is long
     + FILE: "text"                               creates a file
@@ -45,7 +47,7 @@ def rows(table: Path) -> Iterator[tuple[list[str], str]]:
     """(sources, target) as dotted modules or paths; an empty target removes the sources."""
     for line in table.read_text().splitlines():
         line = line.partition("#")[0].strip()
-        if not line or line.startswith(("= ", "=? ", "+ ", "'", '"')) or " :: " in line:
+        if not line or line.startswith(("= ", "=? ", "+ ", "@ ", "'", '"')) or " :: " in line:
             continue
         if line.startswith("- "):
             yield [f"jaxroll.{line[2:]}"], ""
@@ -119,21 +121,39 @@ def collisions(sources: list[str]) -> list[str]:
     return found
 
 
+def filled(paragraph: str) -> list[str]:
+    """The lines of a docstring's paragraph, filled again if one is too long for a comment; a table stays as it is."""
+    lines = paragraph.splitlines()
+    if "  " in paragraph or all(len(line) <= 118 for line in lines):
+        return lines
+    return textwrap.wrap(" ".join(lines), 118)
+
+
 def merge(sources: list[str], target: str) -> None:
-    """Write the modules `sources` into the file of `target`; references between them are resolved later."""
+    """Write the modules `sources` into the file of `target`; references between them are resolved later.
+
+    The file keeps the docstring of `target`, or of the first module if `target` is new. The docstrings of the others
+    become comments above their parts. `if __name__ == "__main__"` goes to the end.
+    """
     texts = [file_of(name).read_text() for name in sources]
     for i in range(1, len(texts)):
         known = {word for text in texts[:i] for word in definitions(text)}
         texts[i] = without(texts[i], known & set(definitions(texts[i])))
-    doc, imports, rest = split(texts[0])
-    body = [rest]
-    for text in texts[1:]:
-        more_doc, more, more_rest = split(text)
-        imports += [line for line in more if "__future__" not in line]
-        title = more_doc.strip().splitlines()[0].rstrip(".")
-        extra = [wrapped for line in more_doc.strip().splitlines()[2:] for wrapped in textwrap.wrap(line, 118) or [""]]
-        comment = f"# --- {title}\n" + "".join(f"# {line}".rstrip() + "\n" for line in (extra and ["", *extra]))
-        body.append(f"{comment}\n{more_rest}")
+    parts = [split(text) for text in texts]
+    leading = sources.index(target) if target in sources else 0
+    doc, imports, body, ends = parts[leading][0], [], [], []
+    for i, (part_doc, part_imports, part_rest) in enumerate(parts):
+        imports += [line for line in part_imports if not imports or "__future__" not in line]
+        text, _, end = part_rest.partition('\nif __name__ == "__main__":\n')
+        ends += [f'if __name__ == "__main__":\n{end}'] if end else []
+        title, *extra = part_doc.strip().splitlines()
+        if i == leading:
+            title, extra = title.partition(":")[0].partition("; ")[0], []
+        extra = [line for part in "\n".join(extra[1:]).split("\n\n") for line in ["", *filled(part)]][1:]
+        comment = f"# --- {title.rstrip('.')}\n"
+        comment += "".join(f"# {line}".rstrip() + "\n" for line in (extra and ["", *extra]))
+        body.append(text.strip("\n") + "\n" if i == leading == 0 else f"{comment}\n{text.strip(chr(10))}\n")
+    body += ends
     future = [line for line in imports if "__future__" in line][:1]
     others = list(dict.fromkeys(line for line in imports if "__future__" not in line))
     first = file_of(sources[0])
@@ -227,6 +247,38 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
         if isinstance(node, ast.Name) and node.id in renamed:
             edit.replace(node, renamed[node.id])
     return edit.done(), imports
+
+
+def with_one_alias(text: str, names: dict[str, list[str]]) -> str:
+    """The text of a Python file that imports each of these modules by one name, the first one that is free.
+
+    A merge leaves `from transfer import manifest as plan` and `from transfer import manifest as digest` in one file.
+    """
+    tree = ast.parse(text)
+    aliases: dict[str, set[str]] = {}
+    bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | set(definitions(text))
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            aliases.setdefault(full, set()).add(alias.asname or alias.name)
+    edit = Edit(text)
+    for module, wanted in names.items():
+        mine = aliases.pop(module, set())
+        if not mine - {wanted[0]} or mine & bound:
+            continue
+        others = bound.union(*aliases.values())
+        name = next(name for name in wanted if name not in others)
+        package, _, base = module.rpartition(".")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in mine:
+                edit.replace(node, name)
+            elif isinstance(node, ast.ImportFrom) and node.module == package:
+                for alias in node.names:
+                    if alias.name == base:
+                        edit.replace(alias, base + (f" as {name}" if name != base else ""))
+        aliases[module] = {name}
+    return edit.done()
 
 
 def module_of(path: Path) -> str:
@@ -514,7 +566,10 @@ def main(table: Path) -> None:
         if dotted
         else None
     )
-    files = one_of(r"(?<![\w])", paths)
+    changed = {old: new for old, new in paths.items() if old != new and old.startswith("jaxroll/")}
+    short = {old.removeprefix("jaxroll/"): new.removeprefix("jaxroll/") for old, new in changed.items()}
+    files = one_of(r"(?<!\w)", paths)
+    within = one_of(r"(?<![\w/.-])", short) if short else None  # paths within `jaxroll/`, as docs and tests name them
     everywhere = [path.name for path in map(Path, git("ls-files").splitlines())]
     mentioned = {
         Path(old).name: Path(new).name
@@ -533,6 +588,7 @@ def main(table: Path) -> None:
         if flat and (mine or path.parts[0] != "jaxroll"):
             rewritten = program_names(rewritten, flat, paths)
         new = files.sub(lambda m: paths[m[1]], rewritten)
+        new = within.sub(lambda m: short[m[1]], new) if within else new
         new = mentions.sub(lambda m: mentioned[m[1]], new) if mentions else new
         new = restored(names.sub(lambda m: dotted[m[1]], new) if dotted else new, imports)
         if new != text:
@@ -557,6 +613,12 @@ def main(table: Path) -> None:
                 new.parent.mkdir(parents=True, exist_ok=True)
                 git("mv", str(old), str(new))
     extract_all(table)
+    lines = [line[2:].partition(":") for line in table.read_text().splitlines() if line.startswith("@ ")]
+    names = {module: [name.strip() for name in words.split(",")] for module, _, words in lines}
+    for path in [path for path in tracked() if path.suffix == ".py"] if names else ():
+        text = path.read_text()
+        if any(module.rpartition(".")[2] in text for module in names):
+            put(path, text, with_one_alias(text, names))
 
 
 if __name__ == "__main__":

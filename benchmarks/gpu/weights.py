@@ -33,8 +33,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version, VersionRef
 from jaxroll.sharding import layout
 from jaxroll.transfer.channel_device import DevicePublisher
-from jaxroll.transfer.publish import Publisher
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.ends import Publisher, Receiver
 
 DTYPE = "bfloat16"
 RAW_BYTES = {True: 8 << 20, False: 1 << 30}

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxroll.algorithms import tokens as packed
-from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
+from jaxroll.algorithms import advantages
+from jaxroll.algorithms.advantages import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 
@@ -38,7 +38,7 @@ def sequence_ratio(
 ) -> Float[Array, "*R T"]:
     """At every token: Πₜ pₜ/qₜ over the trained tokens of its sequence, the importance weight of the sequence."""
     each = jnp.where(mask, log_ratio(numerator, jax.lax.stop_gradient(denominator)), 0.0)
-    return jnp.exp(jnp.clip(packed.totals(each, segments), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return jnp.exp(jnp.clip(advantages.totals(each, segments), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def mean_sequence_ratio(
@@ -48,7 +48,7 @@ def mean_sequence_ratio(
     segments: Int[Array, "*R T"],
 ) -> Float[Array, "*R T"]:
     """At every token: exp(meanₜ log(pₜ/qₜ)) over the trained tokens of its sequence (the ratio of GSPO)."""
-    return jnp.exp(packed.means(log_ratio(numerator, jax.lax.stop_gradient(denominator)), mask, segments))
+    return jnp.exp(advantages.means(log_ratio(numerator, jax.lax.stop_gradient(denominator)), mask, segments))
 
 
 def truncated(weight: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
@@ -267,7 +267,7 @@ def dpo(learner: LearnerConfig) -> Objective:
     def token_loss(tokens: Tokens) -> TokenLoss:
         gain = jnp.sign(tokens.advantage) * log_ratio(tokens.logprob, jax.lax.stop_gradient(tokens.reference))
         pairs = (tokens.segments + 1) // 2
-        margin = packed.totals(jnp.where(tokens.mask, gain, 0.0), pairs)
+        margin = advantages.totals(jnp.where(tokens.mask, gain, 0.0), pairs)
         return TokenLoss(jax.nn.softplus(-learner.dpo_beta * margin), jnp.zeros(margin.shape, bool))
 
     return token_loss

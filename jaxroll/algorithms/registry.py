@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxroll.algorithms import losses
-from jaxroll.algorithms.advantages import Credit
-from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
+from jaxroll.algorithms.advantages import Credit, Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.config import derived as rows
 from jaxroll.config.parsing import nearest

@@ -9,16 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxroll.config.bounds import (
+from jaxroll.config.schema_system import (
     Bounds,
     ItemIndex,
     NonNegativeFloat,
     NonNegativeInt,
+    PlacementConfig,
     PositiveFloat,
     PositiveInt,
+    StoreConfig,
+    SupervisorConfig,
+    TransferConfig,
     UnitFloat,
 )
-from jaxroll.config.schema_system import PlacementConfig, StoreConfig, SupervisorConfig, TransferConfig
 
 MAX_SEED = 2**32 - 1  # JAX keys take 32 bits of a seed, so a larger one would equal that of another run
 

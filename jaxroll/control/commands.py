@@ -358,9 +358,9 @@ def run_env(options: argparse.Namespace) -> int:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """`doctor`."""
-    from jaxroll.control import doctor
+    from jaxroll.control import preflight
 
-    return doctor.main()
+    return preflight.main()
 
 
 def run_tls(options: argparse.Namespace) -> None:

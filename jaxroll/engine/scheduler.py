@@ -16,8 +16,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from jaxroll.engine.block_allocator import TOKEN_BYTES, BlockAllocator, Prefix, PrefixCache
-from jaxroll.engine.sequence import Chunk, Limits, Preempted, Row, Sequence, Start, bucket_of, end_of
+from jaxroll.engine.sequence import (
+    TOKEN_BYTES,
+    BlockAllocator,
+    Chunk,
+    Limits,
+    Preempted,
+    Prefix,
+    PrefixCache,
+    Row,
+    Sequence,
+    Start,
+    bucket_of,
+    end_of,
+)
 
 
 class Scheduler:

@@ -1,11 +1,156 @@
-"""Values of the scheduler: sequences, limits, prefill chunks, starts and preemptions."""
+"""Sequences of the scheduler, and the pages of the KV cache that hold them: block allocator, prefix cache. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from jaxroll.engine.block_allocator import TOKEN_BYTES, Prefix
+# --- Pages of the KV cache: the block allocator and the prefix cache. Pure: no arrays, no clock
+
+
+class BlockAllocator:
+    """`count` pages, numbered from 0. A page becomes free when its last reference is dropped."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        """The number of free pages."""
+        return len(self._free)
+
+    @property
+    def count(self) -> int:
+        """The number of all pages."""
+        return len(self._holders)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` pages with one reference each; ValueError when fewer are free (check `free` first)."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages are requested and {len(self._free)} of {self.count} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> list[int]:
+        """Add a reference to each of `pages` and return them; ValueError for a free page."""
+        shared = list(pages)
+        for page in shared:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._holders[page] += 1
+        return shared
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Drop one reference to each of `pages`; ValueError for a free page."""
+        for page in pages:
+            if not self._holders[page]:
+                raise ValueError(f"page {page} is free already")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def reference_count(self, page: int) -> int:
+        """The number of references to `page`; 0 for a free one."""
+        return self._holders[page]
+
+
+# --- prefix cache: prompts computed once for all requests that start with them
+#
+# A *prefix* is a run of tokens whose keys and values are in pages that it holds. It is *ready* when all of them are
+# computed; then the requests that wait for it may start. It stays in the cache, for later members of its group, until
+# its pages or its row of logits are needed: the least recently used prefix is evicted first. A weight swap removes all.
+
+TOKEN_BYTES = 4  # tokens are compared as the bytes of int32
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """A prefix. `computed` of its tokens are in the pages of `table`; `row` is the row of its last logits, or None.
+
+    `waiting` counts the requests that use it and have not started.
+    """
+
+    tokens: bytes
+    shard: int
+    table: list[int]
+    row: int | None
+    computed: int = 0
+    waiting: int = 0
+    used: int = 0
+    copies: tuple[tuple[int, int], ...] = ()  # pages to copy (from, to) before the first chunk is computed
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def ready(self) -> bool:
+        """True if all tokens are computed."""
+        return self.computed == self.length
+
+
+@dataclass
+class PrefixCache:
+    """The cached prefixes by shard and tokens, and the free rows of logits."""
+
+    rows: list[int]
+    _known: dict[tuple[int, bytes], Prefix] = field(default_factory=dict)
+    _uses: int = 0
+
+    def find(self, shard: int, tokens: bytes) -> Prefix | None:
+        """The prefix equal to `tokens`, if it has (or will have) a row of logits; otherwise None."""
+        found = self._known.get((shard, tokens))
+        return found if found is not None and found.row is not None else None
+
+    def longest(self, shard: int, tokens: bytes, allowed: Callable[[Prefix], bool]) -> Prefix | None:
+        """The longest ready, `allowed` prefix that is a proper prefix of `tokens`; None if there is none."""
+        found = [
+            prefix
+            for (where, known), prefix in self._known.items()
+            if where == shard
+            and len(known) < len(tokens)
+            and tokens.startswith(known)
+            and prefix.ready
+            and allowed(prefix)
+        ]
+        return max(found, key=lambda prefix: prefix.length, default=None)
+
+    def add(self, prefix: Prefix) -> Prefix | None:
+        """Add `prefix`; return a replaced prefix with the same tokens, whose pages the caller must free."""
+        former = self._known.pop((prefix.shard, prefix.tokens), None)
+        self._known[prefix.shard, prefix.tokens] = prefix
+        if former is not None and former.row is not None:
+            self.rows.append(former.row)
+        self.touch(prefix)
+        return former
+
+    def touch(self, prefix: Prefix) -> None:
+        """Mark `prefix` as most recently used."""
+        self._uses += 1
+        prefix.used = self._uses
+
+    def idle(self, shard: int | None = None) -> Iterator[Prefix]:
+        """Prefixes that no request waits for, least recently used first; of one shard or of all."""
+        known = (p for p in self._known.values() if not p.waiting and shard in (None, p.shard))
+        return iter(sorted(known, key=lambda prefix: prefix.used))
+
+    def forget(self, prefix: Prefix) -> None:
+        """Remove `prefix`; the caller must free its pages."""
+        if self._known.get((prefix.shard, prefix.tokens)) is prefix:
+            del self._known[prefix.shard, prefix.tokens]
+            if prefix.row is not None:
+                self.rows.append(prefix.row)
+
+    def all(self) -> tuple[Prefix, ...]:
+        """All cached prefixes."""
+        return tuple(self._known.values())
+
+
+# --- Sequences of the scheduler, and the pages of the KV cache that hold them
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ import msgspec
 import numpy as np
 
 from jaxroll.engine import packets
-from jaxroll.engine.block_allocator import Prefix
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import Add, OnTokens, Result, next_mask
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Chunk, Row, Sequence, Start
+from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Awaitable
 from typing import Any
 
-from jaxroll import env_checks, lifeline
+from jaxroll import lifeline, protocols
 from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import is_function
 from jaxroll.envs.registry import register
@@ -80,11 +80,11 @@ def _result(found: Any) -> StepResult:
 def given(value: Any) -> tuple[float, dict[str, float]]:
     """Reward and parts from a number, or from a dict of `reward` and other numbers. DataError otherwise."""
     if not isinstance(value, dict):
-        return env_checks.number(value, "the agent's reward"), {}
+        return protocols.number(value, "the agent's reward"), {}
     if "reward" not in value:
         raise DataError("the agent's result has no key `reward`")
     parts = {name: part for name, part in value.items() if name != "reward"}
-    return env_checks.number(value["reward"], "the agent's reward"), env_checks.parts(parts)
+    return protocols.number(value["reward"], "the agent's reward"), protocols.parts(parts)
 
 
 def _posted(url: str, job: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ def _posted(url: str, job: dict[str, Any]) -> Any:
     except urllib.error.HTTPError as error:
         raise DataError(f"the agent's URL answered with status {error.code}") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"the agent's URL did not answer with JSON: {env_checks.described(error)}") from error
+        raise DataError(f"the agent's URL did not answer with JSON: {protocols.described(error)}") from error
 
 
 def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
             env={**os.environ, **named}, preexec_fn=functools.partial(lifeline.bind, os.getpid()),
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise DataError(f"the agent's command does not start: {env_checks.described(error)}") from error
+        raise DataError(f"the agent's command does not start: {protocols.described(error)}") from error
     if done.returncode:
         raise DataError(f"the agent's command ended with {done.returncode}: {done.stderr.strip()[-_OUTPUT_CHARS:]}")
     last = done.stdout.strip().rpartition("\n")[2]
@@ -129,6 +129,6 @@ def check(task: TaskConfig) -> None:
     try:
         grading.load(task.agent)
     except (Exception, SystemExit) as error:
-        raise ConfigError("task.agent", task.agent, f"it cannot be loaded: {env_checks.described(error)}",
+        raise ConfigError("task.agent", task.agent, f"it cannot be loaded: {protocols.described(error)}",
                           "Give the file's path relative to the config, and the name of a function in it.",
                           ) from error  # fmt: skip

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rewards import functions, terms
-from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError
-from jaxroll.protocols import Environment
+from jaxroll.protocols import Environment, described
 from jaxroll.rewards.parts import MATH_LIBRARY
 from jaxroll.rewards.remote import RemoteParts
 from jaxroll.rewards.scorers import max_answer_chars

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
-from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 _MASKED = -1e30  # finite, so that a row that sees no key stays finite
@@ -105,7 +105,7 @@ def blocks(rows: int, layout: Layout | None) -> int:
     On a CPU blocks are small, so that a long row slows only the rows of its block. On other platforms an iteration
     costs more than its computation, so all rows form one block.
     """
-    platform = jax.default_backend() if layout is None else meshes.platform(layout.mesh)
+    platform = jax.default_backend() if layout is None else layouts.platform(layout.mesh)
     return -(-rows // _CPU_ROWS) if platform == "cpu" else 1
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxroll.kernels.attention import grouped, visible
 from jaxroll.kernels.choice import WINDOWED, XLA
-from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
@@ -57,7 +57,7 @@ def exchanged(attend: Attend, layout: Layout | None) -> Attend:
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:
     """One more token over the paged cache by the kernel `name`, with the arguments of `paged.paged` for all shards."""
     layout = _needed(name, layout)
-    if meshes.platform(layout.mesh) == "gpu":
+    if layouts.platform(layout.mesh) == "gpu":
         from jaxroll.kernels.gpu import paged
     else:
         from jaxroll.kernels.tpu import paged

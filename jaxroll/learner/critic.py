@@ -36,7 +36,7 @@ from jaxroll.learner.step import Accumulator, AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
-from jaxroll.sharding import placing
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout, batch_spec, replicated
 
 _Leaf = TypeVar("_Leaf")
@@ -100,15 +100,15 @@ class Critic:
         # Copied: a step donates the parameters that it replaces.
         params = {name: jnp.copy(policy[name]) for name in self.here.params if name != HEAD}
         head = self.here.params[HEAD]
-        params[HEAD] = placing.placed_once(np.zeros(head.shape, head.dtype), head.sharding)
+        params[HEAD] = layouts.placed_once(np.zeros(head.shape, head.dtype), head.sharding)
         return self._kept(states.fresh(params, spec, layout, self.recipe.optimizer.transform))
 
     def values(self, state: TrainState, batches: Sequence[Streams]) -> list[np.ndarray]:
         """V [R, T] of the trained tokens of every micro-batch, 0 elsewhere."""
         if not batches:
             return []
-        params = jax.device_put(state.params, placing.shardings_of(self.here.params)) if self.offload else state.params
-        return placing.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
+        params = jax.device_put(state.params, layouts.shardings_of(self.here.params)) if self.offload else state.params
+        return layouts.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
 
     def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
         """The critic's training streams: `streams` (the policy's, on the devices) with values and targets."""
@@ -117,7 +117,7 @@ class Critic:
             TARGET: [_given(sample.target) for sample in samples],
         }
         rows = {name: packing.spread(batch, values) for name, values in given.items()}
-        return _read(streams) | placing.placed(rows, self._batch)
+        return _read(streams) | layouts.placed(rows, self._batch)
 
     def trained(
         self, state: TrainState, minibatches: Sequence[Sequence[Streams]]
@@ -127,7 +127,7 @@ class Critic:
         Donates `state` if it is on the devices.
         """
         if self.offload:
-            state = jax.device_put(state, placing.shardings_of(self.here))
+            state = jax.device_put(state, layouts.shardings_of(self.here))
         reports, accumulator = [], self._get("zeros")()
         for batches in minibatches:
             for streams in batches:
@@ -138,14 +138,14 @@ class Critic:
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
         """The program before compilation: zeros and apply have no rows."""
-        accumulator, out = self.accumulator, placing.shardings_of(self.accumulator)
+        accumulator, out = self.accumulator, layouts.shardings_of(self.accumulator)
         if name == "zeros":
-            return jax.jit(lambda: placing.zeroed(accumulator), out_shardings=out).lower()
+            return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=out).lower()
         if name == "apply":
             apply = jax.jit(
                 self._applied,
                 donate_argnums=(0, 1),
-                out_shardings=(placing.shardings_of(self.here), out, self._everywhere),
+                out_shardings=(layouts.shardings_of(self.here), out, self._everywhere),
             )
             return apply.lower(self.here, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in _read(self.recipe.streams).items()}
@@ -160,7 +160,7 @@ class Critic:
 
     def _kept(self, state: TrainState) -> TrainState:
         """`state`, moved to where it is stored between two uses."""
-        return jax.device_put(state, placing.shardings_of(self.state)) if self.offload else state
+        return jax.device_put(state, layouts.shardings_of(self.state)) if self.offload else state
 
     def _values(self, params: Params, streams: Streams) -> Array:
         return jnp.where(streams["mask"], token_values(self.recipe, params, streams), 0.0)

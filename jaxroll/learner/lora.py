@@ -24,8 +24,8 @@ from jaxroll.config import LearnerConfig
 from jaxroll.learner import peft
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.hf_names import of_experts
-from jaxroll.sharding import placing
+from jaxroll.models.hf_config import of_experts
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 Params = dict[str, jax.Array]
@@ -94,7 +94,7 @@ def starting(learner: LearnerConfig, spec: ModelSpec, layout: Layout, lora: Lora
     if not learner.lora_path:
         return init(spec, layout, lora, key)
     given, where = peft.read(learner, spec), shardings(spec, layout, lora)
-    return {name: placing.placed_once(given[name], where[name]) for name in where}
+    return {name: layouts.placed_once(given[name], where[name]) for name in where}
 
 
 def merged(

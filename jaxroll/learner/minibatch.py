@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from jaxroll.algorithms import advantages as advantage
-from jaxroll.algorithms import advantages as credit
-from jaxroll.algorithms import registry, tokens
+from jaxroll.algorithms import advantages as estimators
+from jaxroll.algorithms import registry
 from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
@@ -117,7 +116,7 @@ def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, leng
 def _with_weights(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
     """`samples` with weights whose denominators count exactly these samples."""
     counts = np.array([sample.trained_tokens for sample in samples])
-    weights = tokens.sequence_weights(counts, aggregation, length)
+    weights = estimators.sequence_weights(counts, aggregation, length)
     return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
 
 
@@ -154,29 +153,29 @@ def _shaped(groups: Groups, config: Config) -> Groups:
 #
 # G is the group size, N the number of groups.
 
-_GAE = jax.jit(jax.vmap(advantage.gae, in_axes=(0, 0, 0, None, None)))
+_GAE = jax.jit(jax.vmap(estimators.gae, in_axes=(0, 0, 0, None, None)))
 
 _PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # (rewards, trainable) → advantages
-    "group_std": lambda rewards, _: credit.standardised(rewards),
-    "group_mean": lambda rewards, _: credit.standardised(rewards, divide_by_std=False),
-    "leave_one_out": lambda rewards, _: credit.leave_one_out(rewards),
-    "positive": lambda rewards, _: credit.positive(rewards),
-    "best": credit.best,
-    "best_worst": credit.best_worst,
+    "group_std": lambda rewards, _: estimators.standardised(rewards),
+    "group_mean": lambda rewards, _: estimators.standardised(rewards, divide_by_std=False),
+    "leave_one_out": lambda rewards, _: estimators.leave_one_out(rewards),
+    "positive": lambda rewards, _: estimators.positive(rewards),
+    "best": estimators.best,
+    "best_worst": estimators.best_worst,
 }
 
 
-def estimator(config: Config) -> credit.Credit:
+def estimator(config: Config) -> estimators.Credit:
     """groups → the advantage of every member, by `learner.advantage`; with a critic see `critic_advantages`."""
     learner: LearnerConfig = settled(config.learner)
     kind = learner.advantage
     if kind in ("batch_std", "group_mean_batch_std"):
         baseline = kind == "group_mean_batch_std"
-        return lambda groups: _listed(credit.batch_standardised(_rewards(groups), group_baseline=baseline))
+        return lambda groups: _listed(estimators.batch_standardised(_rewards(groups), group_baseline=baseline))
     if kind == "segment_return":
-        return lambda groups: [credit.segment_return(group, learner.turn_discount) for group in groups]
+        return lambda groups: [estimators.segment_return(group, learner.turn_discount) for group in groups]
     if kind == "gigpo":
-        return lambda groups: [credit.gigpo(group, learner.turn_discount, learner.step_weight) for group in groups]
+        return lambda groups: [estimators.gigpo(group, learner.turn_discount, learner.step_weight) for group in groups]
     of_group = _PER_GROUP[kind]
     return lambda groups: _listed([of_group(_of(group), _trainable(group)) for group in groups])
 
@@ -222,7 +221,7 @@ def token_rewards(sample: Sample) -> np.ndarray:
 def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The advantages ([T] of each sample), standardised over the trained tokens of all samples; 0 elsewhere."""
     each = [a[sample.mask] for sample, a in zip(samples, advantages, strict=True)]
-    every = credit.standardised(np.concatenate([np.zeros(0), *each]))
+    every = estimators.standardised(np.concatenate([np.zeros(0), *each]))
     out, first = [], 0
     for sample in samples:
         spread = np.zeros(len(sample.mask), np.float32)

@@ -21,7 +21,7 @@ from jaxroll import disk
 from jaxroll.config import LearnerConfig
 from jaxroll.config.schema import LORA_TARGETS
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.models import hf_names, tensor_files
+from jaxroll.models import hf_config, tensor_files
 from jaxroll.models.spec import ModelSpec
 from jaxroll.models.tensor_files import Leaf, Tensors
 
@@ -75,7 +75,7 @@ def write(
             values |= zip(keys, value.swapaxes(1, 2).astype(dtype), strict=True)
     leaves = {name: Leaf(dtype, value.shape) for name, value in values.items()}
     tensor_files.write(folder / ARRAYS, leaves, values.__getitem__)
-    modules = sorted({hf_names.name(spec, name).rsplit(".", 2)[1] for name in names})
+    modules = sorted({hf_config.name(spec, name).rsplit(".", 2)[1] for name in names})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -138,7 +138,7 @@ def _parameters(spec: ModelSpec, targets: Iterable[str]) -> dict[str, tuple[int,
         "mlp.gate": (*E, D, F), "mlp.up": (*E, D, F), "mlp.down": (*E, F, D),
     }  # fmt: skip
     chosen = set(targets)
-    return {name: shapes[kind] for name in hf_names.ours(spec) if (kind := target(name)) in chosen}
+    return {name: shapes[kind] for name in hf_config.ours(spec) if (kind := target(name)) in chosen}
 
 
 def _shapes(spec: ModelSpec, learner: LearnerConfig) -> dict[str, tuple[int, ...]]:
@@ -153,7 +153,7 @@ def _shapes(spec: ModelSpec, learner: LearnerConfig) -> dict[str, tuple[int, ...
 
 def _theirs(spec: ModelSpec, name: str, end: str) -> list[str]:
     """The tensors' names: "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" for "layers.00.attn.q"."""
-    return [f"base_model.model.{one.removesuffix('weight')}{end}.weight" for one in hf_names.names(spec, name)]
+    return [f"base_model.model.{one.removesuffix('weight')}{end}.weight" for one in hf_config.names(spec, name)]
 
 
 # --- parameters that adapters belong to, also for `lora`
@@ -169,6 +169,6 @@ def divided(name: str, axes: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[An
 
     The output projection has two inputs (heads, head dimension), every other parameter has one.
     """
-    each = int(hf_names.of_experts(name))
+    each = int(hf_config.of_experts(name))
     outputs = each + (2 if name.endswith(".attn.o") else 1)
     return axes[:each], axes[each:outputs], axes[outputs:]

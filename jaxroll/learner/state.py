@@ -20,7 +20,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import Converted
-from jaxroll.sharding import placing
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout, replicated
 
 Params = dict[str, jax.Array]
@@ -85,7 +85,7 @@ def fresh(
     """The state of `params` (with `lora`: of the adapters) before the first step; moments are created sharded."""
     placed = shardings(spec, layout, transform, lora)
     opt_state = jax.jit(transform.init, out_shardings=placed.opt_state)(params)
-    return TrainState(params, opt_state, placing.placed_once(np.array(0, np.int32), placed.step))
+    return TrainState(params, opt_state, layouts.placed_once(np.array(0, np.int32), placed.step))
 
 
 def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> Params:
@@ -121,7 +121,7 @@ def _on_devices(
         reason = f"{name} has shape {value.shape} in the weights, the model has {shape}"
         raise ConfigError("model.size", spec.name, reason, "Check that the weights belong to this model.")
     # Copied: a step donates its parameters, and the caller still holds the host arrays.
-    return jax.block_until_ready(placing.placed_once(np.asarray(value, np.float32), where))
+    return jax.block_until_ready(layouts.placed_once(np.asarray(value, np.float32), where))
 
 
 # --- reference model: a frozen copy of the initial parameters, on the learner's mesh

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jaxroll.algorithms import sampling as logprob
-from jaxroll.algorithms.tokens import Objective, Tokens
+from jaxroll.algorithms.advantages import Objective, Tokens
 from jaxroll.kernels.attention import SharedRows, lengthened
 from jaxroll.kernels.choice import UNASKED, Choice
 from jaxroll.learner import lora
@@ -41,7 +41,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.moe import Load
 from jaxroll.protocols import Progress
-from jaxroll.sharding import placing
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout, batch_spec, replicated
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
@@ -312,12 +312,12 @@ class Programs:
 
     def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """The streams of a micro-batch on the devices, with rows sharded over data, fsdp and expert."""
-        return placing.placed(dict(streams), self._batch)
+        return layouts.placed(dict(streams), self._batch)
 
     def warm_fetches(self, buckets: Sequence[int]) -> None:
         """Fetch an array of every micro-batch shape once, because a fetch over several processes compiles a program."""
         for rows in buckets:
-            placing.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
+            layouts.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
 
     def accumulate(
         self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
@@ -352,16 +352,16 @@ class Programs:
         """The program before compilation; only those of micro-batches have rows. Needs the mesh but no real devices."""
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
-            return jax.jit(lambda: placing.zeroed(accumulator), out_shardings=placing.shardings_of(accumulator)).lower()
+            return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=layouts.shardings_of(accumulator)).lower()
         if name == "merge":
-            merge = jax.jit(functools.partial(dense, recipe), out_shardings=placing.shardings_of(self.params))
+            merge = jax.jit(functools.partial(dense, recipe), out_shardings=layouts.shardings_of(self.params))
             return merge.lower(state.params, self.base)
         if name == "divide":
             parts = functools.partial(transformer.unstacked, recipe.spec)
-            where = placing.shardings_of({part: state.params[part] for part in jax.eval_shape(parts, self._stacks)})
+            where = layouts.shardings_of({part: state.params[part] for part in jax.eval_shape(parts, self._stacks)})
             return jax.jit(parts, out_shardings=where).lower(self._stacks)
         if name == "apply":
-            out = (placing.shardings_of(state), placing.shardings_of(self._single), self._everywhere)
+            out = (layouts.shardings_of(state), layouts.shardings_of(self._single), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)
         streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
         if recipe.support:
@@ -373,7 +373,7 @@ class Programs:
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
-        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=placing.shardings_of(accumulator))
+        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=layouts.shardings_of(accumulator))
         return accumulate.lower(state.params, accumulator, streams, self.base)
 
     def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -409,7 +409,7 @@ def applied(
         "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
     }
     params = cast(Params, optax.apply_updates(state.params, updates))
-    return TrainState(params, opt_state, state.step + 1), placing.zeroed(accumulator), report
+    return TrainState(params, opt_state, state.step + 1), layouts.zeroed(accumulator), report
 
 
 def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxroll.algorithms import losses
-from jaxroll.algorithms.tokens import TokenLoss
+from jaxroll.algorithms.advantages import TokenLoss
 
 SUMS = (
     "tokens",

@@ -40,8 +40,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import placing
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout, Rules
 
 Metrics = dict[str, Any]
@@ -82,7 +81,7 @@ class Trainer:
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
-        self._shards, self._quadratic = meshes.shards(mesh), packing.attention_share(spec)
+        self._shards, self._quadratic = layouts.shards(mesh), packing.attention_share(spec)
         self.buckets = packing.row_buckets(
             config.learner.micro_batch_rows, self._shards, config.learner.shared_prompt_rows
         )
@@ -181,7 +180,7 @@ class Trainer:
         Raises JaxRollError when a gradient is not finite; the state is then invalid and must be restored.
         """
         prepared, packed, claim = running.ready.prepared, running.ready.packed, running.ready.claim
-        reports, of_critic = placing.fetched((running.reports, running.of_critic))
+        reports, of_critic = layouts.fetched((running.reports, running.of_critic))
         _check_finite(reports, claim, "learner.learning_rate")
         _check_finite(of_critic, claim, "learner.critic_learning_rate")
         batches = [batch for of_minibatch in packed for batch in of_minibatch]
@@ -258,7 +257,7 @@ class Trainer:
         placed = [[self.programs.placed(batch.streams) for batch in batches]]
         for name in (PROXIMAL, REFERENCE):
             placed = self._with_logprobs(placed, name)
-        both = placing.fetched([(streams[PROXIMAL], streams[REFERENCE]) for streams in placed[0]])
+        both = layouts.fetched([(streams[PROXIMAL], streams[REFERENCE]) for streams in placed[0]])
         costs = [self.config.learner.kl_coef * (logp.astype(np.float64) - logq) for logp, logq in both]
         return packing.gathered(batches, costs, len(samples))
 
@@ -334,7 +333,7 @@ def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
     """The attention implementation for packed rows; ConfigError when the config names one that cannot work here."""
     mesh = layout.mesh
     site = choice.Site(
-        spec, meshes.platform(mesh), mesh.shape["tensor"] * mesh.shape["sequence"], sample_tokens(config.learner)
+        spec, layouts.platform(mesh), mesh.shape["tensor"] * mesh.shape["sequence"], sample_tokens(config.learner)
     )
     return choice.choose("packed", config.learner.attention, site)
 

@@ -4,12 +4,11 @@ Read `transformer` first (the functions that the learner and the engine call), t
 `layers` (the flax modules).
 
     families      families and sizes as data (no JAX)
-    hf_config     config.json from and to a ModelSpec (no JAX)
+    hf_config     config.json from and to a ModelSpec; names of parameters (no JAX)
     params        parameters as a flat dict of names, with shapes and shardings
     moe           mixtures of experts: the router and the grouped products
     cache         the paged KV cache, and a contiguous copy of it
     pretrained    weights of an imported model
     folders       model folders: spec and completeness of weights (no JAX)
-    hf_names      Hugging Face's names of parameters (no JAX)
     tensor_files  safetensors files (no JAX)
 """

@@ -14,7 +14,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.models import families, hf_config, hf_names, tensor_files
+from jaxroll.models import families, hf_config, tensor_files
 from jaxroll.models.families import TEXT_PARTS, ModelSpec
 from jaxroll.models.tensor_files import Tensors
 
@@ -95,7 +95,7 @@ def weight_tensors(folder: Path) -> Tensors:
         raise ConfigError("model.path", str(folder), reason, "Give a checkpoint's folder.")
     if not is_ours(folder) and (folder / CONFIG_FILE).is_file():
         if read_json(folder, CONFIG_FILE).get("model_type") in TEXT_PARTS:
-            return found.renamed(hf_names.of_text_model(found))
+            return found.renamed(hf_config.of_text_model(found))
     return found
 
 
@@ -115,8 +115,8 @@ def check_weights(config: ModelConfig, model: ModelSpec) -> None:
 def weights_error(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
     """The first tensor that is missing in the folder or unknown to `model`, as a message; empty if there is none."""
     if not is_ours(folder):
-        return hf_names.name_error(model, tensors.keys())
-    wanted = set(hf_names.ours(model))
+        return hf_config.name_error(model, tensors.keys())
+    wanted = set(hf_config.ours(model))
     different = sorted(wanted ^ set(tensors))
     if not different:
         return ""

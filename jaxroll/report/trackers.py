@@ -19,10 +19,9 @@ from typing import Any
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError
 from jaxroll.metrics import Scalars
-from jaxroll.protocols import Tracker
+from jaxroll.protocols import Tracker, described
 from jaxroll.run_paths import RunPaths
 
 MAX_WAITING = 20_000  # rows

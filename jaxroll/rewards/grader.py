@@ -10,8 +10,8 @@ import msgspec
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, is_function, terms
-from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import described
 from jaxroll.records import Message
 from jaxroll.rewards import grading, parts
 from jaxroll.rewards.grading import IN_WORKERS, Grading, LocalPart

@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from jaxroll import env_checks
+from jaxroll import protocols
 from jaxroll.errors import DataError
-from jaxroll.rewards import extract, parts, scorers
+from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.programs import ServerLost
 
 _FILE_PREFIX = "file:"
@@ -84,14 +84,14 @@ def grade(grading: Grading, env_args: str, completion: str, max_chars: int = sco
 
 def extracted(mode: str, completion: str) -> str:
     """The answer in `completion`; "" if there is none. PartFailed when a user's function raises or returns no text."""
-    if mode in extract.MODES:
-        return extract.MODES[mode](completion)
+    if mode in parts.MODES:
+        return parts.MODES[mode](completion)
     try:
         found = load(mode)(completion)
     except MemoryError:
         raise
     except Exception as error:
-        raise PartFailed("extract", type(error).__name__, env_checks.described(error)) from error
+        raise PartFailed("extract", type(error).__name__, protocols.described(error)) from error
     if found is None:
         return ""
     if not isinstance(found, str):
@@ -112,9 +112,9 @@ class _Item:
         except (MemoryError, ServerLost):
             raise
         except Exception as error:
-            raise PartFailed(part.label, type(error).__name__, env_checks.described(error)) from error
+            raise PartFailed(part.label, type(error).__name__, protocols.described(error)) from error
         try:
-            return env_checks.number(raw, "its value")
+            return protocols.number(raw, "its value")
         except DataError as error:
             raise PartFailed(part.label, "not a finite number", str(error)) from error
 

@@ -2,20 +2,279 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import math
 import os
+import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import msgspec
 
 import jaxroll
-from jaxroll.rewards.worker import Reply, ScoreItem, Work, WorkerSettings, frame, take_replies
+from jaxroll import lifeline
+from jaxroll.protocols import described
+from jaxroll.rewards import grading, sandbox, scorers
+from jaxroll.rewards.code import CodeScorer
+from jaxroll.rewards.programs import Programs, ServerLost
+from jaxroll.rewards.sandbox import Restrictions
+
+# --- A scoring worker, and its messages with the pool: length-prefixed MessagePack over pipes
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+
+
+class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
+    """One answer to score; with `grading` (JSON of `grading.Grading`), one completion to grade."""
+
+    id: int
+    env_args: str
+    answer: str
+    grading: str = ""
+
+
+class Work(msgspec.Struct, frozen=True, tag="work"):
+    """Pool to worker: score these items, in order."""
+
+    items: tuple[ScoreItem, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Worker to pool: it has started, set its limits, loaded its libraries and imposed `restrictions`."""
+
+    restrictions: Restrictions = Restrictions()
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
+    """Worker to pool: the score or grades of one item, or the error or rejections."""
+
+    id: int
+    score: float = 0.0
+    error: str = ""
+    cause: str = ""  # of the error, for counts
+    rejected: tuple[str, ...] = ()  # the reasons of the scorers' guards
+    answer: str = ""
+    values: dict[str, float] = {}
+
+
+class Working(msgspec.Struct, frozen=True, tag="working"):
+    """Worker to pool: it waits for programs, which have time limits of their own."""
+
+
+Reply = Ready | Scored | Working
+
+_ENCODER = msgspec.msgpack.Encoder()
+_WORK = msgspec.msgpack.Decoder(Work)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Work | Reply) -> bytes:
+    """The encoded message, with its length as prefix."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_work(stream) -> Work | None:  # stream: a buffered binary reader
+    """The next message from the pool; None at the end of the stream."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(header)
+    body = stream.read(size)
+    return _WORK.decode(body) if len(body) == size else None
+
+
+def take_replies(buffer: bytearray) -> Iterator[Reply]:
+    """Remove complete replies from the front of `buffer` and yield them. msgspec.DecodeError for malformed data."""
+    position = 0
+    try:
+        while len(buffer) - position >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, position)
+            if size > MAX_FRAME_BYTES:
+                raise msgspec.DecodeError(f"a reply of {size} bytes")
+            end = position + _LENGTH.size + size
+            if len(buffer) < end:
+                return
+            body = bytes(buffer[position + _LENGTH.size : end])
+            position = end
+            yield _REPLY.decode(body)
+    finally:
+        del buffer[:position]
+
+
+# --- One scoring process: `python -m jaxroll.rewards.processes '{…limits…}'`, work on stdin, replies on stdout
+#
+# It scores untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
+# item, no files, no new processes, and the restrictions of `jaxroll.rewards.sandbox` (network, signals). It dies with
+# its parent, by a signal even if a scorer never returns, otherwise at the end of stdin. If a scorer leaves a thread
+# running, the worker sends the score and ends, so that the thread cannot affect later items.
+#
+# It can still read files and send malformed replies to its pool, so answers must not be executed here. The scorer
+# `code` runs them in processes of the fork server (`jaxroll.rewards.fork_server`).
+
+_MAX_ERROR_CHARS = 500
+_HEARTBEAT_S = 0.25
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """Arguments of a worker on its command line."""
+
+    parent_pid: int
+    time_limit_s: float
+    memory_bytes: int
+    libraries: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    max_answer_chars: int = scorers.MIN_ANSWER_CHARS
+    programs: bool = False  # provide the scorer `code`
+
+
+def main(argument: str) -> int:
+    """Score items until stdin ends; return the exit status."""
+    settings = msgspec.json.decode(argument, type=WorkerSettings)
+    lifeline.bind(settings.parent_pid)
+    lifeline.lower_session()
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, settings.memory_bytes)
+    work, replies = _private_pipes()
+    code = _code_scorer(replies) if settings.programs else None
+    _load(settings)
+    # After the imports, which may write caches and start library threads.
+    _lower(resource.RLIMIT_FSIZE, 0)
+    _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
+    _silence(2)
+    replies.write(frame(Ready(sandbox.restrict())))
+    try:
+        return _serve(work, replies, settings, code)
+    except ServerLost:  # the pool starts another worker, with a fork server of its own
+        return 1
+
+
+def _code_scorer(replies: BinaryIO) -> CodeScorer:
+    """Start the fork server, before this process may start no other, and register the scorer `code`."""
+    sent_s = time.monotonic()
+
+    def on_wait() -> None:
+        nonlocal sent_s
+        if time.monotonic() - sent_s > _HEARTBEAT_S:
+            sent_s = time.monotonic()
+            replies.write(frame(Working()))
+
+    scorer = CodeScorer(Programs(), on_wait)
+    scorers.register("code")(scorer.score)
+    return scorer
+
+
+def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: CodeScorer | None) -> int:
+    threads = _threads()
+    while (message := read_work(work)) is not None:
+        if code is not None:
+            code.run_ahead(_programs_in(message))
+        for item in message.items:
+            _allow_processor_time(settings.time_limit_s)
+            try:
+                reply = _scored(item, settings.max_answer_chars)
+            except MemoryError as error:
+                # The heap may be in a bad state for the next item, so this worker ends.
+                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause="MemoryError")))
+                return 1
+            except ServerLost:
+                raise
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; the item has no score then
+                cause = error.cause if isinstance(error, grading.PartFailed) else type(error).__name__
+                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause=cause)
+            replies.write(frame(reply))
+            if _threads() > threads:
+                return 1
+    return 0
+
+
+def _programs_in(message: Work) -> list[tuple[dict[str, Any], str]]:
+    """The arguments and answers of the items that the scorer `code` judges."""
+    found: list[tuple[dict[str, Any], str]] = []
+    for item in message.items:
+        if item.grading:
+            found += grading.programs(grading.decoded(item.grading), item.env_args, item.answer)
+        elif '"code"' in item.env_args and (args := msgspec.json.decode(item.env_args)).get("scorer") == "code":
+            found.append((args, item.answer))
+    return found
+
+
+def _scored(item: ScoreItem, max_answer_chars: int) -> Scored:
+    if item.grading:
+        found = grading.grade(grading.decoded(item.grading), item.env_args, item.answer, max_answer_chars)
+        return Scored(item.id, rejected=found.rejected, answer=found.answer, values=found.values)
+    judged = scorers.judge(item.env_args, item.answer, max_answer_chars)
+    return Scored(item.id, score=judged.score, rejected=(judged.rejected,) if judged.rejected else ())
+
+
+def _threads() -> int:
+    """The number of threads of this process, including native ones if the kernel lists them."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def _lower(limit: int, value: int) -> None:
+    """Lower a resource limit permanently; never raise an existing limit."""
+    _, hard = resource.getrlimit(limit)
+    bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (bound, bound))
+
+
+def _allow_processor_time(time_limit_s: float) -> None:
+    """Raise the soft limit of processor time to allow one more item; the kernel ends the process beyond it.
+
+    The pool's time limit is stricter; this limit also works when the pool's process is gone or blocked.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout under other descriptors; 0 and 1 become /dev/null, so that a scorer cannot disturb the
+    protocol by printing or reading."""
+    work = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    _silence(0)
+    _silence(1)
+    return work, replies
+
+
+def _silence(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _load(settings: WorkerSettings) -> None:
+    """Import the modules that scorers need, so that imports do not count towards an item's time limit.
+
+    Libraries are optional (a task that needs a missing one fails later), modules and functions are required.
+    """
+    for library in settings.libraries:
+        if importlib.util.find_spec(library) is not None:
+            scorers.import_library(library)
+    for module in settings.modules:
+        importlib.import_module(module)
+    for function in settings.functions:
+        grading.load(function)
+
+
+# --- A scoring process from the parent's side
 
 _READ_BYTES = 1 << 18
 _KILL_WAIT_S = 10.0
@@ -31,7 +290,7 @@ class ScoringProcess:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `last_words` closes it
-        command = [sys.executable, "-P", "-m", "jaxroll.rewards.worker", msgspec.json.encode(settings).decode()]
+        command = [sys.executable, "-P", "-m", "jaxroll.rewards.processes", msgspec.json.encode(settings).decode()]
         # Popen uses vfork and exec, so the threads of this process (JAX's, gRPC's) are not copied.
         try:
             self._process = subprocess.Popen(
@@ -143,3 +402,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "MPLBACKEND": "agg",
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxroll import env_checks
+from jaxroll import protocols
 from jaxroll.errors import DataError
 from jaxroll.rewards import gym_tasks
 
@@ -93,7 +93,7 @@ def judge_args(args: Mapping[str, Any], answer: str, max_chars: int = MIN_ANSWER
         raw = scorer.function(args, answer)
     except Rejected as rejection:
         return Judgement(0.0, rejection.reason)
-    return Judgement(env_checks.number(raw, f"the score of scorer {args['scorer']!r}"))
+    return Judgement(protocols.number(raw, f"the score of scorer {args['scorer']!r}"))
 
 
 def score(env_args: str, answer: str) -> float:

@@ -16,14 +16,13 @@ import signal
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from jaxroll import env_checks
+from jaxroll import protocols
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards.grading import Graded
-from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.processes import Ready, Scored, ScoreItem, ScoringProcess, WorkerSettings, Working
 from jaxroll.rewards.remote import RemoteParts
 from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
-from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings, Working
 
 _LOG = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 32  # items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect
@@ -160,8 +159,8 @@ class ScoringPool:
         return Graded(found.answer, found.values, found.rejected)
 
     async def _scored(self, env_args: str, answer: str, grading: str) -> Scored:
-        env_checks.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
-        env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)
+        protocols.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
+        protocols.text(answer, "the answer to score", _MAX_ITEM_CHARS)
         loop = asyncio.get_running_loop()
         self._bind(loop)
         future: asyncio.Future[Scored] = loop.create_future()

@@ -4,7 +4,7 @@ It runs environments and scoring without JAX, for environments that are too heav
 
 Threads: the main thread handles signals; this module runs on the asyncio loop thread.
 Tasks: follow every sampler's weight version; report the newest of them to the store; the tasks of
-`jaxroll.roles.members` (request leases, receive cancellations, renew leases); report metrics every second.
+`jaxroll.roles.sampler` (request leases, receive cancellations, renew leases); report metrics every second.
 Waits for: leases from the store, and samplers that have weights.
 Stops: when the run is closed or on SIGTERM, after returning unfinished leases. If it dies, its leases expire and the
 store grants them again.
@@ -26,7 +26,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
+from jaxroll.roles.sampler import MemberPlayer, Members, episode_counts, training_params, until_one_ends
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient

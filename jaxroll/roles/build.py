@@ -25,13 +25,12 @@ from jaxroll.records import VersionRef
 from jaxroll.roles.weights import Progress, WeightFollower
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 from jaxroll.text import tokenizers
 from jaxroll.transfer.channel_device import HandedOver
-from jaxroll.transfer.host_snapshot import keeps_float32
-from jaxroll.transfer.receive import NOTHING_HELD, FetchedParameters, Receiver, Staged
+from jaxroll.transfer.channels import keeps_float32
+from jaxroll.transfer.ends import NOTHING_HELD, FetchedParameters, Receiver, Staged
 
 if TYPE_CHECKING:
     from jaxroll.learner.trainer import Trainer
@@ -118,7 +117,7 @@ def inference(
     text = tokenizer(config)
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
-    mesh = meshes.build(mesh_config)
+    mesh = layouts.build(mesh_config)
     engine_config = EngineConfig(
         slots=slots,
         max_tokens=cache_tokens(config),
@@ -135,10 +134,10 @@ def inference(
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )
-    engine = Engine(spec, mesh, rules.SAMPLER, engine_config, decode=text.decode)
+    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)
-    receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
+    receiver, layout = Receiver(config.transfer, token=token, tls=tls), layouts.Layout(mesh, layouts.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
         arriving = FetchedParameters(receiver, params.shardings(spec, layout.mesh, layout.rules), params.served(spec))
@@ -159,5 +158,5 @@ def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Train
 
     spec = model_spec(config, tokenizer(config))
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
-    mesh, key = meshes.build(config.learner.mesh), jax.random.key(config.run.seed)
-    return (make or Trainer)(config, spec, mesh, rules.LEARNER, key=key)
+    mesh, key = layouts.build(config.learner.mesh), jax.random.key(config.run.seed)
+    return (make or Trainer)(config, spec, mesh, layouts.LEARNER, key=key)

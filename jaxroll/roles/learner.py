@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
     from jaxroll.learner.trainer import Ready, Running, Trainer
     from jaxroll.models.families import ModelSpec
     from jaxroll.transfer.channel_device import DevicePublisher
-    from jaxroll.transfer.publish import Publisher
+    from jaxroll.transfer.ends import Publisher
 
 # --- The checkpoint to start from: the newest on the run's lineage, or the one that `--fork` names
 #
@@ -479,7 +479,7 @@ class LearnerSession:
 def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
     """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
     from jaxroll.transfer.channel_device import DevicePublisher
-    from jaxroll.transfer.publish import Exposure, Publisher
+    from jaxroll.transfer.ends import Exposure, Publisher
 
     transfer = _transfer_config(args.config)
     if channel_of(args.config) == "device":

@@ -2,7 +2,7 @@
 
 Threads: the main thread runs JAX (in a colocated run, a thread of its own); this module runs on the asyncio loop thread
 (`jaxroll.roles.session`).
-Tasks: follow new weights; the tasks of `jaxroll.roles.members` (request leases, receive cancellations, renew leases);
+Tasks: follow new weights; the tasks of `jaxroll.roles.sampler` (request leases, receive cancellations, renew leases);
 report metrics every second.
 Waits for: leases from the store, and the learner's first weights before its first token.
 Stops: when the run is closed or on SIGTERM, after returning unfinished leases.
@@ -14,21 +14,288 @@ RUN/sampler-0.addr holds the address.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+import msgspec
 
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import cache_tokens, episode_tokens, sampler_members
-from jaxroll.records import Grant, Version
+from jaxroll.envs.executors.choice import Executors
+from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.protocols import SamplingParams, Tokenizer, described
+from jaxroll.records import Failed, Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
-from jaxroll.roles.session import EngineSession
+from jaxroll.roles.session import EngineSession, Session
 from jaxroll.roles.weights import Progress
+from jaxroll.rollout.episode import Transcript
+from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
+
+# --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
+#
+# Threads: everything runs on the asyncio loop thread of the role. Tasks: request leases while there is room; receive
+# cancelled leases and abort their members; renew leases; one task per member, which runs its episode and stores the
+# result. A member counts against the capacity until its episode ends: the next one is leased while the result is on its
+# way to the store. Waits for: leases, room, and the role's first weights. Stops: when its tasks are cancelled;
+# `give_back` then returns unfinished leases.
+
+LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
+LAST_PUTS_S = 2.0  # for results on their way to the store at the end; then their leases are returned as well
+GATHER_S = 0.01  # room for less than a group waits this long for more: fewer lease calls when members end together
+MAX_ERROR_CHARS = 1000
+Key = tuple[int, int, int]  # group, member, attempt
+# (member, attempt, transcript to fill) → the member, finished or failed
+MemberPlayer = Callable[[int, int, Transcript], Awaitable[Member]]
+
+
+class Members:
+    """The members in flight and the tasks around them.
+
+    Up to `capacity` members run, and up to twice as many are open with those that wait to be stored: while the store is
+    slow to accept results no more leases are requested.
+
+    `version` returns, once there are weights, the version to request leases with; every token of the granted members is
+    sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        capacity: int,
+        version: Callable[[], Awaitable[Version]],
+        begin: Callable[[Grant], MemberPlayer],
+    ) -> None:
+        self.session, self.config, self.store = session, session.config, session.store
+        self.capacity, self._version, self._begin = capacity, version, begin
+        self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
+        self.playing: dict[Key, Transcript] = {}  # the open ones whose episode has not ended
+        self.ended: set[Key] = set()  # cancelled before the reply that grants their lease arrived
+        self.aborted = self.tokens_let_go = self.refused = self.lost = 0
+        self._cancelled: set[Key] = set()  # by this object
+        self._failure: BaseException | None = None  # unexpected error of a member's task, which ends the role
+        self._failed = asyncio.Event()
+        self.room = asyncio.Event()
+        # True if leases for less than a group may be requested. The rest of it may then go to another sampler, so a
+        # group that should stay together waits for room instead. Free capacity of an actor is not an idle slot.
+        actors, placement = self.config.placement.actors, self.config.schedule.group_placement
+        alone = max(self.config.sampler.count, actors) == 1
+        self._in_parts = alone or placement == "spread" or (placement == "auto" and not actors)
+        self._plenty = False  # the last lease call was granted as many members as it requested
+
+    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """The tasks to run concurrently, forever."""
+        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure())
+
+    def counts(self) -> dict[str, int]:
+        """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
+        of their complete answers, members that the store rejected as malformed, and members lost here (not stored, so
+        the store leases them again)."""
+        unput = len(self.open) - len(self.playing)
+        return {
+            "members_in_flight": len(self.open), "members_unstored": unput,
+            "members_aborted": self.aborted, "tokens_aborted_done": self.tokens_let_go,
+            "puts_refused": self.refused, "members_lost": self.lost,
+        }  # fmt: skip
+
+    async def _lease(self) -> None:
+        while True:
+            free = await self._free()
+            grants = await self._grants(free)
+            self._plenty = sum(len(grant.members) for grant in grants) == free
+            for grant in grants:
+                play = self._begin(grant)
+                for member, attempt in grant.members:
+                    if (key := (grant.group, member, attempt)) not in self.ended:
+                        self._start(key, play)
+            self.ended.clear()  # later grants are new attempts
+
+    async def _free(self) -> int:
+        """The number of members to request: those of a group or more, or fewer while the store has plenty of work.
+
+        While work is scarce a call for a few members would wait in the store, and room that becomes free meanwhile
+        would wait for the next call. So a call for less than a group is made only if the call before was granted all
+        that it requested.
+        """
+        now_s, until = asyncio.get_running_loop().time, 0.0
+        while (free := self._room_left()) < self.config.schedule.members_per_group:
+            self.room.clear()
+            if not (free and self._in_parts and self._plenty):
+                await self.room.wait()
+                continue
+            until = until or now_s() + GATHER_S
+            if (left := until - now_s()) <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.room.wait(), left)
+        return free
+
+    def _room_left(self) -> int:
+        return min(self.capacity - len(self.playing), 2 * self.capacity - len(self.open))
+
+    async def _grants(self, free: int) -> list[Grant]:
+        version = await self._version()
+        try:
+            return await self.store.lease(version, free, LEASE_WAIT_S)
+        except NoCredit as refusal:
+            await asyncio.sleep(min(refusal.retry_after_s, 1.0))
+        except StaleClient as refusal:
+            self.session.progress(f"lease refused: {refusal}")
+            await asyncio.sleep(0.2)
+        return []
+
+    def _start(self, key: Key, play: MemberPlayer) -> None:
+        self.playing[key] = Transcript()
+        self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
+        task.add_done_callback(
+            lambda task: self._over(key, task)
+        )  # runs also if the task is cancelled before it starts
+
+    def _over(self, key: Key, task: asyncio.Task[None]) -> None:
+        self.open.pop(key, None)
+        self._free_capacity(key)
+        if task.cancelled():
+            if key not in self._cancelled:  # by foreign code that cancels all tasks of the loop
+                self._report_lost(key, "its task was cancelled by other code")
+            self._cancelled.discard(key)
+        elif isinstance(error := task.exception(), InfraError):
+            self._report_lost(key, described(error))
+        elif error is not None:
+            self._failure = error
+            self._failed.set()
+
+    def _report_lost(self, key: Key, why: str) -> None:
+        """Count a member that was not stored. Its lease expires, and the store grants it to another sampler."""
+        self.lost += 1
+        self.session.progress(f"member {key} was not stored: {why}")
+
+    async def _raise_failure(self) -> None:
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _free_capacity(self, key: Key) -> None:
+        self.playing.pop(key, None)
+        self.room.set()
+
+    async def _produce(self, key: Key, play: MemberPlayer) -> None:
+        try:
+            member = await play(key[1], key[2], transcript := self.playing[key])
+            self._free_capacity(key)
+            if await self._put(member) == "SURPLUS":
+                self._count_aborted(transcript)
+        except Closed:
+            self.session.request_stop()
+        except (Fenced, Conflict) as refusal:  # another holder has this member now, or it is stored already
+            self.session.progress(f"put {key}: {refusal}")
+
+    async def _put(self, member: Member) -> str:
+        """Store the member; the store's answer. A member that the store rejects is stored as a failure with the store's
+        reason: otherwise its lease would expire and be granted again, without end.
+
+        StaleClient is about the versions that the engine recorded (INFRA); any other refusal, and a member that cannot
+        be encoded, is about the environment's output (DATA).
+        """
+        try:
+            return await self.store.put(member)
+        except (Closed, Fenced, Conflict, Unauthorized):
+            raise
+        except StaleClient as refusal:
+            kind, why = "INFRA", described(refusal)
+        except (StoreRefusal, TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+            kind, why = "DATA", described(error)
+        self.refused += 1
+        key = (member.group, member.member, member.attempt)
+        self.session.progress(f"the store rejects member {key}: {why}")
+        failed = Failed(kind, f"the store refuses this member: {why}"[:MAX_ERROR_CHARS])
+        try:
+            return await self.store.put(msgspec.structs.replace(member, outcome=failed))
+        except StaleClient as refusal:  # the store does not know the member's group
+            raise InfraError(str(refusal)) from refusal
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.store.lease_s / 3)
+            for key in await self.store.renew(list(self.open)):
+                self._abort(key)
+
+    async def _abort_cancelled(self) -> None:
+        while True:
+            for key in await self.store.ended(ENDED_WAIT_S):
+                self._abort(key)
+
+    def _abort(self, key: Key) -> None:
+        """Abort the member of a cancelled lease."""
+        if (lost := self.open.get(key)) is None:
+            self.ended.add(key)
+        elif (
+            key in self.playing and not lost.cancelling()
+        ):  # for one on its way to the store, the reply to its put decides
+            self._cancel(key)
+            self._count_aborted(self.playing[key])
+
+    def _cancel(self, key: Key) -> None:
+        if (task := self.open.get(key)) is not None:
+            self._cancelled.add(key)
+            task.cancel()
+
+    def _count_aborted(self, transcript: Transcript) -> None:
+        """Count an aborted member and the tokens of its complete answers; the engine counts the others."""
+        self.aborted += 1
+        self.tokens_let_go += transcript.sampled
+
+    async def give_back(self) -> None:
+        """Abort unfinished members, wait `LAST_PUTS_S` for finished ones to be stored, and return the other leases."""
+        held = dict(self.open)
+        puts = {key: task for key, task in held.items() if key not in self.playing}
+        for key in self.playing:
+            self._cancel(key)
+        if puts:
+            await asyncio.wait(puts.values(), timeout=LAST_PUTS_S)
+        for key in puts:
+            self._cancel(key)
+        await asyncio.gather(*held.values(), return_exceptions=True)
+        if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
+            with contextlib.suppress(Closed):
+                await self.store.release(unput)
+
+
+async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
+    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
+    loops = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+        for job in done:
+            job.result()
+    finally:
+        for job in loops:
+            job.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+
+def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
+    """The sampling parameters of training rollouts."""
+    s = session.config.sampling
+    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,), min_p=s.min_p)
+
+
+def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
+    """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
+    counts, asked = manager.counts, manager.env_calls
+    return {
+        "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
+        "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
+        "env_closes_failed": counts.closes_failed, **executors.counts(),
+        "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
+    }  # fmt: skip
+
+
+# --- Sampler role
 
 STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5
@@ -84,7 +351,7 @@ async def serve_http(session: EngineSession) -> None:
     """Answer HTTP requests with the engine of `session`; the address and the token are in the run's folder."""
     from jaxroll.rpc import http
     from jaxroll.serving import http_server  # loads JAX, which must come after the scoring pool
-    from jaxroll.serving.http_layouts import Served
+    from jaxroll.serving.http_answers import Served
     from jaxroll.serving.http_requests import Room
 
     args, parts = session.args, session.parts

@@ -27,8 +27,7 @@ if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jaxroll.learner.state import Params
     from jaxroll.serving.engine_thread import EngineHost
     from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
-    from jaxroll.transfer.publish import Publisher
-    from jaxroll.transfer.receive import Staged
+    from jaxroll.transfer.ends import Publisher, Staged
 
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 SWAP_POLL_S = 0.005

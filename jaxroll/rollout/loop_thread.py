@@ -20,8 +20,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from jaxroll.env_checks import described
 from jaxroll.errors import InfraError
+from jaxroll.protocols import described
 
 T = TypeVar("T")
 BLOCKED_S = 60.0

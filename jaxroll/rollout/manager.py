@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxroll.env_checks import described
 from jaxroll.errors import InfraError
-from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
+from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
 from jaxroll.rollout import episode
-from jaxroll.rollout.env_calls import EnvCallCounts, EnvironmentCalls, is_cancellation
+from jaxroll.rollout.episode import EnvCallCounts, EnvironmentCalls, is_cancellation
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxroll import env_checks
+from jaxroll import protocols
 from jaxroll.config import TaskConfig
 from jaxroll.envs.agent import given
 from jaxroll.errors import DataError, InfraError
@@ -25,8 +25,7 @@ from jaxroll.records import Finished, Message, Task
 from jaxroll.rewards.grader import Grader
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.branches import ENDED, Branches, Call, NoRoom
-from jaxroll.rollout.env_calls import EnvironmentCalls
-from jaxroll.rollout.episode import Bounds, Transcript
+from jaxroll.rollout.episode import Bounds, EnvironmentCalls, Transcript
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
     from starlette.requests import Request
@@ -70,7 +69,7 @@ class Agents:
             await env_calls.reset(env, task)  # waits for a free process
             async with limit:
                 job = {"base_url": f"{base}/v1", "api_key": token, "reward_url": f"{base}/reward"}
-                result = env_checks.step_result(await env_calls.step(env, json.dumps(job)))
+                result = protocols.step_result(await env_calls.step(env, json.dumps(job)))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -159,7 +158,7 @@ class Agents:
     async def _chat(self, request: Request) -> ASGIApp:
         from jaxroll.serving import http_requests as requests
         from jaxroll.serving import http_server
-        from jaxroll.serving.http_layouts import ChatLayout
+        from jaxroll.serving.http_answers import ChatLayout
 
         member, (values, _) = self._member(request), await http_server.json_body(request)
         body = requests.parsed(values, requests.ChatBody)
@@ -185,7 +184,7 @@ class Agents:
     async def _generate(self, request: Request) -> ASGIApp:
         from jaxroll.serving import http_requests as requests
         from jaxroll.serving import http_server
-        from jaxroll.serving.http_layouts import TokenLayout
+        from jaxroll.serving.http_answers import TokenLayout
 
         member, (values, _) = self._member(request), await http_server.json_body(request)
         body = requests.parsed(values, requests.GenerateBody)
@@ -230,8 +229,8 @@ def _piece(member: _Member, wanted: Wanted, call: Call) -> Piece:
 
 
 def _served(member: _Member, name: str | None) -> Any:
-    """The model as `http_layouts` describe it; its only property that they show is the name."""
-    from jaxroll.serving.http_layouts import Served
+    """The model as `http_answers` describes it; its only property that they show is the name."""
+    from jaxroll.serving.http_answers import Served
     from jaxroll.serving.http_requests import Room
 
     return Served(name or "policy", None, Room(0, member.tokenizer), lambda: None, lambda: None)  # type: ignore[arg-type]

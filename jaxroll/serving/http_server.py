@@ -29,8 +29,7 @@ from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey
 from jaxroll.serving import http_requests as requests
 from jaxroll.serving.engine_thread import PauseMode
-from jaxroll.serving.http_answers import Answer, Piece
-from jaxroll.serving.http_layouts import ChatLayout, Layout, Served, TextLayout, TokenLayout, event
+from jaxroll.serving.http_answers import Answer, ChatLayout, Layout, Piece, Served, TextLayout, TokenLayout, event
 from jaxroll.serving.http_requests import ApiError, Room, Wanted
 
 T = TypeVar("T")

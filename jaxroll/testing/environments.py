@@ -23,15 +23,13 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
-from jaxroll.env_checks import described
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import ConfigError, DataError, InfraError
-from jaxroll.protocols import SamplingParams, Tokenizer
+from jaxroll.protocols import SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import EnvironmentCalls
-from jaxroll.rollout.episode import bounds_of
+from jaxroll.rollout.episode import EnvironmentCalls, bounds_of
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.testing.observed import (

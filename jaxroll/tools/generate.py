@@ -31,8 +31,7 @@ from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Version
 from jaxroll.run_paths import RunPaths
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 
 if TYPE_CHECKING:
@@ -57,9 +56,9 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     """Load the newest weights of the run in `run_dir` into an engine with `slots`; ConfigError if there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
-    mesh = meshes.build(config.learner.mesh)
-    values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
-    placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
+    mesh = layouts.build(config.learner.mesh)
+    values, version, source = newest_params(config, spec, run_dir, layouts.Layout(mesh, layouts.LEARNER))
+    placed = jax.device_put(values, params.shardings(spec, mesh, layouts.SAMPLER))
     engine_config = EngineConfig(
         slots=slots,
         max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
@@ -71,7 +70,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )
-    engine = Engine(spec, mesh, rules.SAMPLER, engine_config, decode=text.decode)
+    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
     # stdout is for the answers alone
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)
@@ -79,7 +78,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
 
 
 def newest_params(
-    config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout
+    config: Config, spec: families.ModelSpec, run_dir: Path, layout: layouts.Layout
 ) -> tuple[states.Params, Version, str]:
     """The parameters of the newest checkpoint, the warm start or `model.path`, with their version and description.
 
@@ -108,7 +107,7 @@ def newest_params(
     return values, Version(0, 0), source
 
 
-def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
+def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, layout: layouts.Layout) -> states.Params:
     """The parameters that the run starts from (see `weights.initial`), on the devices of `layout`."""
     values = weights.initial(config, run_dir, spec)
     if values is None:

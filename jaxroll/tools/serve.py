@@ -11,7 +11,7 @@ from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import auth, http
-from jaxroll.serving import http_layouts, http_requests, http_server
+from jaxroll.serving import http_answers, http_requests, http_server
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
 
@@ -41,7 +41,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
 
     async def play(proxy: EngineProxy) -> None:
         room = http_requests.Room(context, model.tokenizer)
-        served = http_layouts.Served(
+        served = http_answers.Served(
             name, proxy, room, lambda: model.version, engine.stats, engine.latencies.percentiles,
             options.slots + options.queue,
         )  # fmt: skip

@@ -35,8 +35,7 @@ from jaxroll.models import families, pretrained, transformer
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Message, Task
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 5.0
@@ -68,8 +67,8 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
-    mesh = meshes.build(config.learner.mesh)
-    layout = rules.Layout(mesh, rules.LEARNER)
+    mesh = layouts.build(config.learner.mesh)
+    layout = layouts.Layout(mesh, layouts.LEARNER)
     buckets = packing.row_buckets(config.learner.micro_batch_rows, config.learner.mesh.shards)
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     plan = prepared(config, text, buckets)
@@ -78,7 +77,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     if config.model.path:
         params = states.placed(pretrained.weights(config.model, spec), spec, layout)
     else:
-        params = model_params.init(spec, jax.random.key(config.run.seed), mesh, rules.LEARNER)
+        params = model_params.init(spec, jax.random.key(config.run.seed), mesh, layouts.LEARNER)
     state = states.fresh(params, spec, layout, programs.recipe.optimizer.transform)
     used = {batch.rows for batches in plan.batches for batch in batches}
     programs.compile([rows for rows in buckets if rows in used], progress)
@@ -146,7 +145,7 @@ def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens:
     return buckets
 
 
-def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> Recipe:
+def _recipe(config: Config, spec: families.ModelSpec, layout: layouts.Layout) -> Recipe:
     # No decay: a model that has settled in a sharp minimum forgets more in the first RL steps than it learns.
     schedule = optimizer.learning_rate(config.sft.learning_rate, min(20, max(config.sft.steps // 10, 1)), 0)
     return Recipe(

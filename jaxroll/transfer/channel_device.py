@@ -23,8 +23,9 @@ import numpy as np
 
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Version, VersionRef
-from jaxroll.sharding import placing
-from jaxroll.transfer import host_snapshot, manifest
+from jaxroll.sharding import layout
+from jaxroll.transfer import channels
+from jaxroll.transfer import manifest as manifests
 
 NAME = "device"
 Params = Mapping[str, jax.Array]
@@ -46,7 +47,7 @@ class DevicePublisher:
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """Copy `params`, which may be donated on return. The future is already done."""
-        copied = host_snapshot.copied(params, self._dtype)
+        copied = channels.copied(params, self._dtype)
         with self._guard:
             self._kept[version] = {**self._frozen, **copied}
         started: Future[VersionRef] = Future()
@@ -104,8 +105,8 @@ class HandedOver:
             raise TransferError("these parameters were placed before; fetch them again")
         params, self._params = self._params, None
         names = list(params)
-        placed = placing.moved([params[n] for n in names], [self._target[n] for n in names])
-        return manifest.cast(dict(zip(names, placed, strict=True)), self._wanted)
+        placed = layout.moved([params[n] for n in names], [self._target[n] for n in names])
+        return manifests.cast(dict(zip(names, placed, strict=True)), self._wanted)
 
 
 def hand_over(
@@ -121,6 +122,6 @@ def hand_over(
     if publisher is None:
         raise VersionGone(f"version {published.version} was published by a process that is gone, or by another one")
     params = publisher.kept(published.version)
-    leaves = tuple(manifest.Leaf(name, tuple(a.shape), a.dtype.name, (), ()) for name, a in sorted(params.items()))
-    manifest.check(manifest.Manifest(published.version, leaves), shapes)
+    leaves = tuple(manifests.Leaf(name, tuple(a.shape), a.dtype.name, (), ()) for name, a in sorted(params.items()))
+    manifests.check(manifests.Manifest(published.version, leaves), shapes)
     return HandedOver(params, target, {name: np.dtype(shape.dtype) for name, shape in shapes.items()})

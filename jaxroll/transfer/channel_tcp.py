@@ -22,10 +22,9 @@ from jaxroll.records import Version
 from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import channels, plan
-from jaxroll.transfer import manifest as digest
-from jaxroll.transfer.channels import Deadline, SlicePart
-from jaxroll.transfer.host_snapshot import HostSnapshot
+from jaxroll.transfer import channels
+from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.channels import Deadline, HostSnapshot, SlicePart
 from jaxroll.transfer.manifest import Manifest
 from jaxroll.transfer.tcp_listener import Listener, VersionShelf
 
@@ -149,7 +148,7 @@ class TcpReader:
             return
         body = part.into if part.into.flags.c_contiguous else np.empty(part.into.shape, part.into.dtype)
         self._receive(body.reshape(-1).data.cast("B"))
-        if part.checked and answer.digest != digest.of_box(body, part.box):
+        if part.checked and answer.digest != manifests.of_box(body, part.box):
             raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged in transit")
         if body is not part.into:
             part.into[...] = body
@@ -215,8 +214,8 @@ def _pieces(part: SlicePart) -> list[SlicePart]:
     """The part cut into chunks of at most `channels.CHUNK_BYTES`, each with its view of the destination."""
     limit = channels.CHUNK_BYTES // part.into.itemsize
     return [
-        part._replace(box=box, into=part.into[plan.within(box, part.box)] if box else part.into)
-        for box in plan.split(part.box, limit)
+        part._replace(box=box, into=part.into[manifests.within(box, part.box)] if box else part.into)
+        for box in manifests.split(part.box, limit)
     ]
 
 

@@ -24,10 +24,9 @@ import tensorstore as ts
 from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed, one_line
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import channels, plan
+from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, SlicePart
-from jaxroll.transfer.host_snapshot import HostSnapshot
+from jaxroll.transfer.channels import Deadline, HostSnapshot, SlicePart
 from jaxroll.transfer.manifest import Leaf, Manifest
 
 _MANIFEST = "manifest.msgpack"
@@ -82,11 +81,11 @@ class TensorstoreSender:
         writes = []
         for array, leaf, pieces in zip(arrays, snapshot.manifest.leaves, snapshot.pieces, strict=True):
             opened = _result(array, deadline)
-            whole = plan.whole(leaf.shape)
+            whole = manifests.whole(leaf.shape)
             writes += [
-                opened[plan.within(box, whole)].write(piece)
+                opened[manifests.within(box, whole)].write(piece)
                 for box, piece in zip(leaf.boxes, pieces, strict=True)
-                if plan.size_of(box)
+                if manifests.size_of(box)
             ]
         for write in writes:
             _result(write, deadline)
@@ -152,11 +151,12 @@ class TensorstoreReader:
         """Fill every part. All reads are started at once; tensorstore limits their concurrency."""
         try:
             arrays = self._open({part.leaf for part in parts}, manifest)
+            leaves = manifest.leaves
             reads = [
-                ts.array(part.into.view(manifests.DTYPES[manifest.leaves[part.leaf].dtype])).write(
-                    arrays[part.leaf][plan.within(part.box, plan.whole(manifest.leaves[part.leaf].shape))].translate_to[
-                        (0,) * len(part.box)
-                    ]
+                ts.array(part.into.view(manifests.DTYPES[leaves[part.leaf].dtype])).write(
+                    arrays[part.leaf][
+                        manifests.within(part.box, manifests.whole(leaves[part.leaf].shape))
+                    ].translate_to[(0,) * len(part.box)]
                 )
                 for part in parts
                 if part.into.size
@@ -202,8 +202,8 @@ class TensorstoreReader:
 def _chunk_shape(leaf: Leaf) -> tuple[int, ...]:
     """The shape of the first source box, cut along leading axes to at most `_CHUNK_BYTES`, so that no two writers
     share a chunk."""
-    first = plan.split(leaf.boxes[0], _CHUNK_BYTES // manifests.DTYPES[leaf.dtype].itemsize)[0]
-    return tuple(max(1, n) for n in plan.shape_of(first))
+    first = manifests.split(leaf.boxes[0], _CHUNK_BYTES // manifests.DTYPES[leaf.dtype].itemsize)[0]
+    return tuple(max(1, n) for n in manifests.shape_of(first))
 
 
 def _layout(leaf: Leaf) -> dict[str, Any]:

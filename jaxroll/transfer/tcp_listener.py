@@ -26,8 +26,9 @@ from jaxroll import wire
 from jaxroll.clock import Clock
 from jaxroll.errors import TransferError
 from jaxroll.records import Version
-from jaxroll.transfer import channels, manifest, plan
-from jaxroll.transfer.host_snapshot import HostSnapshot
+from jaxroll.transfer import channels
+from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.channels import HostSnapshot
 
 _TICK_S = 0.5  # interval of the check for stalled readers
 FIRST_QUESTION_S = 5.0  # from the connection to the first question, TLS handshake included
@@ -232,7 +233,7 @@ class Listener:
 def _check_slice(snapshot: HostSnapshot, part: channels.Slice) -> None:
     leaves = snapshot.manifest.leaves
     known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
-    if not known or not plan.contains(leaves[part.leaf].boxes[part.source], part.box):
+    if not known or not manifests.contains(leaves[part.leaf].boxes[part.source], part.box):
         raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
 
 
@@ -241,8 +242,8 @@ def _chunks(snapshot: HostSnapshot, slices: tuple[channels.Slice, ...]) -> Itera
     for part in slices:
         source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
         piece = snapshot.pieces[part.leaf][part.source]
-        body = np.ascontiguousarray(manifest.bits(piece)[plan.within(part.box, source)])
-        seen = manifest.of_box(body.reshape(plan.shape_of(part.box)), part.box) if part.checked else None
+        body = np.ascontiguousarray(manifests.bits(piece)[manifests.within(part.box, source)])
+        seen = manifests.of_box(body.reshape(manifests.shape_of(part.box)), part.box) if part.checked else None
         yield memoryview(channels.frame(channels.Chunk(snapshot.version, body.nbytes, seen)))
         if body.nbytes:
             yield body.reshape(-1).data.cast("B")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.algorithms import tokens
+from jaxroll.algorithms import advantages
 
 LENGTH = 6
 LOSSES = st.lists(st.lists(st.floats(-5, 5), max_size=6), min_size=1, max_size=6)
@@ -26,27 +26,27 @@ def reference(losses: list[list[float]], kind: str) -> float:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", tokens.KINDS)
+@pytest.mark.parametrize("kind", advantages.KINDS)
 @given(losses=LOSSES)
 def test_the_weighted_sum_is_the_mean(kind, losses):
-    weights = tokens.sequence_weights(np.array([len(sequence) for sequence in losses]), kind, LENGTH)
+    weights = advantages.sequence_weights(np.array([len(sequence) for sequence in losses]), kind, LENGTH)
     got = sum(weight * sum(sequence) for weight, sequence in zip(weights, losses, strict=True))
     np.testing.assert_allclose(got, reference(losses, kind), rtol=1e-4, atol=1e-5)
 
 
 def test_worked_by_hand():
     counts = np.array([1, 3, 0])
-    np.testing.assert_allclose(tokens.sequence_weights(counts, "token_mean"), [0.25, 0.25, 0])
-    np.testing.assert_allclose(tokens.sequence_weights(counts, "seq_mean_token_mean"), [0.5, 1 / 6, 0])
-    np.testing.assert_allclose(tokens.sequence_weights(counts, "seq_mean_token_sum"), [0.5, 0.5, 0])
+    np.testing.assert_allclose(advantages.sequence_weights(counts, "token_mean"), [0.25, 0.25, 0])
+    np.testing.assert_allclose(advantages.sequence_weights(counts, "seq_mean_token_mean"), [0.5, 1 / 6, 0])
+    np.testing.assert_allclose(advantages.sequence_weights(counts, "seq_mean_token_sum"), [0.5, 0.5, 0])
 
 
 def test_nothing_to_train_on_gives_no_weight():
-    for kind in tokens.KINDS:
-        np.testing.assert_array_equal(tokens.sequence_weights(np.zeros(3, int), kind), np.zeros(3))
-        assert tokens.sequence_weights(np.zeros(0, int), kind).shape == (0,)
+    for kind in advantages.KINDS:
+        np.testing.assert_array_equal(advantages.sequence_weights(np.zeros(3, int), kind), np.zeros(3))
+        assert advantages.sequence_weights(np.zeros(0, int), kind).shape == (0,)
 
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="token_mean"):
-        tokens.sequence_weights(np.ones(1), "mean_of_means")
+        advantages.sequence_weights(np.ones(1), "mean_of_means")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxroll.algorithms import registry
-from jaxroll.algorithms.tokens import Tokens
+from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.config.derived import settled
 

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxroll.algorithms import advantages, registry
 from jaxroll.algorithms import losses as clipped
 from jaxroll.algorithms import losses as ratios
-from jaxroll.algorithms import registry
-from jaxroll.algorithms import tokens as segments
-from jaxroll.algorithms.tokens import TokenLoss, Tokens
+from jaxroll.algorithms.advantages import TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.config.derived import PRESETS, settled
 from jaxroll.errors import ConfigError
@@ -351,13 +350,13 @@ def test_totals_of_segments(lengths, seed):
     np.testing.assert_allclose(TOTALS_GRAD(values, ids), [(ids == number).sum() for number in ids])
 
 
-TOTALS = jax.jit(segments.totals)
-TOTALS_GRAD = jax.jit(jax.grad(lambda values, ids: segments.totals(values, ids).sum()))
+TOTALS = jax.jit(advantages.totals)
+TOTALS_GRAD = jax.jit(jax.grad(lambda values, ids: advantages.totals(values, ids).sum()))
 
 
 def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from jaxroll.algorithms import registry\nfrom jaxroll.algorithms.tokens import TokenLoss\n"
+        "from jaxroll.algorithms import registry\nfrom jaxroll.algorithms.advantages import TokenLoss\n"
         "@registry.register('half')\n"
         "def half(learner):\n"
         "    return registry.Algorithm(lambda t: TokenLoss(-0.5 * t.advantage * t.logprob, t.mask),"

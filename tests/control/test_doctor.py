@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.control import doctor, program
+from jaxroll.control import preflight, program
 from jaxroll.errors import ConfigError
 
 
 @pytest.mark.process
 def test_doctor_names_python_packages_devices_and_missing_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main() == 0
+    assert preflight.main() == 0
     out = capsys.readouterr().out
     assert "python    3." in out and "jax 0." in out and "JAX uses cpu: " in out
     assert "NVIDIA GPUs" in out
@@ -21,15 +21,15 @@ def test_doctor_names_python_packages_devices_and_missing_parts(capsys: pytest.C
 
 @pytest.mark.process
 def test_a_failed_probe_of_the_scoring_process_counts_as_unrestricted(tmp_path: Path) -> None:
-    assert doctor.scoring_doors(str(tmp_path / "nothing")).startswith("OPEN: everything")
+    assert preflight.scoring_doors(str(tmp_path / "nothing")).startswith("OPEN: everything")
 
 
 def test_missing_packages_are_named_with_their_effect_and_remedy() -> None:
     things = (
-        doctor.Optional("a", lambda: True, "x", "get a"),
-        doctor.Optional("b", lambda: False, "the b tests", "pip install b"),
+        preflight.Optional("a", lambda: True, "x", "get a"),
+        preflight.Optional("b", lambda: False, "the b tests", "pip install b"),
     )
-    assert doctor.optional_lines(things) == ["here      a", "skipped   the b tests: no b. Get it: pip install b"]
+    assert preflight.optional_lines(things) == ["here      a", "skipped   the b tests: no b. Get it: pip install b"]
 
 
 @pytest.mark.process
@@ -37,8 +37,8 @@ def test_a_jax_that_does_not_start_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no libtpu here' >&2\nexit 1\n")
     broken.chmod(0o755)
-    assert doctor.device_lines(str(broken))[0] == "JAX does not start: no libtpu here"
-    assert "JAX does not start" in doctor.device_lines(str(tmp_path / "nothing"))[0]
+    assert preflight.device_lines(str(broken))[0] == "JAX does not start: no libtpu here"
+    assert "JAX does not start" in preflight.device_lines(str(tmp_path / "nothing"))[0]
 
 
 def test_tpu_chips_are_counted_on_the_pci_bus(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll.config import MODEL_SIZES
 from jaxroll.control import cli, preflight
 from jaxroll.errors import ConfigError
-from jaxroll.models import families, hf_config, hf_names
+from jaxroll.models import families, hf_config
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
@@ -67,7 +67,7 @@ def weights(counts: dict[str, int], **files: object) -> Make:
 def named(count: int) -> dict[str, int]:
     """The tensors of the model that HUGGING_FACE describes, each with `count` elements."""
     spec = hf_config.from_huggingface(HUGGING_FACE)
-    return {hf_names.name(spec, ours): count for ours in hf_names.ours(spec)}
+    return {hf_config.name(spec, ours): count for ours in hf_config.ours(spec)}
 
 
 def module(text: str) -> Make:
@@ -473,7 +473,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/tokenizers.py::CharTokenizer.render": ("tools in a row",),
     "text/tokenizers.py::of_run": HERE,
     "text/tokenizers.py::build": TYPED,
-    "policy/curriculum.py::Curriculum.__post_init__": ("curriculum's band empty",),
+    "policy/limiter.py::Curriculum.__post_init__": ("curriculum's band empty",),
     "policy/selection.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
     "policy/selection.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
@@ -506,7 +506,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/peft.py": ("adapters that are not there",),
     "models/pretrained.py::leaves": ("weights of another model", "weights too few"),
     "engine/engine.py::_check_sizes": RULED,
-    "engine/jetstream_programs.py": CALLED,
+    "engine/jetstream.py": CALLED,
     "serving/jetstream_proxy.py": CALLED,
     "rpc/http.py::listen": HERE,
     "data/files.py::TableSource.__init__": ("no parquet",),

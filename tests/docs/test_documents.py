@@ -19,7 +19,7 @@ import pytest
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.algorithms import registry as algorithms
-from jaxroll.algorithms.tokens import Tokens
+from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import ESTIMATORS, PRESETS
 from jaxroll.control import commands, preflight
@@ -30,7 +30,7 @@ from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report.figures import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import EnvironmentCalls
+from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.state import State, counts
 from tests.docs.blocks import blocks

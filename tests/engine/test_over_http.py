@@ -19,7 +19,7 @@ from jaxroll.records import Version
 from jaxroll.rpc.http import address, listen, serve
 from jaxroll.serving import http_server
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.serving.http_layouts import Served
+from jaxroll.serving.http_answers import Served
 from jaxroll.serving.http_requests import Room
 from jaxroll.text.tokenizers import CharTokenizer
 

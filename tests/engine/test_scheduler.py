@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from jaxroll.engine.block_allocator import BlockAllocator, Prefix
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Limits, Row, Sequence, bucket_of
+from jaxroll.engine.sequence import BlockAllocator, Limits, Prefix, Row, Sequence, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}

@@ -20,7 +20,7 @@ from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import EnvironmentCalls
+from jaxroll.rollout.episode import EnvironmentCalls
 
 NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")

@@ -26,8 +26,8 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
-from jaxroll.roles.members import Members, episode_counts, until_one_ends
-from jaxroll.rollout import env_calls
+from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
+from jaxroll.rollout import episode
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
@@ -180,7 +180,7 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the questions are ordinary, and all of these are answered."""
-    monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.5)
+    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.5)
     ways = [*ON_THE_LOOP, *CLOSES]
     feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
     groups = 2 * len(ways)

@@ -13,7 +13,6 @@ import pytest
 from jaxroll.errors import NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import waits
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import counts
@@ -28,7 +27,7 @@ def trained(steps: int, durable: int, **rules) -> Machine:
         filled(m, Version(0, step))
         m.train(step)
         if step + 1 == durable:
-            m.ask(rq.Durable("L", Version(0, durable)))
+            m.ask(ev.Durable("L", Version(0, durable)))
     return m
 
 
@@ -60,7 +59,7 @@ def test_a_resumed_run_goes_on_at_its_checkpoint_and_not_at_step_0() -> None:
 def test_a_step_counts_once_however_often_it_is_acknowledged_or_resumed() -> None:
     """verl 7933: the step that a resumed run repeats is counted twice."""
     m = trained(steps=4, durable=2)
-    m.ask(rq.Ack("L", Version(0, 3)))
+    m.ask(ev.Ack("L", Version(0, 3)))
     assert m.state.acked == 4
     before = {step: m.state.batches[step].groups for step in (2, 3)}
     m.restart()
@@ -85,7 +84,7 @@ def test_a_dropped_stale_group_does_not_hold_the_data_position_back() -> None:
     m.fill(1, Version(0, 4))
     m.train(4)
     assert m.state.expired == {"stale": 1}
-    m.ask(rq.Durable("L", Version(0, 5)))
+    m.ask(ev.Durable("L", Version(0, 5)))
     cut = m.state.cuts["0.5"]
     assert cut.ordinal == m.state.next_ordinal, "the checkpoint's data position is behind"
     m.start(Version(0, 5), session="L2", fork="again")
@@ -164,7 +163,7 @@ def test_the_store_names_what_a_run_waits_for(stage: str) -> None:
         if name == stage:
             break
         if name == "begin":
-            m.ask(rq.Begin("L", None))
+            m.ask(ev.Begin("L", None))
         elif name == "publish":
             m.publish(Version(0, 0))
         elif name == "lease":
@@ -183,7 +182,7 @@ def test_staleness_is_counted_by_token_and_the_counts_add_up() -> None:
         m.fill(1, Version(0, step))
         m.train(step)
     runs = tuple(VersionRun(Version(0, step), 2 + step) for step in range(4))
-    m.ask(rq.PutMember(*key, "d", 100, runs))
+    m.ask(ev.PutMember(*key, "d", 100, runs))
     batch = m.claim(3)
     assert batch.groups == (key[0],)
     (claimed,) = [e for e in m.log if isinstance(e, ev.Claimed) and e.step == 3]

@@ -1,8 +1,8 @@
 """A custom algorithm that weights tokens by their age: `learner.algorithm=tests.harness.age_loss:by_age`."""
 
 from jaxroll.algorithms import registry
+from jaxroll.algorithms.advantages import TokenLoss
 from jaxroll.algorithms.registry import Algorithm
-from jaxroll.algorithms.tokens import TokenLoss
 
 
 @registry.register("by_age")

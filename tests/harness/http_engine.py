@@ -14,7 +14,7 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 from jaxroll.rpc import http
 from jaxroll.serving import http_server
-from jaxroll.serving.http_layouts import Served
+from jaxroll.serving.http_answers import Served
 from jaxroll.serving.http_requests import Room
 from jaxroll.text.tokenizers import CharTokenizer
 

@@ -40,7 +40,7 @@ EPISODE, TRAINING, VERSION = "episode", "claim to optimizer", "weight version"
 # The transport, the store's side of a call and the prompts that it reads ahead; `store_walks` records these.
 STORE_SIDE = ("rpc/", "store/core/", "store/log/", "store/server/", "policy/", "data/", "metrics.py")
 # Tasks that run meanwhile: the sampler asks for leases while weights arrive, and reports weights while it samples.
-MEANWHILE = {VERSION: ("roles/members.py",), EPISODE: ("roles/weights.py", "roles/session.py"), TRAINING: ()}
+MEANWHILE = {VERSION: ("roles/sampler.py",), EPISODE: ("roles/weights.py", "roles/session.py"), TRAINING: ()}
 STEPS = 3  # the walks of the last steps count: the first ones fill caches
 NEVER_S = 3600.0
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxroll.records import Grant, Member, Task, Version
-from jaxroll.roles.members import MemberPlayer, Members
+from jaxroll.roles.sampler import MemberPlayer, Members
 
 TASK = Task(0, (), "single_turn", "{}", 0, "0")
 

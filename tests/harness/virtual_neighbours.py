@@ -24,9 +24,8 @@ from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards import scoring_pool
-from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.processes import Ready, Reply, Scored, ScoreItem, ScoringProcess, WorkerSettings, frame
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rewards.worker import Ready, Reply, Scored, ScoreItem, WorkerSettings, frame
 from jaxroll.roles.actor import ActorLoops
 from jaxroll.roles.sampler import SamplerLoops, Serving
 from jaxroll.roles.session import EngineSession, Session

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll.algorithms.tokens import Tokens
+from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner.step import Programs
 from jaxroll.models import families, params, transformer
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 ROWS, TOKENS = 4, 64
@@ -80,7 +79,7 @@ def test_parts_change_neither_gradients_nor_statistics(programs, tokens):
 
 
 def test_a_part_of_the_logits_fits_the_limit_of_a_device():
-    layout = Layout(meshes.build(CUBE), rules.LEARNER)
+    layout = Layout(layouts.build(CUBE), layouts.LEARNER)
     spec = families.spec("qwen3_0p6b")
     a_row = 4 * spec.vocab_size // 2  # bytes of a token's logits on one of two tensor shards
     assert step.part_tokens(spec, layout, (4, 4096), 512) == 1024 < 512 * 2**20 / a_row < 2048
@@ -104,7 +103,7 @@ def test_supports_give_the_gradients_of_masked_logits_in_parts_on_a_sharded_voca
     inside = np.zeros((ROWS, TOKENS, SPEC.vocab_size), bool)
     np.put_along_axis(inside, np.where(support < 0, given["tokens"][..., None], support), True, axis=-1)
     inside |= (support < 0).all(-1, keepdims=True)
-    recipe = dataclasses.replace(made.recipe, layout=Layout(meshes.build(MeshConfig()), rules.LEARNER))
+    recipe = dataclasses.replace(made.recipe, layout=Layout(layouts.build(MeshConfig()), layouts.LEARNER))
 
     def plain(weights: dict[str, jax.Array]) -> jax.Array:
         given = jax.tree.map(jnp.asarray, streams(TOKENS))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxroll.algorithms import tokens as aggregate
+from jaxroll.algorithms import advantages
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
@@ -278,7 +278,7 @@ def test_leaving_out_members_without_advantage_changes_nothing(
     row = trainer.train(claim)
 
     def all_of_them(samples, how, algorithm, length):
-        weights = aggregate.sequence_weights(np.array([s.trained_tokens for s in samples]), how)
+        weights = advantages.sequence_weights(np.array([s.trained_tokens for s in samples]), how)
         return [replace(s, weight=float(w)) for s, w in zip(samples, weights, strict=True)]
 
     monkeypatch.setattr(minibatch, "weighted", all_of_them)

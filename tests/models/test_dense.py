@@ -13,8 +13,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 SPEC = families.spec("nano")
@@ -23,7 +22,7 @@ SLOTS, PAGE, TABLE = 12, 8, 10  # 80 tokens a slot: two levels
 
 @pytest.fixture(params=[MeshConfig(), MeshConfig(data=2, tensor=2)], ids=["one device", "data=2,tensor=2"])
 def layout(request) -> Layout:
-    return Layout(meshes.build(request.param), rules.SAMPLER)
+    return Layout(layouts.build(request.param), layouts.SAMPLER)
 
 
 def pools(shards: int, seed: int = 0) -> kv.KVCache:

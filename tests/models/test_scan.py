@@ -17,8 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.models import families, moe, params, transformer
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 from tests.models.test_sharded import ONE, batch
 
@@ -31,7 +30,7 @@ SPECS = {
 
 
 def gradients(spec: families.ModelSpec, mesh: MeshConfig, choices: np.ndarray | None):
-    layout = Layout(meshes.build(mesh), rules.LEARNER)
+    layout = Layout(layouts.build(mesh), layouts.LEARNER)
 
     @jax.jit
     def loss(values, tokens, positions, segments):
@@ -43,7 +42,7 @@ def gradients(spec: families.ModelSpec, mesh: MeshConfig, choices: np.ndarray | 
         balance = moe.balance_loss(loads) if loads is not None else 0.0
         return -jnp.sum(logprobs * trained) / jnp.sum(trained) + 0.1 * balance
 
-    values = params.init(spec, jax.random.key(0), layout.mesh, rules.LEARNER)
+    values = params.init(spec, jax.random.key(0), layout.mesh, layouts.LEARNER)
     return jax.jit(jax.value_and_grad(loss))(values, *batch())
 
 

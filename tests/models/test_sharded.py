@@ -11,8 +11,7 @@ import pytest
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout
 
 ONE, CUBE = MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)
@@ -28,10 +27,10 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def loss_and_gradients(spec, mesh_config: MeshConfig, pinned: str):
-    mesh = meshes.build(mesh_config)
-    layout = Layout(mesh, rules.LEARNER) if pinned == "pinned" else None
-    placed = jax.NamedSharding(mesh, rules.batch_spec(rules.LEARNER))
-    weights = params.shardings(spec, mesh, rules.LEARNER)
+    mesh = layouts.build(mesh_config)
+    layout = Layout(mesh, layouts.LEARNER) if pinned == "pinned" else None
+    placed = jax.NamedSharding(mesh, layouts.batch_spec(layouts.LEARNER))
+    weights = params.shardings(spec, mesh, layouts.LEARNER)
 
     def loss(values, tokens, positions, segments):
         hidden = transformer.forward(spec, values, tokens, positions, segments, layout=layout)
@@ -42,7 +41,7 @@ def loss_and_gradients(spec, mesh_config: MeshConfig, pinned: str):
     step = jax.jit(
         jax.value_and_grad(loss), in_shardings=(weights, placed, placed, placed), out_shardings=(None, weights)
     )
-    return step(params.init(spec, jax.random.key(0), mesh, rules.LEARNER), *batch())
+    return step(params.init(spec, jax.random.key(0), mesh, layouts.LEARNER), *batch())
 
 
 @functools.cache
@@ -70,12 +69,12 @@ def test_a_decode_step_equals_one_device(config):
     starts = np.zeros(4, np.int32)
 
     def run(mesh_config: MeshConfig):
-        mesh = meshes.build(mesh_config)
-        layout = Layout(mesh, rules.SAMPLER)
-        values = params.init(spec, jax.random.key(0), mesh, rules.SAMPLER)
-        shards = cache.shards_of(8, mesh, rules.SAMPLER)
+        mesh = layouts.build(mesh_config)
+        layout = Layout(mesh, layouts.SAMPLER)
+        values = params.init(spec, jax.random.key(0), mesh, layouts.SAMPLER)
+        shards = cache.shards_of(8, mesh, layouts.SAMPLER)
         tables = (np.arange(16).reshape(8, 2) % (16 // shards)).astype(np.int32)  # two pages of six tokens a slot
-        held = cache.empty(spec, shards, 16 // shards, 6, mesh, rules.SAMPLER)
+        held = cache.empty(spec, shards, 16 // shards, 6, mesh, layouts.SAMPLER)
 
         @jax.jit
         def steps(values, held):

@@ -21,7 +21,6 @@ from jaxroll.report.commands import inspect, trajectory
 from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import Section, plain, safe, show
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
@@ -145,13 +144,13 @@ def test_steps_that_a_fork_gave_up_are_marked(tmp_path: Path) -> None:
         kept = Keeper(SETTINGS, Log(tmp_path), clock)
         for _ in eventful_history(kept, clock):
             await kept.log.committed()
-        version = kept.decide(rq.Begin("M", Version(1, 2), "again"))
+        version = kept.decide(ev.Begin("M", Version(1, 2), "again"))
         assert version == Version(2, 2)
-        kept.decide(rq.Publish("M", VersionRef(version, "tcp", "here", "d")))
+        kept.decide(ev.Publish("M", VersionRef(version, "tcp", "here", "d")))
         for key in lease(kept, 6, version, "z"):
             put(kept, key, version)
-        kept.decide(rq.ClaimStep("M", 2, 2))
-        kept.decide(rq.Ack("M", version))
+        kept.decide(ev.ClaimStep("M", 2, 2))
+        kept.decide(ev.Ack("M", version))
         await kept.log.close()
 
     asyncio.run(forked())
@@ -183,7 +182,7 @@ def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
 
     async def live() -> tuple[dict, dict]:
         kept = Keeper(SETTINGS, Log(tmp_path), ManualClock())
-        version = kept.decide(rq.Begin("L", None))
+        version = kept.decide(ev.Begin("L", None))
         publish(kept, version)
         keys = lease(kept, 4, version, "a", name="sampler-7")
         put(kept, keys[0], version)
@@ -254,10 +253,10 @@ def test_no_log_and_a_broken_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_resting_and_failing_holders_are_shown(tmp_path: Path) -> None:
     async def broken() -> None:
         kept = Keeper(replace(SETTINGS, infra_retries=100), Log(tmp_path), ManualClock())
-        version = kept.decide(rq.Begin("L", None))
+        version = kept.decide(ev.Begin("L", None))
         publish(kept, version)
         for key in lease(kept, 4, version, "a", name="actor-3"):
-            kept.decide(rq.PutMember(*key, "f", 10, failure=("INFRA", "its scorer is gone")))
+            kept.decide(ev.PutMember(*key, "f", 10, failure=("INFRA", "its scorer is gone")))
         await kept.log.close()
 
     asyncio.run(broken())

@@ -13,8 +13,8 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import formats
 from jaxroll.report.commands import report
 from jaxroll.report.figures import activity, record, summary
-from jaxroll.report.page import head, svg, work
 from jaxroll.report.page import page as script
+from jaxroll.report.page import sections, svg, work
 from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_rows, write_run_file
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -252,13 +252,13 @@ def test_lag_of_weights_is_counted_within_a_lineage():
 def test_answers_are_matched_by_question():
     first = {"examples": [{"prompt": "a", "text": "1", "ok": False}, {"prompt": "b", "text": "2", "ok": True}]}
     last = {"examples": [{"prompt": "c", "text": "4", "ok": True}, {"prompt": "b", "text": "3", "ok": True}]}
-    found = head.questions([first, last])
+    found = sections.questions([first, last])
     assert [(q.prompt, q.before.text, q.after and q.after.text) for q in found] == [("a", "1", None), ("b", "2", "3")]
-    assert head.questions([first])[0].after is None and head.questions([]) == []
+    assert sections.questions([first])[0].after is None and sections.questions([]) == []
 
 
 def test_the_extracted_answer_is_shown_if_it_is_a_part_of_the_text():
     example = {"prompt": "a", "text": "<think>7</think>8", "ok": True, "extracted": "8"}
     for shown, row in ((True, example), (False, example | {"text": "8"}), (False, example | {"extracted": None})):
-        page = str(head.table(head.questions([{"examples": [row]}]), 0, 0))
+        page = str(sections.table(sections.questions([{"examples": [row]}]), 0, 0))
         assert ("scored: " in page) == shown

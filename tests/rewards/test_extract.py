@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxroll.rewards import extract
+from jaxroll.rewards import parts
 from jaxroll.rewards.grading import Grading, LocalPart, grade
 
 ARGS = json.dumps({"scorer": "exact", "answer": "7"})
@@ -26,7 +26,7 @@ def score(mode: str, completion: str) -> float:
 
 @pytest.mark.parametrize("mode", FORMS)
 def test_each_mode_pays_its_own_form_and_no_wrong_answer(mode: str) -> None:
-    assert set(FORMS) == set(extract.MODES)
+    assert set(FORMS) == set(parts.MODES)
     assert score(mode, FORMS[mode].format("7")) == 1.0
     assert score(mode, FORMS[mode].format("8")) == 0.0
 
@@ -71,14 +71,14 @@ def test_reasoning_before_the_answer_is_not_scored(mode: str) -> None:
     ],
 )  # fmt: skip
 def test_the_answer_in_a_completion(mode: str, completion: str, answer: str) -> None:
-    assert extract.MODES[mode](completion) == answer
+    assert parts.MODES[mode](completion) == answer
 
 
 @pytest.mark.parametrize("piece", ["1,", "1,234", "\\boxed{", "<answer>", "<think>", "-", "{", "$", "</think>"])
 def test_extraction_takes_linear_time(piece: str) -> None:
     text = piece * 40_000
     began = time.process_time()
-    for function in extract.MODES.values():
+    for function in parts.MODES.values():
         function(text)
     assert time.process_time() - began < 5.0  # quadratic time would be minutes
 

@@ -20,9 +20,8 @@ import pytest
 
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards import scorers, scoring_pool
-from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.processes import ScoreItem, ScoringProcess
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rewards.worker import ScoreItem
 
 pytestmark = pytest.mark.process
 

@@ -16,8 +16,7 @@ from jaxroll.models import families, params
 from jaxroll.records import Version
 from jaxroll.roles import build
 from jaxroll.sharding import layout
-from jaxroll.transfer.publish import Publisher
-from jaxroll.transfer.receive import FetchedParameters, Receiver
+from jaxroll.transfer.ends import FetchedParameters, Publisher, Receiver
 
 CONFIG = configs.parse(
     {

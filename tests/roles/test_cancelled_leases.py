@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxroll.protocols import Completion
 from jaxroll.records import Grant, Member, Version, VersionRun
-from jaxroll.roles.members import MemberPlayer
+from jaxroll.roles.sampler import MemberPlayer
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import Store, counted, grant, members, settle
 

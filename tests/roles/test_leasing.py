@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxroll.records import Grant, Member, Version
-from jaxroll.roles import members as rooms
-from jaxroll.roles.members import MemberPlayer
+from jaxroll.roles import sampler
+from jaxroll.roles.sampler import MemberPlayer
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import TASK, members
 
@@ -99,7 +99,7 @@ def asked_in(store: Store, script: Callable[[End], Awaitable[None]], **options: 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is gathered."""
-    monkeypatch.setattr(rooms, "GATHER_S", 0.0)
+    monkeypatch.setattr(sampler, "GATHER_S", 0.0)
 
 
 def test_while_work_is_plenty_one_free_slot_requests_one_member() -> None:
@@ -108,7 +108,7 @@ def test_while_work_is_plenty_one_free_slot_requests_one_member() -> None:
 
 def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four are the room of a group, for which nothing is gathered: without them the time, here an hour, would pass."""
-    monkeypatch.setattr(rooms, "GATHER_S", 3600.0)
+    monkeypatch.setattr(sampler, "GATHER_S", 3600.0)
     assert asked(Store(), [1, 2, 1]) == [8, 4]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxroll.records import Failed, Grant, Member, Version
-from jaxroll.roles import members as rooms
-from jaxroll.roles.members import Key, MemberPlayer, Members
+from jaxroll.roles import sampler
+from jaxroll.roles.sampler import Key, MemberPlayer, Members
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import counted as all_counted
 from tests.harness.sampler_members import grant as granted
@@ -136,7 +136,7 @@ def test_when_all_ends_it_still_reaches_the_store() -> None:
 
 
 def test_when_all_ends_it_is_given_back_if_the_store_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "LAST_PUTS_S", 0.0)
+    monkeypatch.setattr(sampler, "LAST_PUTS_S", 0.0)
 
     async def script(store: Store, work: Members) -> None:
         await work.give_back()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Failed, Finished, Member
-from jaxroll.roles.members import Members, until_one_ends
+from jaxroll.roles.sampler import Members, until_one_ends
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import Store as Silent
 from tests.harness.sampler_members import grant, members, settle

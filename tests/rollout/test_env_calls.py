@@ -13,7 +13,7 @@ from jaxroll import protocols
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
-from jaxroll.rollout.env_calls import EnvironmentCalls
+from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 

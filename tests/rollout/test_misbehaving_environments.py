@@ -14,7 +14,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
-from jaxroll.rollout import env_calls
+from jaxroll.rollout import episode
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
@@ -189,7 +189,7 @@ def test_numpy_numbers_and_booleans_are_put_as_floats() -> None:
 
 
 def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.05)
     closed: list[bool] = []
 
     class Deaf(Good):

@@ -17,11 +17,11 @@ LIMITS = {"one lease": 8, "one put": 6, TRAINING: 6, VERSION: 10, "the life of a
 LEAVES = {"clock.py", "errors.py", "records.py", "wire.py"}
 LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
-    "one lease": 15,
+    "one lease": 14,
     "one put": 7,
-    TRAINING: 10,
-    VERSION: 16,
-    "the life of a sample": 58,
+    TRAINING: 9,
+    VERSION: 13,
+    "the life of a sample": 51,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxroll.control import cli
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message, Task
-from jaxroll.rollout import env_calls
+from jaxroll.rollout import episode
 from jaxroll.testing import environments
 from jaxroll.testing.environments import check_environment
 
@@ -59,7 +59,7 @@ def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> 
     ],
 )
 def test_violations_of_the_contract_are_named(name: str, what: str, do: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.2)
+    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.2)
     monkeypatch.setattr(environments, "AT_ONCE", 2)
     monkeypatch.setattr(environments, "SLOW_CLOSE_S", 0.2)
     monkeypatch.setattr(environments, "LEAK_BUDGET_S", 10.0)

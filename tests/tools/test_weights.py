@@ -31,8 +31,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.models import families, folders, params, pretrained, tensor_files
 from jaxroll.models.tensor_files import Leaf
 from jaxroll.records import Version
-from jaxroll.sharding import layout as meshes
-from jaxroll.sharding import layout as rules
+from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 from jaxroll.tools import generate, weights
 
@@ -132,7 +131,7 @@ def run(tmp_path: Path) -> weights.OfRun:
     config = configs.parse(configs.override(configs.to_dict(configs.parse(configs.defaults())), ["model.size=nano"]))
     path = run_dir.create(tmp_path / "run", config, [])
     spec = families.spec("nano", vocab_size=24)
-    values = params.init(spec, jax.random.key(3), meshes.build(MeshConfig(fsdp=2)), rules.LEARNER)
+    values = params.init(spec, jax.random.key(3), layouts.build(MeshConfig(fsdp=2)), layouts.LEARNER)
     checkpoints = Checkpoints(path / "checkpoints", 3)
     moments = {name: jax.numpy.zeros(8) for name in ("mu", "nu")}
     for step in (1, 2):
@@ -153,7 +152,7 @@ def test_a_checkpoint_is_exported_without_its_mesh(tmp_path: Path, run: weights.
             weights.export(held, out, weights.AS_STORED, WHOLE)
         config = ModelConfig(path=str(out))
         spec = pretrained.spec(config, vocab_size=24)
-        want = params.init(spec, jax.random.key(3), meshes.build(MeshConfig()), rules.LEARNER)
+        want = params.init(spec, jax.random.key(3), layouts.build(MeshConfig()), layouts.LEARNER)
         read = pretrained.weights(config, spec)
         assert read.keys() == want.keys()
         assert all(np.array_equal(read[name], np.asarray(want[name] + step)) for name in want)
@@ -325,10 +324,10 @@ def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_names_are_those_that_the_module_declares() -> None:
-    from jaxroll.models import hf_names
+    from jaxroll.models import hf_config
 
     for spec in (families.spec("nano"), families.spec("qwen3_8b")):
-        assert list(hf_names.ours(spec)) == list(params.abstract(spec))
+        assert list(hf_config.ours(spec)) == list(params.abstract(spec))
 
 
 # --- adapters
@@ -343,7 +342,7 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     text = tokenizers.CharTokenizer("abc")
     tokenizers.note(run.path, text)
     adapters, spec = Lora.of(config.learner), families.spec("nano", vocab_size=text.vocab_size)
-    layout = rules.Layout(meshes.build(MeshConfig(fsdp=2)), rules.LEARNER)
+    layout = layouts.Layout(layouts.build(MeshConfig(fsdp=2)), layouts.LEARNER)
     base = params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
     chance = np.random.default_rng(5)
     trained_ones = {

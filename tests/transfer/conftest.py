@@ -13,9 +13,8 @@ import pytest
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import VersionRef
-from jaxroll.transfer.host_snapshot import HostSnapshot
-from jaxroll.transfer.publish import Publisher
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.channels import HostSnapshot
+from jaxroll.transfer.ends import Publisher, Receiver
 from tests.harness.transfer_arrays import (
     SHAPES,
     abstract_of,

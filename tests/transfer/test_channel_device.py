@@ -15,7 +15,7 @@ from jaxroll.config import TransferConfig
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Version, VersionRef
 from jaxroll.transfer.channel_device import DevicePublisher
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.ends import Receiver
 from tests.harness.transfer_arrays import SHAPES, SPECS, abstract_of, params_of, shardings_of, values_of
 
 V1, V2 = Version(0, 1), Version(0, 2)

@@ -114,18 +114,18 @@ def test_a_lost_chunk_is_an_error_not_zeros(kit) -> None:
 
 
 def test_a_version_removed_while_it_is_read_is_gone(kit, monkeypatch) -> None:
-    from jaxroll.transfer import receive
+    from jaxroll.transfer import ends
 
     publisher = kit.publisher("tensorstore")
     announced = publisher.offer(kit.host_snapshot(Version(0, 1), kit.values(0)))
-    checked = receive.manifest.check
+    checked = ends.manifest.check
 
     def newer_versions_come(*given: object) -> None:
         checked(*given)
         for step in (2, 3):
             publisher.offer(kit.host_snapshot(Version(0, step), kit.values(step)))
 
-    monkeypatch.setattr(receive.manifest, "check", newer_versions_come)
+    monkeypatch.setattr(ends.manifest, "check", newer_versions_come)
     with pytest.raises(VersionGone, match=r"0\.1"):
         _fetch(kit, announced)
 

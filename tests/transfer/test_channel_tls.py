@@ -17,7 +17,7 @@ from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
-from jaxroll.transfer.publish import Exposure, Publisher
+from jaxroll.transfer.ends import Exposure, Publisher
 
 VERSION = Version(0, 1)
 TOKEN = "sampler." + "0" * 64

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from jaxroll.records import Version
-from jaxroll.transfer import host_snapshot, manifest, plan
+from jaxroll.transfer import channels
 
 VERSION = Version(0, 3)
 
 
-def _rebuilt(taken: host_snapshot.HostSnapshot) -> dict[str, np.ndarray]:
+def _rebuilt(taken: channels.HostSnapshot) -> dict[str, np.ndarray]:
     whole = {}
     for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
         array = np.empty(leaf.shape, pieces[0].dtype)
         for box, piece in zip(leaf.boxes, pieces, strict=True):
-            array[(*plan.within(box, plan.whole(leaf.shape)), ...)] = piece
+            array[(*manifests.within(box, manifests.whole(leaf.shape)), ...)] = piece
         whole[leaf.name] = array
     return whole
 
@@ -37,7 +37,7 @@ def test_host_arrays_handed_over_are_shown_read_only(kit) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_holds_the_cast_values_once(kit, dims: tuple, dtype: str) -> None:
     values = kit.values(0)
-    taken = host_snapshot.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype)
+    taken = channels.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype)
     wanted = {
         name: value.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for name, value in values.items()
     }
@@ -45,13 +45,13 @@ def test_it_holds_the_cast_values_once(kit, dims: tuple, dtype: str) -> None:
     assert list(got) == sorted(values)
     for name in values:
         assert got[name].dtype == wanted[name].dtype
-        np.testing.assert_array_equal(manifest.bits(got[name]), manifest.bits(wanted[name]))
+        np.testing.assert_array_equal(manifests.bits(got[name]), manifests.bits(wanted[name]))
     assert taken.size_bytes == sum(value.nbytes for value in wanted.values())  # replicas are not kept
     for leaf in taken.manifest.leaves:
-        assert leaf.total == manifest.of_box(wanted[leaf.name], plan.whole(leaf.shape))
+        assert leaf.total == manifests.of_box(wanted[leaf.name], manifests.whole(leaf.shape))
     assert (
         taken.manifest_digest
-        == host_snapshot.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype).manifest_digest
+        == channels.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype).manifest_digest
     )
 
 
@@ -59,27 +59,27 @@ def test_donating_the_live_parameters_afterwards_changes_nothing(kit) -> None:
     values = kit.values(1)
     live = kit.params(values, kit.shardings((1, 2, 1), "learner"))
     train = functools.partial(jax.jit, donate_argnums=0)(lambda p: jax.tree.map(lambda x: x * 0 - 7, p))
-    pending = host_snapshot.begin(live, "float32")
+    pending = channels.begin(live, "float32")
     trained = train(live)
     assert live["embed"].is_deleted()
     for _ in range(3):  # the freed memory is used again
         trained = train(trained)
     jax.block_until_ready(trained)
-    got = _rebuilt(host_snapshot.finish(VERSION, pending))
+    got = _rebuilt(channels.finish(VERSION, pending))
     for name, value in values.items():
         np.testing.assert_array_equal(got[name], value)
 
 
 def test_no_memory_is_shared_with_the_live_parameters(kit) -> None:
     live = kit.params(kit.values(1), kit.shardings((1, 2, 1), "learner"))
-    taken = host_snapshot.take(VERSION, live, "float32")
+    taken = channels.take(VERSION, live, "float32")
     ours = {piece.ctypes.data for pieces in taken.pieces for piece in pieces if piece.size}
     theirs = {shard.data.unsafe_buffer_pointer() for leaf in live.values() for shard in leaf.addressable_shards}
     assert not ours & theirs
 
 
 def test_pieces_are_read_only(kit) -> None:
-    taken = host_snapshot.take(VERSION, kit.params(kit.values(2), kit.shardings((1, 1, 1), "learner")), "float32")
+    taken = channels.take(VERSION, kit.params(kit.values(2), kit.shardings((1, 1, 1), "learner")), "float32")
     for pieces in taken.pieces:
         for piece in pieces:
             with pytest.raises(ValueError, match="read-only"):
@@ -87,13 +87,13 @@ def test_pieces_are_read_only(kit) -> None:
 
 
 def test_leaves_that_are_not_floats_keep_their_dtype() -> None:
-    taken = host_snapshot.take(VERSION, {"w": jnp.ones(4), "n": jnp.arange(4)}, "bfloat16")
+    taken = channels.take(VERSION, {"w": jnp.ones(4), "n": jnp.arange(4)}, "bfloat16")
     assert {leaf.name: leaf.dtype for leaf in taken.manifest.leaves} == {"w": "bfloat16", "n": "int32"}
 
 
 def test_the_second_snapshot_does_not_compile(kit) -> None:
     shardings = kit.shardings((1, 2, 1), "learner")
-    host_snapshot.take(VERSION, kit.params(kit.values(0), shardings), "float32")
-    compiled = host_snapshot._cast_and_copy._cache_size()
-    host_snapshot.take(Version(0, 4), kit.params(kit.values(1), shardings), "float32")
-    assert host_snapshot._cast_and_copy._cache_size() == compiled
+    channels.take(VERSION, kit.params(kit.values(0), shardings), "float32")
+    compiled = channels._cast_and_copy._cache_size()
+    channels.take(Version(0, 4), kit.params(kit.values(1), shardings), "float32")
+    assert channels._cast_and_copy._cache_size() == compiled

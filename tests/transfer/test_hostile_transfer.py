@@ -20,7 +20,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer import channels, manifest, plan
+from jaxroll.transfer import channels
 from tests.harness.resource_bounds import bounded, check_refusal
 
 VERSION = Version(0, 1)
@@ -28,7 +28,7 @@ VERSION = Version(0, 1)
 
 def packed(leaves: bytes) -> bytes:
     """A manifest of this version with these bytes as its leaves."""
-    whole = wire.encode(manifest.Manifest(VERSION, ()))
+    whole = wire.encode(manifests.Manifest(VERSION, ()))
     assert whole.endswith(b"\x90")
     return whole[:-1] + leaves
 
@@ -62,7 +62,7 @@ MANIFESTS = {
     "a dtype of objects": packed(leaf(dtype="object")),
     "text that is not UTF-8": packed(leaf().replace(b"\xa1w", b"\xa1\xff")),
     "no manifest": b"\xc1" * 1000,
-    "another version": wire.encode(manifest.Manifest(Version(0, 2), ())),
+    "another version": wire.encode(manifests.Manifest(Version(0, 2), ())),
     "no leaves": packed(b"\x90"),
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ MANIFESTS = {
 def refused(data: bytes) -> None:
     announced = VersionRef(VERSION, "tcp", "x:1", wire.digest(data))  # a publisher that lies lies here, too
     with bounded(), pytest.raises(TransferError) as error:
-        manifest.check(manifest.decode(data, announced), {"w": np.zeros(4)})
+        manifests.check(manifests.decode(data, announced), {"w": np.zeros(4)})
     check_refusal(error.value)
 
 
@@ -82,8 +82,8 @@ def test_a_hostile_manifest_is_refused(data: bytes) -> None:
 def test_many_boxes_are_compared_within_bounds() -> None:
     boxes = tuple(((row, row + 1), (0, 4)) for row in range(8000))
     with bounded():
-        assert plan.covers_once(boxes, (8000, 4))
-        assert not plan.covers_once((*boxes[:-1], boxes[0]), (8000, 4))
+        assert manifests.covers_once(boxes, (8000, 4))
+        assert not manifests.covers_once((*boxes[:-1], boxes[0]), (8000, 4))
 
 
 @pytest.fixture

@@ -9,23 +9,23 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError, VersionMixed
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer import manifest
+from jaxroll.transfer import manifest as manifests
 
 VERSION = Version(1, 5)
-GOOD = manifest.Leaf("w", (4, 2), "float32", (((0, 2), (0, 2)), ((2, 4), (0, 2))), (2**64 - 1, 3))
+GOOD = manifests.Leaf("w", (4, 2), "float32", (((0, 2), (0, 2)), ((2, 4), (0, 2))), (2**64 - 1, 3))
 
 
-def _decoded(*leaves: manifest.Leaf, version: Version = VERSION, asked: Version = VERSION) -> manifest.Manifest:
-    data = manifest.encode(manifest.Manifest(version, leaves))
-    return manifest.decode(data, VersionRef(asked, "tcp", "x:1", wire.digest(data)))
+def _decoded(*leaves: manifests.Leaf, version: Version = VERSION, asked: Version = VERSION) -> manifests.Manifest:
+    data = manifests.encode(manifests.Manifest(version, leaves))
+    return manifests.decode(data, VersionRef(asked, "tcp", "x:1", wire.digest(data)))
 
 
-def _changed(**changes: object) -> manifest.Leaf:
+def _changed(**changes: object) -> manifests.Leaf:
     return msgspec.structs.replace(GOOD, **changes)
 
 
 def test_it_comes_back_as_it_was() -> None:
-    assert _decoded(GOOD) == manifest.Manifest(VERSION, (GOOD,))
+    assert _decoded(GOOD) == manifests.Manifest(VERSION, (GOOD,))
     assert GOOD.total == 2  # 2⁶⁴ − 1 + 3, mod 2⁶⁴
     assert GOOD.size_bytes == 32
 
@@ -36,9 +36,9 @@ def test_one_of_another_version_is_refused() -> None:
 
 
 def test_one_that_was_not_announced_is_refused() -> None:
-    data = manifest.encode(manifest.Manifest(VERSION, (GOOD,)))
+    data = manifests.encode(manifests.Manifest(VERSION, (GOOD,)))
     with pytest.raises(DigestMismatch, match="not the one that was announced"):
-        manifest.decode(data, VersionRef(VERSION, "tcp", "x:1", wire.digest(data + b"x")))
+        manifests.decode(data, VersionRef(VERSION, "tcp", "x:1", wire.digest(data + b"x")))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_one_that_was_not_announced_is_refused() -> None:
         (_changed(shape=(1 << 40, 1 << 20)), "do not cover"),
     ],
 )
-def test_one_that_contradicts_itself_is_refused(leaf: manifest.Leaf, message: str) -> None:
+def test_one_that_contradicts_itself_is_refused(leaf: manifests.Leaf, message: str) -> None:
     with pytest.raises(TransferError, match=message):
         _decoded(leaf)
 
 
 def test_a_leaf_named_twice_is_refused() -> None:
     with pytest.raises(TransferError, match="names a leaf twice"):
-        manifest.check(_decoded(GOOD, GOOD), {"w": np.zeros((4, 2))})
+        manifests.check(_decoded(GOOD, GOOD), {"w": np.zeros((4, 2))})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxroll.transfer import plan
+from jaxroll.transfer import manifest as manifests
 
 
 @st.composite
@@ -22,13 +22,13 @@ def _cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def _shape_and_partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[plan.Box], list[plan.Box]]:
+def _shape_and_partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[manifests.Box], list[manifests.Box]]:
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
     partitions = [list(itertools.product(*(draw(_cuts(n)) for n in shape))) for _ in range(2)]
     return shape, partitions[0], partitions[1]
 
 
-def _index(box: plan.Box) -> tuple[slice, ...]:
+def _index(box: manifests.Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
@@ -38,15 +38,15 @@ def test_copies_rebuild_any_targets_from_any_partition(case: tuple, data: st.Dat
     targets = data.draw(st.lists(st.sampled_from(targets), unique=True))  # a process holds some of the boxes
     leaf = np.arange(int(np.prod(shape))).reshape(shape)
     pieces = [leaf[_index(box)].copy() for box in sources]
-    filled = [np.full(plan.shape_of(box), -1) for box in targets]
-    times = [np.zeros(plan.shape_of(box), int) for box in targets]
+    filled = [np.full(manifests.shape_of(box), -1) for box in targets]
+    times = [np.zeros(manifests.shape_of(box), int) for box in targets]
 
     asked = 0
-    for copy in plan.copies(sources, targets):
-        into = plan.within(copy.box, targets[copy.target])
-        filled[copy.target][into] = pieces[copy.source][plan.within(copy.box, sources[copy.source])]
+    for copy in manifests.copies(sources, targets):
+        into = manifests.within(copy.box, targets[copy.target])
+        filled[copy.target][into] = pieces[copy.source][manifests.within(copy.box, sources[copy.source])]
         times[copy.target][into] += 1
-        asked += plan.size_of(copy.box)
+        asked += manifests.size_of(copy.box)
 
     for box, got, count in zip(targets, filled, times, strict=True):
         np.testing.assert_array_equal(got, leaf[_index(box)])
@@ -57,19 +57,19 @@ def test_copies_rebuild_any_targets_from_any_partition(case: tuple, data: st.Dat
 @given(_shape_and_partitions(), st.data())
 def test_covers_once_accepts_partitions_and_nothing_else(case: tuple, data: st.DataObject) -> None:
     shape, sources, _ = case
-    assert plan.covers_once(sources, shape)
-    filled = [box for box in sources if plan.size_of(box)]
+    assert manifests.covers_once(sources, shape)
+    filled = [box for box in sources if manifests.size_of(box)]
     if filled:
         victim = data.draw(st.sampled_from(filled))
-        assert not plan.covers_once([box for box in sources if box != victim], shape)
-        assert not plan.covers_once([*sources, victim], shape)
+        assert not manifests.covers_once([box for box in sources if box != victim], shape)
+        assert not manifests.covers_once([*sources, victim], shape)
 
 
 def test_covers_once_counts_elements_not_volumes() -> None:
     twice_here, never_there = ((0, 2),), ((1, 3),)
-    assert not plan.covers_once([twice_here, never_there], (4,))
-    assert not plan.covers_once([((-1, 3),)], (4,))
-    assert not plan.covers_once([((0, 4), (0, 1))], (4,))
+    assert not manifests.covers_once([twice_here, never_there], (4,))
+    assert not manifests.covers_once([((-1, 3),)], (4,))
+    assert not manifests.covers_once([((0, 4), (0, 1))], (4,))
 
 
 @given(_shape_and_partitions(), st.integers(1, 40))
@@ -77,11 +77,11 @@ def test_split_partitions_a_box_into_contiguous_slabs(case: tuple, limit: int) -
     shape, _, targets = case
     leaf = np.zeros(shape, int)
     for box in targets:
-        parts = plan.split(box, limit)
-        assert all(plan.size_of(part) <= limit for part in parts)
+        parts = manifests.split(box, limit)
+        assert all(manifests.size_of(part) <= limit for part in parts)
         held = leaf[(*_index(box), ...)].copy()
         for part in parts:
-            view = held[(*plan.within(part, box), ...)]
+            view = held[(*manifests.within(part, box), ...)]
             view += 1
             assert view.flags.c_contiguous
         assert (held == 1).all()
@@ -95,9 +95,9 @@ def test_boxes_equal_the_shards_that_jax_puts_on_each_device(kit, spec: tuple) -
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     leaf = np.arange(64).reshape(16, 4)
     on_devices = jax.device_put(leaf, sharding)
-    boxes = plan.boxes(sharding, leaf.shape)
-    assert boxes == plan.local_boxes(sharding, leaf.shape)
+    boxes = manifests.boxes(sharding, leaf.shape)
+    assert boxes == manifests.local_boxes(sharding, leaf.shape)
     for shard in on_devices.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), leaf[_index(boxes[shard.device])])
-    assert plan.covers_once(plan.unique(boxes), leaf.shape)
-    assert len(plan.unique(boxes)) < 8  # the data axis replicates
+    assert manifests.covers_once(manifests.unique(boxes), leaf.shape)
+    assert len(manifests.unique(boxes)) < 8  # the data axis replicates

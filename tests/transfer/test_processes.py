@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxroll import wire
 from jaxroll.errors import TransferError
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer.host_snapshot import take
+from jaxroll.transfer.channels import take
 
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).parents[1] / "harness/programs/weight_publisher.py"

@@ -8,20 +8,209 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import os
+import struct
 import sys
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
 import jaxroll
-from jaxroll import lifeline
+from jaxroll import lifeline, protocols
 from jaxroll.config import TaskConfig
-from jaxroll.envs.executors import worker as messages
+from jaxroll.envs import registry
 from jaxroll.errors import DataError, InfraError
-from jaxroll.protocols import StepResult, Traits
+from jaxroll.protocols import Environment, StepResult, Traits, described
 from jaxroll.records import Message, Task
+
+# --- An environment process, and the messages between it and its parent: length-prefixed MessagePack over pipes
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Arguments on the command line: the parent's process id and the task config of the environments."""
+
+    parent_pid: int
+    task: TaskConfig
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Make the environment `name` and reset it."""
+
+    name: str
+    task: Task
+    seed: int
+
+
+class NextTask(msgspec.Struct, frozen=True, tag="again"):
+    """Reset the current environment again, after an attempt that raised InfraError."""
+
+    task: Task
+    seed: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """One answer."""
+
+    answer: str
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The episode is over."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The process has started."""
+
+
+class Shown(msgspec.Struct, frozen=True, tag="shown"):
+    """The first messages."""
+
+    messages: tuple[Message, ...]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """The result of an answer."""
+
+    result: StepResult
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """The environment is closed."""
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """A call raised; `infra` is True for an InfraError, after which the call may be repeated."""
+
+    error: str
+    infra: bool = False
+
+
+Order = Reset | NextTask | Step | Close
+Answer = Ready | Shown | Stepped | Closed | Raised
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Any) -> bytes:
+    """The encoded message, with its length as prefix."""
+    body = _ENCODER.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def order(body: bytes) -> Order:
+    """The order in `body`. Raises msgspec.DecodeError for malformed data."""
+    return _ORDER.decode(body)
+
+
+def answer(body: bytes) -> Answer:
+    """The answer in `body`. Raises msgspec.DecodeError for malformed data."""
+    return _ANSWER.decode(body)
+
+
+# --- An environment process: `python -m jaxroll.envs.executors.processes '{…}'`, orders on stdin, answers on stdout
+#
+# It plays one episode at a time and creates a new environment for each. It dies with its parent. Output of an
+# environment goes to stderr, which is the role's log.
+
+_SHOWN = "the value of reset()"
+
+
+class NoPool:
+    """A placeholder for the scoring pool, which does not exist in an environment process."""
+
+    time_limit_s = 5.0
+
+    async def score(self, env_args: str, answer: str) -> float:
+        """Raise DataError."""
+        raise DataError("an environment with place = 'process' has no scoring pool: score the answer in its step()")
+
+
+class Player:
+    """The environment of the current episode. All its methods run on one event loop of this process."""
+
+    def __init__(self, task: TaskConfig, runner: asyncio.Runner) -> None:
+        self._task, self._runner, self._env = task, runner, None
+
+    def answer(self, order: Order) -> Answer:
+        """Execute one order and return its answer; an exception is answered as Raised."""
+        try:
+            return self._execute(order)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; it fails only this episode
+            return Raised(described(error), isinstance(error, InfraError))
+
+    def _execute(self, order: Order) -> Answer:
+        match order:
+            case Reset(name, task, seed):
+                self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
+                return Shown(protocols.messages(self._done(self._env.reset(task, seed)), _SHOWN))
+            case NextTask(task, seed):
+                return Shown(protocols.messages(self._done(self._current.reset(task, seed)), _SHOWN))
+            case Step(text):
+                return Stepped(protocols.step_result(self._done(self._current.step(text))))
+            case Close():
+                env, self._env = self._env, None
+                if env is not None:
+                    self._done(env.close())
+                return Closed()
+
+    @property
+    def _current(self) -> Environment:
+        if self._env is None:
+            raise DataError("step() before reset(): there is no environment")
+        return self._env
+
+    def _done(self, found: Any) -> Any:
+        async def waited() -> Any:
+            try:
+                return await found
+            except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the event loop
+                raise DataError(f"the environment raised {described(error)}") from error
+
+        return self._runner.run(waited()) if inspect.isawaitable(found) else found
+
+
+def main(argument: str) -> int:
+    """Answer orders until stdin ends; return the exit status."""
+    settings = msgspec.json.decode(argument, type=Settings)
+    lifeline.bind(settings.parent_pid)
+    lifeline.lower_session()
+    orders, answers = _private_pipes()
+    answers.write(frame(Ready()))
+    with asyncio.Runner() as runner:
+        player = Player(settings.task, runner)
+        while (body := _read(orders)) is not None:
+            answers.write(frame(player.answer(order(body))))
+    return 0
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout under other descriptors; for environments stdin is then empty and stdout goes to stderr."""
+    orders = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    return orders, answers
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(header)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+# --- Executor that runs environments in processes, which are reused, and killed and replaced when they hang or die
 
 _START_LIMIT_S = 120.0
 _CLOSE_LIMIT_S = 10.0
@@ -38,13 +227,13 @@ class EnvProcess:
     @classmethod
     async def start(cls, task: TaskConfig) -> EnvProcess:
         """Start a process and wait until it is ready. InfraError when it does not start."""
-        settings = msgspec.json.encode(messages.Settings(os.getpid(), task)).decode()
+        settings = msgspec.json.encode(Settings(os.getpid(), task)).decode()
         try:
             process = await lifeline.child(
                 sys.executable,
                 "-P",
                 "-m",
-                "jaxroll.envs.executors.worker",
+                "jaxroll.envs.executors.processes",
                 settings,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -75,7 +264,7 @@ class EnvProcess:
         """True if the event loop has not seen the process end."""
         return self._process.returncode is None
 
-    async def ask(self, order: messages.Order, limit_s: float, what: str) -> messages.Answer:
+    async def ask(self, order: Order, limit_s: float, what: str) -> Answer:
         """The answer to `order`. DataError when it takes too long, InfraError when the process is gone.
 
         After an error or a cancellation the caller must kill the process.
@@ -85,7 +274,7 @@ class EnvProcess:
         limit = asyncio.timeout(None if math.isinf(limit_s) else limit_s)
         try:
             async with limit:
-                stdin.write(messages.frame(order))
+                stdin.write(frame(order))
                 await stdin.drain()
                 return await self._read()
         except TimeoutError as error:
@@ -93,13 +282,13 @@ class EnvProcess:
         except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
             raise InfraError(f"the environment's process died in {what}: {type(error).__name__}") from error
 
-    async def _read(self) -> messages.Answer:
+    async def _read(self) -> Answer:
         stdout = self._process.stdout
         assert stdout is not None
-        (size,) = messages.LENGTH.unpack(await stdout.readexactly(messages.LENGTH.size))
-        if size > messages.MAX_FRAME_BYTES:
+        (size,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
+        if size > MAX_FRAME_BYTES:
             raise msgspec.DecodeError(f"an answer of {size} bytes")
-        return messages.answer(await stdout.readexactly(size))
+        return answer(await stdout.readexactly(size))
 
     async def kill(self) -> None:
         """Kill the process and all others in its session."""
@@ -203,15 +392,15 @@ class InProcess:
         if not again:
             await self.close()
             self._process, self._whole = await self._processes.take(), True
-        order = messages.NextTask(task, seed) if again else messages.Reset(self._name, task, seed)
+        order = NextTask(task, seed) if again else Reset(self._name, task, seed)
         found = await self._asked(order, self._declared.reset_limit_s, "reset")
-        assert isinstance(found, messages.Shown)
+        assert isinstance(found, Shown)
         return found.messages
 
     async def step(self, answer: str) -> StepResult:
         """The result of `answer`."""
-        found = await self._asked(messages.Step(answer), self._declared.step_limit_s, "step")
-        assert isinstance(found, messages.Stepped)
+        found = await self._asked(Step(answer), self._declared.step_limit_s, "step")
+        assert isinstance(found, Stepped)
         return found.result
 
     async def close(self) -> None:
@@ -222,19 +411,19 @@ class InProcess:
         whole = False
         try:
             if self._whole:
-                whole = isinstance(await process.ask(messages.Close(), _CLOSE_LIMIT_S, "close"), messages.Closed)
+                whole = isinstance(await process.ask(Close(), _CLOSE_LIMIT_S, "close"), Closed)
         except (DataError, InfraError):
             whole = False
         finally:
             await self._processes.give_back(process, whole=whole)
 
-    async def _asked(self, order: messages.Order, limit_s: float, what: str) -> messages.Answer:
+    async def _asked(self, order: Order, limit_s: float, what: str) -> Answer:
         if self._process is None or not self._whole:
             raise InfraError("the environment's process is gone")
         self._whole = False  # until it has answered
         found = await self._process.ask(order, limit_s, what)
         self._whole = True
-        if isinstance(found, messages.Raised):
+        if isinstance(found, Raised):
             raise InfraError(found.error) if found.infra else DataError(found.error)
         return found
 
@@ -253,3 +442,7 @@ def _environment() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
     }
     return {**kept, **mark, **fixed}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

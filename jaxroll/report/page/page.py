@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxroll.report.figures.record import Run
-from jaxroll.report.page import head, log, work
+from jaxroll.report.page import sections as page_sections
+from jaxroll.report.page import work
 from jaxroll.report.page.svg import Markup, View, columns, raw, tag, view_of
 
 
@@ -22,18 +23,18 @@ def page(run: Run, figures: Mapping[str, Any]) -> str:
 def sections(view: View) -> list[Markup]:
     """The sections in order; one without data is empty."""
     return [
-        head.header(view),
-        head.key_figures(view),
-        head.learning(view),
+        page_sections.header(view),
+        page_sections.key_figures(view),
+        page_sections.learning(view),
         work.overlap(view),
-        columns(log.promises(view), tag("div", work.time_split(view), work.ages(view))),
-        head.before_and_after(view),
+        columns(page_sections.promises(view), tag("div", work.time_split(view), work.ages(view))),
+        page_sections.before_and_after(view),
         work.steps_and_tokens(view),
         work.section(view),
         work.health(view),
-        columns(work.weights_card(view), log.groups(view)),
-        log.events(view),
-        log.settings(view),
+        columns(work.weights_card(view), page_sections.groups(view)),
+        page_sections.events(view),
+        page_sections.settings(view),
     ]
 
 

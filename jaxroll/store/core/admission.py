@@ -15,15 +15,14 @@ from typing import Any
 from jaxroll.config import Config
 from jaxroll.config.derived import age_limiter, support_tokens
 from jaxroll.errors import ConfigError
-from jaxroll.policy.curriculum import Curriculum
 from jaxroll.policy.health import (
     BROKEN,
     LONGEST_S,
     UNRELIABLE,
 )  # fmt: skip
-from jaxroll.policy.limiter import AgeLimiter, Pace, Share, adapted, groups_ahead
+from jaxroll.policy.limiter import AgeLimiter, Curriculum, Pace, Share, adapted, groups_ahead
 from jaxroll.policy.selection import Filter
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import (
     FREE,
     LEASED,
@@ -340,7 +339,7 @@ def is_awaited(settings: Settings, state: State, place: int) -> bool:
     return state.awaited_at_s is not None and place < settings.limiter.batch_groups
 
 
-def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker: MemberChooser) -> Share:
+def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: MemberChooser) -> Share:
     """The caller's share if other samplers have room too; all that it has room for if it is alone."""
     others = sum(state.rooms.get(name, 0) for name in with_room(settings, state, r.name, now_s))
     if others == 0:
@@ -349,7 +348,7 @@ def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker:
     return Share(r.max_members, others, available, settings.replicate)
 
 
-def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s: float, taker: MemberChooser) -> int:
+def _available(settings: Settings, state: State, r: ev.Lease, enough: int, now_s: float, taker: MemberChooser) -> int:
     """The number of members that may be leased at the caller's version, free or of new groups; counts to `enough`."""
     assert state.published is not None
     newest, in_force = state.published.version.step, window_in_force(settings, state)

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.curriculum import Curriculum
-from jaxroll.policy.limiter import Share, groups_ahead
+from jaxroll.policy.limiter import Curriculum, Share, groups_ahead
 from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import (
     Settings,
     free_members,
@@ -50,7 +48,7 @@ class Decision:
 
     events: list[ev.Event] = field(default_factory=list)
     reply: Any = None
-    ended: list[tuple[str, rq.Key]] = field(default_factory=list)
+    ended: list[tuple[str, ev.Key]] = field(default_factory=list)
 
 
 def refuse(refusal: StoreRefusal) -> Decision:
@@ -58,7 +56,7 @@ def refuse(refusal: StoreRefusal) -> Decision:
     return Decision(reply=refusal)
 
 
-def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Decision:
+def arrive(settings: Settings, state: State, r: ev.Arrive, now_s: float) -> Decision:
     """Register a new process under its name and end the leases of an earlier process with that name."""
     if state.sessions.get(r.name) == r.session:
         return Decision()
@@ -73,14 +71,14 @@ def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Deci
 # --- leases
 
 
-def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decision:
+def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decision:
     """Grant members: first those that open groups still miss, then new prompts, up to the in-flight window."""
     refusal = _lease_refusal(settings, state, r)
     if refusal is not None:
         return refuse(refusal)
     receipt = state.receipts.get(r.session)
     if receipt is not None and receipt.request == r.request:
-        return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
+        return Decision(reply=ev.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if why := admission.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
     if other := yields_to(settings, state, r.name, now_s):
@@ -97,7 +95,7 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
     if not grants and not used:
         unlogged = _seen(state, r, now_s) + _hunger(state, r, refused)
         return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
-    return Decision(events, rq.Leases(tuple(grants), used))
+    return Decision(events, ev.Leases(tuple(grants), used))
 
 
 def _why_for_another(settings: Settings, state: State, name: str, other: str) -> str:
@@ -107,7 +105,7 @@ def _why_for_another(settings: Settings, state: State, name: str, other: str) ->
     return f"unreliable: {share:.0%} of the last members of {name} failed, and {other} has room"
 
 
-def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusal | None:
+def _lease_refusal(settings: Settings, state: State, r: ev.Lease) -> StoreRefusal | None:
     if reason := over(settings, state):
         return Closed(reason)
     if r.max_members < 1:
@@ -124,7 +122,7 @@ def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusa
     return None
 
 
-def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Iterable[rq.Key]) -> list[Grant]:
+def _granted_again(settings: Settings, state: State, r: ev.Lease, members: Iterable[ev.Key]) -> list[Grant]:
     """The grants of an earlier answer that are still held."""
     kept: dict[int, list[int]] = {}
     for group, member, attempt in members:
@@ -139,7 +137,7 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 
 
 def _lease_open(
-    settings: Settings, state: State, r: rq.Lease, share: Share, taker: admission.MemberChooser, now_s: float
+    settings: Settings, state: State, r: ev.Lease, share: Share, taker: admission.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
     """Lease missing members of open groups.
 
@@ -168,7 +166,7 @@ def _lease_open(
 
 
 def _lease_prompts(
-    settings: Settings, state: State, r: rq.Lease, share: Share, room: int
+    settings: Settings, state: State, r: ev.Lease, share: Share, room: int
 ) -> tuple[int, list[ev.Event], list[Grant], str]:
     """Lease members of new groups. Returns prompts used, events, grants, and the reason why there are not more."""
     events: list[ev.Event] = []
@@ -199,7 +197,7 @@ def _lease_prompts(
     return used, events, grants, ""
 
 
-def _passed(state: State, r: rq.Lease, used: int, curriculum: Curriculum) -> ev.Skipped | None:
+def _passed(state: State, r: ev.Lease, used: int, curriculum: Curriculum) -> ev.Skipped | None:
     """Skip offered prompts from `used` on, up to the first that was not trained on before a fork and is admitted."""
     place, refused = used, 0
     while place < len(r.prompts):
@@ -234,7 +232,7 @@ def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: in
     return "retention" if is_full or spare_bytes <= 0 else ""
 
 
-def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_s: float) -> StoreRefusal:
+def _no_credit(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> StoreRefusal:
     lag = _published_step(state) - r.version.step
     if refused == "window" and lag > 0:
         return NoCredit(f"{LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
@@ -246,14 +244,14 @@ def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_
     return NoCredit(refused or "window", _ASK_AGAIN_S)
 
 
-def _seen(state: State, r: rq.Lease, now_s: float) -> list[ev.Event]:
+def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
     """Note that a sampler with the newest weights is present, at most once per `SEEN_EVERY_S`."""
     before_s = state.seen_s.get(r.name, -math.inf)
     due = r.version.step >= _published_step(state) and now_s - before_s >= admission.SEEN_EVERY_S
     return [ev.Seen(r.name)] if due else []
 
 
-def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
+def _hunger(state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
     """Note if the full window is the only reason why this sampler gets no lease.
 
     A sampler that is still fetching newer weights keeps its entry: it has room all the same.
@@ -272,10 +270,10 @@ def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) ->
     return [Grant(group.id, group.task, tuple(some), settings.lease_s, salt) for salt, some in by_salt.items()]
 
 
-def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decision:
+def renew(settings: Settings, state: State, r: ev.Renew, now_s: float) -> Decision:
     """Extend the leases that the session still holds; the answer lists those it lost."""
     kept: list[tuple[int, int]] = []
-    lost: list[rq.Key] = []
+    lost: list[ev.Key] = []
     for group, member, attempt in r.members:
         slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
@@ -285,7 +283,7 @@ def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decisi
     return Decision([ev.Renewed(tuple(kept), settings.lease_s)] if kept else [], tuple(lost))
 
 
-def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> Decision:
+def release(settings: Settings, state: State, r: ev.Release, now_s: float) -> Decision:
     """Free members that their holder gives back."""
     given: dict[int, list[int]] = {}
     for group, member, attempt in r.members:
@@ -295,7 +293,7 @@ def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> De
     return Decision([ev.LeaseEnded(group, tuple(members), "released") for group, members in given.items()])
 
 
-def tick(settings: Settings, state: State, r: rq.Tick, now_s: float) -> Decision:
+def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision:
     """End expired leases; after a stall of the store, first extend all leases by its length."""
     if r.stalled_s > 0:
         return Decision([ev.Extended(r.stalled_s)])

@@ -12,10 +12,9 @@ from jaxroll.policy.health import KEPT_BY_CLAIM
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import FILTERED, Settings
+from jaxroll.store.core.events import Key
 from jaxroll.store.core.leases import Decision
-from jaxroll.store.core.requests import Key
 from jaxroll.store.core.state import (
     DROPPED,
     FREE,
@@ -37,24 +36,24 @@ from jaxroll.store.core.state import (
 )
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
-    rq.Arrive: leases.arrive,
-    rq.Lease: leases.lease,
-    rq.Renew: leases.renew,
-    rq.Release: leases.release,
-    rq.PutMember: puts.put,
-    rq.Tick: leases.tick,
-    rq.ClaimStep: training.claim,
-    rq.Begin: training.begin,
-    rq.Publish: training.publish,
-    rq.Ack: training.ack,
-    rq.Durable: training.durable,
-    rq.EndData: training.end_data,
-    rq.Close: training.close,
-    rq.Open: training.open_run,
+    ev.Arrive: leases.arrive,
+    ev.Lease: leases.lease,
+    ev.Renew: leases.renew,
+    ev.Release: leases.release,
+    ev.PutMember: puts.put,
+    ev.Tick: leases.tick,
+    ev.ClaimStep: training.claim,
+    ev.Begin: training.begin,
+    ev.Publish: training.publish,
+    ev.Ack: training.ack,
+    ev.Durable: training.durable,
+    ev.EndData: training.end_data,
+    ev.Close: training.close,
+    ev.Open: training.open_run,
 }
 
 
-def decide(settings: Settings, state: State, request: rq.Request, now_s: float) -> Decision:
+def decide(settings: Settings, state: State, request: ev.Request, now_s: float) -> Decision:
     """Return the events that `request` causes and its answer, without changing `state`."""
     return _DECIDERS[type(request)](settings, state, request, now_s)
 
@@ -72,7 +71,7 @@ class Core:
         begun = rebased(state, now_s, settings.lease_s) if state is not None else State(moved_at_s=now_s)
         return cls(settings, rebased(replay(begun, events, now_s), now_s, settings.lease_s))
 
-    def handle(self, request: rq.Request, now_s: float) -> Decision:
+    def handle(self, request: ev.Request, now_s: float) -> Decision:
         """Decide and apply. The caller must make the events durable before it sends the answer."""
         decision = decide(self.settings, self.state, request, now_s)
         for event in decision.events:

@@ -13,7 +13,6 @@ from jaxroll.policy.health import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_s
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import FILTERED, Settings
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.state import (
@@ -37,7 +36,7 @@ _CAUSE_CHARS, _ERROR_CHARS = 300, 200
 _RECENT = 20  # members in the mean duration of a holder
 
 
-def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
+def put(settings: Settings, state: State, r: ev.PutMember, now_s: float) -> Decision:
     """Accept the first put of the current attempt; the same bytes again get the same answer (promise 2)."""
     settled = by_key(state, r.group, r.member, r.attempt)
     if settled is not None:
@@ -92,7 +91,7 @@ def _took_s(slot: Slot, now_s: float) -> float:
     return 0.0 if slot.leased_at_s is None else max(0.0, now_s - slot.leased_at_s)
 
 
-def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
+def _put_after_end(r: ev.PutMember) -> str | StoreRefusal:
     """The answer for a group that is no longer alive: a put that was acknowledged once is acknowledged again."""
     if r.recorded is None or r.attempt > r.recorded.attempt:
         return "SURPLUS"
@@ -101,7 +100,7 @@ def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
     return "OK" if r.digest == r.recorded.digest else _conflict(r)
 
 
-def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
+def _put_known(r: ev.PutMember, slot: Slot) -> str | StoreRefusal | None:
     """The answer to a put that the slot has already received or replaced; None for a new put."""
     if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
         return "OK"
@@ -115,11 +114,11 @@ def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
     return None
 
 
-def _conflict(r: rq.PutMember) -> Conflict:
+def _conflict(r: ev.PutMember) -> Conflict:
     return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
 
 
-def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: rq.PutMember, now_s: float) -> Decision:
+def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: ev.PutMember, now_s: float) -> Decision:
     assert r.failure is not None
     kind, error = r.failure
     data = kind == "DATA"

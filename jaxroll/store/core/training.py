@@ -11,7 +11,6 @@ from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
 from jaxroll.store.core.events import Cut
 from jaxroll.store.core.leases import Decision, refuse
@@ -21,7 +20,7 @@ from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on
 SHRINK_LEAST = 2  # finished members, which can be compared; one of a group of two, which would wait forever
 
 
-def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
+def claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) -> Decision:
     """Return the batch of `r.step`: the logged one, or the next one by the order policy once it is complete."""
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.lineage)
     if refusal is not None:
@@ -39,7 +38,7 @@ def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> De
     return _new_claim(settings, state, r, now_s)
 
 
-def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
+def _new_claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) -> Decision:
     events: list[ev.Event] = []
     old_enough = r.step > settings.limiter.max_age  # before that no token can be too old
     stale = {g.id for g in state.open.values() if old_enough and _is_stale(settings, g, r.step)}
@@ -72,7 +71,7 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
 
 
-def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: selection.Pick, now_s: float) -> ev.Claimed:
+def _claimed(settings: Settings, state: State, r: ev.ClaimStep, pick: selection.Pick, now_s: float) -> ev.Claimed:
     seed = settings.shuffle_seed(r.step)
     groups = selection.shuffled(pick.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
@@ -174,7 +173,7 @@ def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: 
 # --- calls of the learner
 
 
-def begin(settings: Settings, state: State, r: rq.Begin, now_s: float) -> Decision:
+def begin(settings: Settings, state: State, r: ev.Begin, now_s: float) -> Decision:
     """Return the version to train from. A checkpoint below the published or trained step opens a new lineage."""
     if r.fork and all(line.fork != r.fork for line in state.lineages):
         return fork(state, r)
@@ -219,7 +218,7 @@ def _expired_by_rewind(settings: Settings, state: State, fork_step: int) -> list
     return events
 
 
-def publish(settings: Settings, state: State, r: rq.Publish, now_s: float) -> Decision:
+def publish(settings: Settings, state: State, r: ev.Publish, now_s: float) -> Decision:
     """Record new weights. Steps only grow within a lineage; the same version again replaces its address."""
     version = r.snapshot.version
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, version.lineage)
@@ -234,7 +233,7 @@ def publish(settings: Settings, state: State, r: rq.Publish, now_s: float) -> De
     return Decision([ev.Published(r.snapshot)])
 
 
-def ack(settings: Settings, state: State, r: rq.Ack, now_s: float) -> Decision:
+def ack(settings: Settings, state: State, r: ev.Ack, now_s: float) -> Decision:
     """Record that the claim of version.step was trained. Acks come in order; a repeated one has no effect."""
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.version.lineage)
     if refusal is not None:
@@ -245,7 +244,7 @@ def ack(settings: Settings, state: State, r: rq.Ack, now_s: float) -> Decision:
     return Decision([ev.Acked(r.version)] if step == state.acked else [])
 
 
-def durable(settings: Settings, state: State, r: rq.Durable, now_s: float) -> Decision:
+def durable(settings: Settings, state: State, r: ev.Durable, now_s: float) -> Decision:
     """Trim the groups of all claims below version.step."""
     refusal = _not_the_learner(state, r.session)
     if refusal is None and not on_line(state.lineages, r.version):
@@ -270,17 +269,17 @@ def _wrong_line(state: State, lineage: int) -> StoreRefusal | None:
 # --- the end
 
 
-def end_data(settings: Settings, state: State, r: rq.EndData, now_s: float) -> Decision:
+def end_data(settings: Settings, state: State, r: ev.EndData, now_s: float) -> Decision:
     """Record that there are no further prompts."""
     return Decision([] if state.data_ended else [ev.DataEnded()])
 
 
-def close(settings: Settings, state: State, r: rq.Close, now_s: float) -> Decision:
+def close(settings: Settings, state: State, r: ev.Close, now_s: float) -> Decision:
     """End the run; later calls keep the first reason."""
     return Decision([] if state.closed else [ev.RunClosed(r.reason)])
 
 
-def open_run(settings: Settings, state: State, r: rq.Open, now_s: float) -> Decision:
+def open_run(settings: Settings, state: State, r: ev.Open, now_s: float) -> Decision:
     """Reopen, at the start of the store, a run that was closed before all steps were trained."""
     return Decision([ev.RunOpened()] if state.closed and state.acked < settings.steps else [])
 
@@ -292,7 +291,7 @@ def open_run(settings: Settings, state: State, r: rq.Open, now_s: float) -> Deci
 # issues all others again, in their order.
 
 
-def fork(state: State, r: rq.Begin) -> Decision:
+def fork(state: State, r: ev.Begin) -> Decision:
     """Open a new lineage at the checkpoint: all groups after it end, and its later claims are made again."""
     start = r.durable or Version(0, 0)
     cut = None if _unknown(state, start) else cut_at(state, start)

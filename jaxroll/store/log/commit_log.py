@@ -29,7 +29,7 @@ from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.requests import Recorded
+from jaxroll.store.core.events import Recorded
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database, schema, state_checkpoints
 from jaxroll.store.log.state_checkpoints import Mark, StatePart, StateReplica

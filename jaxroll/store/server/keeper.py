@@ -20,10 +20,9 @@ from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauth
 from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import Settings, free_members
+from jaxroll.store.core.events import Key
 from jaxroll.store.core.machine import Core, Ending
-from jaxroll.store.core.requests import Key
 from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import CommitLog
@@ -195,7 +194,7 @@ class Keeper:
         """The time on the clock of leases."""
         return self._clock.now_s()
 
-    def decide(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+    def decide(self, request: ev.Request, payload: schema.Statement | None = None) -> Any:
         """Decide and apply `request`, pass its events to the log and return the answer, which is not yet on disk.
 
         `payload` is committed with the events if one of them is a Put.
@@ -206,12 +205,12 @@ class Keeper:
         late_s = self._clock.now_s() - self.tick_due_s
         if late_s > _STALLED_S:
             self.tick_due_s += late_s
-            self.decide(rq.Tick(stalled_s=late_s))
+            self.decide(ev.Tick(stalled_s=late_s))
         before = self.state.position
         decision = self.core.handle(request, self._clock.now_s())
         self._log(decision.events, before, payload)
         self._wake(decision.events)
-        if not isinstance(request, rq.Close):
+        if not isinstance(request, ev.Close):
             for event in decision.events:
                 if isinstance(event, ev.RunClosed):
                     self.on_closed(event.reason)
@@ -220,7 +219,7 @@ class Keeper:
             self.wakeups.notify(ENDED)
         return decision.reply
 
-    async def answer(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+    async def answer(self, request: ev.Request, payload: schema.Statement | None = None) -> Any:
         """Return the answer to `request` once it is on disk; raise it if it is a refusal."""
         reply = self.decide(request, payload)
         await self.log.committed()

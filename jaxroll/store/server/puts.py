@@ -26,7 +26,7 @@ from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller
 from jaxroll.store import messages as msg
 from jaxroll.store.core import puts
-from jaxroll.store.core.requests import PutMember, Recorded
+from jaxroll.store.core.events import PutMember, Recorded
 from jaxroll.store.log import schema
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import Keeper

@@ -23,7 +23,7 @@ from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.log.commit_log import Log
@@ -113,12 +113,12 @@ class _Store:
     ) -> None:
         self._certificates, self._certificates_at_s = certificates, -math.inf
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
-        keeper.decide(rq.Open())
+        keeper.decide(ev.Open())
         keeper.on_acked = self._write_row
         keeper.on_closed = lambda reason: self.audit.by_itself("Close", reason)
         ahead = min(keeper.settings.limiter.window(0), _PROMPTS_AHEAD)
         self._prompts = PromptBuffer(
-            feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(rq.EndData())
+            feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(ev.EndData())
         )
         page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
@@ -171,7 +171,7 @@ class _Store:
             await asyncio.sleep(pause_s)
             if keeper.log.failure is not None:
                 raise keeper.log.failure
-            keeper.decide(rq.Tick())
+            keeper.decide(ev.Tick())
             now_s = keeper.now_s()
             self._wake_for_time(last_s, now_s)
             self._watch(now_s)
@@ -213,7 +213,7 @@ class _Store:
             self._event(f"no progress for {still_s:.0f} s; waiting for: {waited_for}", what="stall")
         if still_s >= self._config.stall_abort_s:
             why = f"stalled for {still_s:.0f} s; waited for: {waited_for}"
-            self._keeper.decide(rq.Close(why))
+            self._keeper.decide(ev.Close(why))
             self.audit.by_itself("Close", why)
 
     def _is_stalled(self, now_s: float) -> bool:

@@ -24,7 +24,7 @@ from jaxroll.records import Finished, Member, Task, Version, VersionRef, ages
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import checkpoint_wanted, status
 from jaxroll.store.core.state import Batch
 from jaxroll.store.server.audit import Audit
@@ -213,7 +213,7 @@ class StoreService:
         if caller.right in WITH_LEASES:
             if self._keeper.state.sessions.get(caller.name) != caller.session:
                 self.handshake.count_arrival()
-            await self._keeper.answer(rq.Arrive(caller.name, caller.session))
+            await self._keeper.answer(ev.Arrive(caller.name, caller.session))
         state = self._keeper.state
         lines = tuple(state.lineages)
         return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, lines)
@@ -228,9 +228,9 @@ class StoreService:
         def ask() -> Any:
             offered = tuple(itertools.islice(self._prompts.ready, count))
             version = max(call.version, self.holders.get(caller.name) or call.version)
-            request = rq.Lease(caller.name, caller.session, version, members, call.request, offered)
+            request = ev.Lease(caller.name, caller.session, version, members, call.request, offered)
             reply = self._keeper.decide(request)
-            if isinstance(reply, rq.Leases):
+            if isinstance(reply, ev.Leases):
                 self._prompts.take(reply.prompts_used)
                 if not reply.grants and reply.prompts_used:
                     return ask()  # all offered prompts had been trained before a fork
@@ -243,7 +243,7 @@ class StoreService:
 
     async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
         members = wire.decode(body, msg.Members).members
-        return msg.Members(await self._keeper.answer(rq.Renew(caller.session, members)))
+        return msg.Members(await self._keeper.answer(ev.Renew(caller.session, members)))
 
     async def _ended(self, caller: Caller, body: bytes) -> msg.Members:
         wanted_s = wire.decode(body, msg.EndedCall).wait_s
@@ -255,7 +255,7 @@ class StoreService:
         return msg.Members(ended)
 
     async def _release(self, caller: Caller, body: bytes) -> msg.Members:
-        await self._keeper.answer(rq.Release(wire.decode(body, msg.Members).members))
+        await self._keeper.answer(ev.Release(wire.decode(body, msg.Members).members))
         return msg.Members(())
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class StoreService:
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
-        request = rq.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
+        request = ev.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
         wait_s = self._wait_s(caller, call.wait_s)
         batch = await self._keeper.answer_when_ready(lambda: self._keeper.decide(request), CLAIM, wait_s)
         return await self._page(call, batch)
@@ -307,7 +307,7 @@ class StoreService:
         if call.fork and not protocol.NAME.fullmatch(call.fork):
             raise StoreRefusal("the name of a fork must match [A-Za-z0-9_-]{1,64}")
         forks = sum(bool(line.fork) for line in self._keeper.state.lineages)
-        reply = self._keeper.decide(rq.Begin(caller.session, call.durable, call.fork))
+        reply = self._keeper.decide(ev.Begin(caller.session, call.durable, call.fork))
         if sum(bool(line.fork) for line in self._keeper.state.lineages) > forks:
             self._prompts.restart(self._keeper.state.cursor)  # before anything else can be leased
         asked = f"from {call.durable or 'nothing'}" + (f", fork {call.fork}" if call.fork else "")
@@ -316,18 +316,18 @@ class StoreService:
 
     async def _publish(self, caller: Caller, body: bytes) -> msg.Done:
         snapshot = wire.decode(body, VersionRef)
-        reply = self._keeper.decide(rq.Publish(caller.session, snapshot))
+        reply = self._keeper.decide(ev.Publish(caller.session, snapshot))
         await self._recorded(caller, "Publish", f"{snapshot.version} {snapshot.manifest_digest}", reply)
         return msg.Done()
 
     async def _ack(self, caller: Caller, body: bytes) -> msg.Done:
         version = wire.decode(body, msg.VersionCall).version
-        await self._recorded(caller, "Ack", str(version), self._keeper.decide(rq.Ack(caller.session, version)))
+        await self._recorded(caller, "Ack", str(version), self._keeper.decide(ev.Ack(caller.session, version)))
         return msg.Done()
 
     async def _durable(self, caller: Caller, body: bytes) -> msg.Done:
         version = wire.decode(body, msg.VersionCall).version
-        await self._recorded(caller, "Durable", str(version), self._keeper.decide(rq.Durable(caller.session, version)))
+        await self._recorded(caller, "Durable", str(version), self._keeper.decide(ev.Durable(caller.session, version)))
         return msg.Done()
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
@@ -390,7 +390,7 @@ class StoreService:
 
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]
-        await self._recorded(caller, "Close", reason, self._keeper.decide(rq.Close(reason)))
+        await self._recorded(caller, "Close", reason, self._keeper.decide(ev.Close(reason)))
         return msg.Done()
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:

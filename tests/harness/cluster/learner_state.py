@@ -22,12 +22,11 @@ def digests(run: World) -> dict[str, str]:
     from jaxroll.learner import state
     from jaxroll.learner.checkpoint import Checkpoints
     from jaxroll.roles import build
-    from jaxroll.sharding import layout as meshes
-    from jaxroll.sharding import layout as rules
-    from jaxroll.transfer import manifest, plan
+    from jaxroll.sharding import layout as layouts
+    from jaxroll.transfer import manifest as manifests
 
     config = run.config
-    layout = rules.Layout(meshes.build(config.learner.mesh), rules.LEARNER)
+    layout = layouts.Layout(layouts.build(config.learner.mesh), layouts.LEARNER)
     spec = build.model_spec(config, build.tokenizer(config))
     abstract = state.abstract(spec, layout, state.build(config.learner).transform)
     checkpoints = Checkpoints(run.run_dir / "checkpoints", 1)
@@ -38,7 +37,7 @@ def digests(run: World) -> dict[str, str]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]:
         host, name = np.asarray(leaf), jax.tree_util.keystr(path)
         if name.startswith(".params"):
-            found[name] = f"{manifest.of_box(host, plan.whole(host.shape)):016x}"
+            found[name] = f"{manifests.of_box(host, manifests.whole(host.shape)):016x}"
         else:
             found[name] = hashlib.blake2b(host.tobytes(), digest_size=16).hexdigest()
     return found

@@ -18,7 +18,6 @@ import pytest
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, machine, puts, state
-from jaxroll.store.core import requests as rq
 from tests.harness.store_model.checked_store import Store
 
 Patch = pytest.MonkeyPatch
@@ -78,7 +77,7 @@ def other_bytes_are_taken_for_a_repeat(patch: Patch) -> None:
 
 @breaks("2 attempts per member")
 def old_attempt_accepted(patch: Patch) -> None:
-    def known(original: Any, r: rq.PutMember, slot: state.Slot) -> Any:
+    def known(original: Any, r: ev.PutMember, slot: state.Slot) -> Any:
         return None if r.attempt < slot.attempt and slot.status in (state.FREE, state.LEASED) else original(r, slot)
 
     wrap(patch, puts, "_put_known", known)
@@ -102,11 +101,11 @@ def put_acknowledged_before_it_is_on_disk(patch: Patch) -> None:
 
 @breaks("the core is pure")
 def deciding_changes_the_state(patch: Patch) -> None:
-    def put(original: Any, rules: Any, now: state.State, r: rq.PutMember, now_s: float) -> Any:
+    def put(original: Any, rules: Any, now: state.State, r: ev.PutMember, now_s: float) -> Any:
         now.member_bytes = max(now.member_bytes, 2 * r.size_bytes)
         return original(rules, now, r, now_s)
 
-    wrap(patch, machine._DECIDERS, rq.PutMember, put)
+    wrap(patch, machine._DECIDERS, ev.PutMember, put)
 
 
 @breaks("10 one consistent cut")
@@ -129,7 +128,7 @@ def token_of_an_ended_lineage_accepted(patch: Patch) -> None:
 
 @breaks("never a reward of zero")
 def failed_member_trained_as_zero(patch: Patch) -> None:
-    def failed(original: Any, settings: Any, now: Any, group: Any, slot: Any, r: rq.PutMember, now_s: float) -> Any:
+    def failed(original: Any, settings: Any, now: Any, group: Any, slot: Any, r: ev.PutMember, now_s: float) -> Any:
         return leases.Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, ())], "OK")
 
     wrap(patch, puts, "_put_failure", failed)
@@ -211,7 +210,7 @@ def lease_asked_again_grants_more(patch: Patch) -> None:
 
 @breaks("8 retries first")
 def retries_behind_new_prompts(patch: Patch) -> None:
-    def missing(original: Any, settings: Any, now: Any, r: rq.Lease, *rest: Any) -> Any:
+    def missing(original: Any, settings: Any, now: Any, r: ev.Lease, *rest: Any) -> Any:
         return ([], [], r.max_members, "") if r.prompts else original(settings, now, r, *rest)
 
     wrap(patch, leases, "_lease_open", missing)
@@ -221,11 +220,11 @@ def retries_behind_new_prompts(patch: Patch) -> None:
 def prompt_lost(patch: Patch) -> None:
     def lease(original: Any, *arguments: Any) -> Any:
         decision = original(*arguments)
-        if isinstance(decision.reply, rq.Leases) and decision.reply.prompts_used:
+        if isinstance(decision.reply, ev.Leases) and decision.reply.prompts_used:
             decision.reply = replace(decision.reply, prompts_used=decision.reply.prompts_used + 1)
         return decision
 
-    wrap(patch, machine._DECIDERS, rq.Lease, lease)
+    wrap(patch, machine._DECIDERS, ev.Lease, lease)
 
 
 @breaks("10 one consistent cut")
@@ -245,7 +244,7 @@ def leases_not_renewed_on_recovery(patch: Patch) -> None:
 
 @breaks("11 leases live")
 def stalled_store_expires_all(patch: Patch) -> None:
-    wrap(patch, machine._DECIDERS, rq.Tick, lambda tick, settings, now, r, now_s: tick(settings, now, rq.Tick(), now_s))
+    wrap(patch, machine._DECIDERS, ev.Tick, lambda tick, settings, now, r, now_s: tick(settings, now, ev.Tick(), now_s))
 
 
 @breaks("11 leases live")
@@ -255,7 +254,7 @@ def renewal_forgotten(patch: Patch) -> None:
 
 @breaks("2 attempts per member")
 def restarted_holder_keeps_its_leases(patch: Patch) -> None:
-    wrap(patch, machine._DECIDERS, rq.Arrive, lambda f, *rest: leases.Decision(f(*rest).events[:1]))
+    wrap(patch, machine._DECIDERS, ev.Arrive, lambda f, *rest: leases.Decision(f(*rest).events[:1]))
 
 
 @breaks("6 retention")

@@ -12,7 +12,6 @@ from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, machine, puts, state, training
-from jaxroll.store.core import requests as rq
 from tests.harness.planted_bugs.leases_and_puts import BUGS, Patch, breaks, wrap
 
 __all__ = ["BUGS"]
@@ -42,7 +41,7 @@ def replayed_batch_in_another_order(patch: Patch) -> None:
             decision.reply = msgspec.structs.replace(decision.reply, groups=decision.reply.groups[::-1])
         return decision
 
-    wrap(patch, machine._DECIDERS, rq.ClaimStep, claim)
+    wrap(patch, machine._DECIDERS, ev.ClaimStep, claim)
 
 
 @breaks("8 order")
@@ -100,13 +99,13 @@ def shrunk_where_it_should_wait(patch: Patch) -> None:
 
 @breaks("6 never trimmed early")
 def trimmed_at_the_ack(patch: Patch) -> None:
-    def ack(original: Any, settings: Any, now: state.State, r: rq.Ack, now_s: float) -> Any:
+    def ack(original: Any, settings: Any, now: state.State, r: ev.Ack, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
         if decision.events:
             decision.events.append(ev.MadeDurable(Version(r.version.lineage, r.version.step + 1)))
         return decision
 
-    wrap(patch, machine._DECIDERS, rq.Ack, ack)
+    wrap(patch, machine._DECIDERS, ev.Ack, ack)
 
 
 @breaks("6 never trimmed early")
@@ -134,35 +133,35 @@ def second_learner_beside_the_first(patch: Patch) -> None:
 
 @breaks("4 one line of ancestry")
 def ack_ahead_of_training(patch: Patch) -> None:
-    def ack(original: Any, settings: Any, now: state.State, r: rq.Ack, now_s: float) -> Any:
+    def ack(original: Any, settings: Any, now: state.State, r: ev.Ack, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
         early = now.learner == r.session and now.lineage == r.version.lineage and now.acked < r.version.step
         return leases.Decision() if early else decision
 
-    wrap(patch, machine._DECIDERS, rq.Ack, ack)
+    wrap(patch, machine._DECIDERS, ev.Ack, ack)
 
 
 @breaks("versions grow within a lineage")
 def older_version_published(patch: Patch) -> None:
-    def publish(original: Any, settings: Any, now: state.State, r: rq.Publish, now_s: float) -> Any:
+    def publish(original: Any, settings: Any, now: state.State, r: ev.Publish, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
         older = now.published is not None and 0 <= r.snapshot.version.step < now.published.version.step
         mine = now.learner == r.session and now.lineage == r.snapshot.version.lineage
         return leases.Decision([ev.Published(r.snapshot)]) if older and mine else decision
 
-    wrap(patch, machine._DECIDERS, rq.Publish, publish)
+    wrap(patch, machine._DECIDERS, ev.Publish, publish)
 
 
 @breaks("lineage")
 def lineage_not_bumped_on_rewind(patch: Patch) -> None:
-    def begin(original: Any, settings: Any, now: state.State, r: rq.Begin, now_s: float) -> Any:
+    def begin(original: Any, settings: Any, now: state.State, r: ev.Begin, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
         if isinstance(decision.reply, Version) and decision.reply.lineage > now.lineage:
             decision.reply = Version(now.lineage, decision.reply.step)
             decision.events = [ev.Began(decision.reply, r.session)]
         return decision
 
-    wrap(patch, machine._DECIDERS, rq.Begin, begin)
+    wrap(patch, machine._DECIDERS, ev.Begin, begin)
 
 
 @breaks("lineage")
@@ -194,7 +193,7 @@ def fenced_lease_may_still_put(patch: Patch) -> None:
 
 @breaks("6 a fork gives up what its line does not hold")
 def fork_leaves_open_groups(patch: Patch) -> None:
-    def fork(original: Any, now: state.State, r: rq.Begin) -> Any:
+    def fork(original: Any, now: state.State, r: ev.Begin) -> Any:
         decision = original(now, r)
         return leases.Decision([e for e in decision.events if not isinstance(e, ev.Expired)], decision.reply)
 

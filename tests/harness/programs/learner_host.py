@@ -25,8 +25,8 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.models.tensor_files import Converted, Index
 from jaxroll.records import Claim, Version
-from jaxroll.sharding import layout, placing
-from jaxroll.transfer import host_snapshot
+from jaxroll.sharding import layout
+from jaxroll.transfer import channels
 
 VOCAB = 24
 KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # the cases that write checkpoints
@@ -57,10 +57,10 @@ class Counted(Converted):
 
 def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """The whole arrays that process 0 would publish; empty on the other processes."""
-    pending = host_snapshot.begin(held, "float32")
+    pending = channels.begin(held, "float32")
     found = {}
     if jax.process_index() == 0:
-        taken = host_snapshot.finish(Version(0, 1), pending)
+        taken = channels.finish(Version(0, 1), pending)
         for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
             whole = found[leaf.name] = np.full(leaf.shape, np.nan, leaf.dtype)
             for box, piece in zip(leaf.boxes, pieces, strict=True):
@@ -81,7 +81,7 @@ def kept(trainer: Trainer, folder: Path) -> None:
     multihost_utils.sync_global_devices("it is whole")
     for written in (version, *(each for each in checkpoints.versions() if count == 1)):
         again = checkpoints.restore(written, abstract)[0] if first else checkpoints.read(written, abstract)
-        both = zip(*map(jax.tree.leaves, placing.fetched((state, again))), strict=True)
+        both = zip(*map(jax.tree.leaves, layout.fetched((state, again))), strict=True)
         for mine, theirs in both:
             np.testing.assert_allclose(mine, theirs, atol=0 if written == version else 2e-5)
     checkpoints.close()
@@ -108,7 +108,7 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     rows = [trainer.train(claim) for claim in claims]
     if folder is not None:
         kept(trainer, folder)
-    held = placing.fetched(trainer.params())
+    held = layout.fetched(trainer.params())
     for name, value in published(trainer.params()).items():
         np.testing.assert_array_equal(value, held[name], err_msg=f"published: {name}")
     return rows, held

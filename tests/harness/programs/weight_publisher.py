@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxroll import wire
 from jaxroll.config import TransferConfig
 from jaxroll.records import Version
-from jaxroll.transfer.publish import Publisher
+from jaxroll.transfer.ends import Publisher
 
 SMALL = {"embed": (64, 32), "layers.00.q": (32, 4, 8), "scale": ()}
 BIG = {"w": (4096, 4096)}  # 64 MiB

@@ -16,7 +16,6 @@ from jaxroll.records import (
     VersionRun,
 )  # fmt: skip
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import Batch, conservation_residual, counts
@@ -49,7 +48,7 @@ class Machine:
     def state(self):
         return self.core.state
 
-    def ask(self, request: rq.Request) -> Any:
+    def ask(self, request: ev.Request) -> Any:
         decision = self.core.handle(request, self.now)
         self.log += [event for event in decision.events if not isinstance(event, ev.NOT_LOGGED)]
         reply = decision.reply
@@ -59,29 +58,29 @@ class Machine:
         return reply
 
     def start(self, durable: Version | None = None, session: str = "L", fork: str = "") -> Version:
-        version = self.ask(rq.Begin(session, durable, fork))
+        version = self.ask(ev.Begin(session, durable, fork))
         self.publish(version, session)
         return version
 
     def publish(self, version: Version, session: str = "L") -> None:
-        self.ask(rq.Publish(session, VersionRef(version, "tcp", "here", "d")))
+        self.ask(ev.Publish(session, VersionRef(version, "tcp", "here", "d")))
 
     def lease(self, members: int, version: Version = V0, name: str = "S", request: str = "", session: str = "") -> list:
         self.requests += 1
         fed = self.state.next_ordinal
         offered = offer(fed, min(fed + members, self.prompts))
         reply = self.ask(
-            rq.Lease(name, session or f"{name}-1", version, members, request or f"r{self.requests}", offered)
+            ev.Lease(name, session or f"{name}-1", version, members, request or f"r{self.requests}", offered)
         )
         self.grants = reply.grants
         return [(g.group, m, a) for g in reply.grants for m, a in g.members]
 
     def put(self, key: tuple[int, int, int], *versions: Version, digest: str = "d", **more: Any) -> str:
         runs = tuple(VersionRun(v, 5) for v in versions or (V0,))
-        return self.ask(rq.PutMember(*key, digest, more.pop("size_bytes", 100), runs, **more))
+        return self.ask(ev.PutMember(*key, digest, more.pop("size_bytes", 100), runs, **more))
 
     def fail(self, key: tuple[int, int, int], kind: str, digest: str = "f") -> str:
-        return self.ask(rq.PutMember(*key, digest, 10, failure=(kind, "it broke")))
+        return self.ask(ev.PutMember(*key, digest, 10, failure=(kind, "it broke")))
 
     def fill(self, members: int, version: Version = V0) -> list[tuple[int, int, int]]:
         keys = self.lease(members, version)
@@ -90,13 +89,13 @@ class Machine:
         return keys
 
     def claim(self, step: int, lineage: int = 0, session: str = "L", *, ahead: bool = False) -> Batch:
-        return self.ask(rq.ClaimStep(session, lineage, step, ahead))
+        return self.ask(ev.ClaimStep(session, lineage, step, ahead))
 
     def train(self, step: int, lineage: int = 0, session: str = "L") -> Batch:
         """Claim, publish, ack."""
         batch = self.claim(step, lineage, session)
         self.publish(Version(lineage, step + 1), session)
-        self.ask(rq.Ack(session, Version(lineage, step)))
+        self.ask(ev.Ack(session, Version(lineage, step)))
         return batch
 
     def restart(self) -> None:

@@ -16,7 +16,7 @@ from jaxroll.clock import ManualClock
 from jaxroll.errors import StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Failed, Finished, Member, Message, Segment, Task, Version, VersionRef, VersionRun
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
 from jaxroll.store.log import schema
@@ -65,50 +65,50 @@ def lease(kept: Keeper, members: int, version: Version, request: str, name: str 
     """Members granted, with as many new prompts on offer."""
     fed = kept.state.prompts_issued
     offered = tuple((task(i), b"cursor%d" % (i + 1)) for i in range(fed, fed + members))
-    reply = kept.decide(rq.Lease(name, f"{name}-1", version, members, request, offered))
+    reply = kept.decide(ev.Lease(name, f"{name}-1", version, members, request, offered))
     return [] if isinstance(reply, StoreRefusal) else [(g.group, m, a) for g in reply.grants for m, a in g.members]
 
 
 def publish(kept: Keeper, version: Version) -> None:
-    kept.decide(rq.Publish("L", VersionRef(version, "tcp", "here", "d")))
+    kept.decide(ev.Publish("L", VersionRef(version, "tcp", "here", "d")))
 
 
 def eventful_history(kept: Keeper, clock: ManualClock) -> Iterator[None]:
     """A run with every kind of event; pauses between requests."""
-    v = kept.decide(rq.Begin("L", None))
+    v = kept.decide(ev.Begin("L", None))
     publish(kept, v)
     yield
     for key in lease(kept, 6, v, "a"):
         put(kept, key, v, reward=float(key[1]))
         yield
     for step in (0, 1):
-        kept.decide(rq.ClaimStep("L", 0, step))
+        kept.decide(ev.ClaimStep("L", 0, step))
         publish(kept, Version(0, step + 1))
-        kept.decide(rq.Ack("L", Version(0, step)))
+        kept.decide(ev.Ack("L", Version(0, step)))
         yield
         for i, key in enumerate(lease(kept, 4, Version(0, step + 1), f"b{step}")):
             fail(kept, key) if i == 3 else put(kept, key, Version(0, step + 1))
             yield
-    kept.decide(rq.Durable("L", Version(0, 1)))
+    kept.decide(ev.Durable("L", Version(0, 1)))
     lease(kept, 3, Version(0, 2), "c")
     yield
     clock.advance(SETTINGS.lease_s)
-    kept.decide(rq.Tick())
+    kept.decide(ev.Tick())
     yield
-    v = kept.decide(rq.Begin("L", Version(0, 1)))
+    v = kept.decide(ev.Begin("L", Version(0, 1)))
     publish(kept, v)
-    kept.decide(rq.ClaimStep("L", 1, 1))
+    kept.decide(ev.ClaimStep("L", 1, 1))
     publish(kept, Version(1, 2))
-    kept.decide(rq.Ack("L", Version(1, 1)))
+    kept.decide(ev.Ack("L", Version(1, 1)))
     yield
-    kept.decide(rq.Arrive("S", "S-1"))
+    kept.decide(ev.Arrive("S", "S-1"))
     for key in lease(kept, 8, Version(1, 2), "d")[:5]:
         put(kept, key, Version(1, 2))
         yield
     clock.advance(6.0)
-    kept.decide(rq.ClaimStep("L", 1, 2))
-    kept.decide(rq.EndData())
-    kept.decide(rq.Close("enough"))
+    kept.decide(ev.ClaimStep("L", 1, 2))
+    kept.decide(ev.EndData())
+    kept.decide(ev.Close("enough"))
     yield
 
 
@@ -137,17 +137,17 @@ async def long_run(
     settings = Settings(AgeLimiter(1.0, groups), group_size=2, steps=steps)
     log = Log(run_dir, **budgets)
     kept = Keeper(settings, log, ManualClock())
-    version = kept.decide(rq.Begin("L", None))
+    version = kept.decide(ev.Begin("L", None))
     publish(kept, version)
     for step in range(steps):
         for key in lease(kept, 2 * groups * 2, version, f"r{step}"):
             put(kept, key, version, tokens=tokens)
-        kept.decide(rq.ClaimStep("L", 0, step))
+        kept.decide(ev.ClaimStep("L", 0, step))
         version = Version(0, step + 1)
         publish(kept, version)
-        kept.decide(rq.Ack("L", Version(0, step)))
+        kept.decide(ev.Ack("L", Version(0, step)))
         if version.step % durable_every == 0:
-            kept.decide(rq.Durable("L", version))
+            kept.decide(ev.Durable("L", version))
         await log.committed()
         await log.tidy()  # a compaction that began is over: what is kept does not depend on the machine
     await log.close()

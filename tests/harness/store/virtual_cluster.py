@@ -17,7 +17,7 @@ from typing import Any
 from jaxroll.errors import Closed, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version, VersionRef, VersionRun
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import conservation_residual
@@ -102,7 +102,7 @@ class Cluster:
 
     def play(self, skipped: int = 50) -> Result:
         """Until all steps are trained."""
-        self.ask(rq.Begin("L", None))
+        self.ask(ev.Begin("L", None))
         self.publish(Version(0, 0), first=True)
         self.claim(0, 0.0)
         self.lease_all()
@@ -126,7 +126,7 @@ class Cluster:
         self.result.wasted = sum(state.tokens_expired.values())
         self.skipped = skipped
 
-    def ask(self, request: rq.Request) -> Any:
+    def ask(self, request: ev.Request) -> Any:
         reply = self.core.handle(request, self.now).reply
         if isinstance(reply, StoreRefusal):
             raise reply
@@ -154,7 +154,7 @@ class Cluster:
         members, version, name = self.free[sampler], self.versions[sampler], f"s{sampler}"
         prompts = offer(fed, fed + members // self.world.size + 1)
         try:
-            leases = self.ask(rq.Lease(name, name, version, members, f"r{next(self.requests)}", prompts))
+            leases = self.ask(ev.Lease(name, name, version, members, f"r{next(self.requests)}", prompts))
         except Closed:
             return
         except NoCredit:
@@ -181,14 +181,14 @@ class Cluster:
         self.asking[sampler] = False
         self.lease(sampler)
 
-    def fail(self, sampler: int, key: rq.Key, kind: str) -> None:
+    def fail(self, sampler: int, key: ev.Key, kind: str) -> None:
         self.result.failed += 1
-        self.ask(rq.PutMember(*key, f"{key}", 10, failure=(kind, "broken")))
+        self.ask(ev.PutMember(*key, f"{key}", 10, failure=(kind, "broken")))
         self.free[sampler] += 1
         self.lease(sampler)
 
-    def put(self, sampler: int, key: rq.Key, began: float) -> None:
-        self.ask(rq.PutMember(*key, f"{key}", 100, self.runs(sampler, began)))
+    def put(self, sampler: int, key: ev.Key, began: float) -> None:
+        self.ask(ev.PutMember(*key, f"{key}", 100, self.runs(sampler, began)))
         self.free[sampler] += 1
         if self.waiting is not None:
             self.claim(*self.waiting)
@@ -206,7 +206,7 @@ class Cluster:
 
     def claim(self, step: int, since: float) -> None:
         try:
-            batch = self.ask(rq.ClaimStep("L", 0, step))
+            batch = self.ask(ev.ClaimStep("L", 0, step))
         except NotReady:
             self.waiting = (step, since)
             return
@@ -225,14 +225,14 @@ class Cluster:
         after = Version(0, step + 1)
         if after.step % self.core.settings.limiter.publish_every == 0 or after.step == self.world.steps:
             self.publish(after)
-        self.ask(rq.Ack("L", Version(0, step)))
-        self.ask(rq.Durable("L", after))
+        self.ask(ev.Ack("L", Version(0, step)))
+        self.ask(ev.Durable("L", after))
         if after.step < self.world.steps:
             self.claim(after.step, self.now)
         self.lease_all()
 
     def publish(self, version: Version, first: bool = False) -> None:
-        self.ask(rq.Publish("L", VersionRef(version, "tcp", "here", "d")))
+        self.ask(ev.Publish("L", VersionRef(version, "tcp", "here", "d")))
         for sampler in range(self.world.samplers):
             self.later(0.0 if first else self.world.lag_s, lambda sampler=sampler: self.flip(sampler, version))
 

@@ -19,7 +19,6 @@ from typing import Any
 from jaxroll import wire
 from jaxroll.records import Task
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core import state as st
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core, decide
@@ -53,7 +52,7 @@ class Disk:
     def __init__(self) -> None:
         self.state: bytes | None = None
         self.events: list[bytes] = []
-        self.put: dict[tuple[int, int], rq.Recorded] = {}
+        self.put: dict[tuple[int, int], ev.Recorded] = {}
 
     def write(self, waiting: list[Waiting]) -> None:
         """Commits decisions, in order."""
@@ -61,7 +60,7 @@ class Disk:
             if entry.state is not None:
                 self.state, self.events = entry.state, []
             self.events += entry.events
-            self.put |= {(e.group, e.member): rq.Recorded(e.attempt, e.digest) for e in entry.puts}
+            self.put |= {(e.group, e.member): ev.Recorded(e.attempt, e.digest) for e in entry.puts}
 
     def recovered(self, settings: Settings, now: float) -> Core:
         """The machine that a new process recovers from it."""
@@ -123,10 +122,10 @@ class Store:
 
     def completed(self, request: Any, prompts: int) -> Any:
         """The request with what the service adds: prompts of the feeder, what the log knows of a group that ended."""
-        if isinstance(request, rq.Lease):
+        if isinstance(request, ev.Lease):
             tasks = (Task(i, (), "env", "{}", 0, str(i)) for i in range(self.fed, self.fed + prompts))
             return replace(request, prompts=tuple((task, b"%d" % (task.index + 1)) for task in tasks))
-        if isinstance(request, rq.PutMember) and self.core.state.find(request.group) is None:
+        if isinstance(request, ev.PutMember) and self.core.state.find(request.group) is None:
             self.sync()
             return replace(request, recorded=self.disk.put.get((request.group, request.member)))
         return request
@@ -181,7 +180,7 @@ class Store:
         if whole is not None:
             self.check_same(whole)
         self.compare(whole=True)
-        self.ask(rq.Open())
+        self.ask(ev.Open())
 
     def compact(self) -> None:
         """The state in place of the log, as of now."""
@@ -197,9 +196,9 @@ class Store:
     def check_told(self, request: Any, before: set[tuple], told: list[tuple]) -> None:
         """Check that holders are notified of lost leases at once, but not of those that expired or that they ended."""
         gone = before - self.ref.leases()
-        if isinstance(request, rq.Release | rq.Tick | rq.Arrive):
+        if isinstance(request, ev.Release | ev.Tick | ev.Arrive):
             gone = set()
-        elif isinstance(request, rq.PutMember):
+        elif isinstance(request, ev.PutMember):
             gone = {lease for lease in gone if lease[1][:2] != (request.group, request.member)}
         if len(set(told)) != len(told) or set(told) != gone:
             broken("11 holders learn of lost leases", f"{request}: {told} are reported, {gone} were lost")

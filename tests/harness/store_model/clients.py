@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxroll.records import Version, VersionRef, VersionRun
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import Batch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Sampler:
     name: str
     life: int = 0
     version: Version | None = None
-    holding: dict[rq.Key, list[VersionRun]] = field(default_factory=dict)
+    holding: dict[ev.Key, list[VersionRun]] = field(default_factory=dict)
     unsaid: list[tuple[Any, int, Heard]] = field(default_factory=list)
     leasing: bool = False
     broken: str = ""  # the kind with which nearly all that it does fails
@@ -63,7 +63,7 @@ class Sampler:
         elif roll < 0.94 and self.holding:
             key = rng.choice(list(self.holding))
             self.holding.pop(key)
-            world.ask(self, rq.Release((key,)), ignore)
+            world.ask(self, ev.Release((key,)), ignore)
         elif world.sent:
             put = rng.choice(world.sent)
             world.ask(self, replace(put, digest="other") if rng.random() < 0.3 else put, ignore)
@@ -76,7 +76,7 @@ class Sampler:
 
     def renew(self, world: World) -> None:
         """Say that it still works, and drops what was lost."""
-        world.ask(self, rq.Renew(self.session, tuple(self.holding)), self.drop)
+        world.ask(self, ev.Renew(self.session, tuple(self.holding)), self.drop)
 
     def drop(self, lost: Any) -> None:
         """Forget these leases, which other clients hold now."""
@@ -87,7 +87,7 @@ class Sampler:
         """Ask for work. Once the feeder has no more prompts, notify the store."""
         assert self.version is not None
         if world.prompts is not None and world.store.fed >= world.prompts and world.rng.random() < 0.5:
-            world.ask(None, rq.EndData(), ignore)
+            world.ask(None, ev.EndData(), ignore)
         self.leasing, life = True, self.life
 
         def heard(reply: Any) -> None:
@@ -97,10 +97,10 @@ class Sampler:
                 self.holding |= {key: [] for key in keys}
                 world.granted = [*world.granted[-20:], *keys]
 
-        request = rq.Lease(self.name, self.session, self.version, room, world.name("r"))
+        request = ev.Lease(self.name, self.session, self.version, room, world.name("r"))
         world.ask(self, request, heard, world.ready(room // world.rules.size + 1))
 
-    def sample(self, world: World, key: rq.Key) -> None:
+    def sample(self, world: World, key: ev.Key) -> None:
         """More tokens at the sampler's version of now, or the end of the member, or its failure."""
         assert self.version is not None
         runs, rng = self.holding[key], world.rng
@@ -115,7 +115,7 @@ class Sampler:
         if self.broken and world.faults and rng.random() < 0.8:
             failure = (self.broken, "broken")
         sampled, reward = () if failure else tuple(runs), rng.choice(REWARDS)
-        put = rq.PutMember(*key, world.name("d"), rng.choice(BYTES), sampled, failure, reward=reward)
+        put = ev.PutMember(*key, world.name("d"), rng.choice(BYTES), sampled, failure, reward=reward)
         world.sent = [*world.sent[-40:], put]
         world.ask(self, put, ignore)
 
@@ -124,10 +124,10 @@ class Sampler:
         self.life += 1
         self.version, self.holding, self.unsaid, self.leasing = None, {}, [], False
         if says_hello:
-            world.ask(self, rq.Arrive(self.name, self.session), ignore)
+            world.ask(self, ev.Arrive(self.name, self.session), ignore)
 
 
-def wrong_put(world: World) -> rq.PutMember:
+def wrong_put(world: World) -> ev.PutMember:
     """A put that no honest sampler sends: wrong attempt, group, member, or versions that are not, or go back."""
     rng = world.rng
     held = [key for s in world.samplers for key in s.holding]
@@ -149,7 +149,7 @@ def wrong_put(world: World) -> rq.PutMember:
     elif kind == 4:
         runs = [(VersionRun(Version(0, 1), 1), *runs[0])]
     failure = ("INFRA", "injected") if rng.random() < 0.2 else None
-    return rq.PutMember(group, member, attempt, world.name("wrong"), 100, rng.choice(runs), failure)
+    return ev.PutMember(group, member, attempt, world.name("wrong"), 100, rng.choice(runs), failure)
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Learner:
         elif roll < 0.06 * world.faults:
             self.ask_oddly(world)
         elif self.batch is not None:
-            self.say(world, rq.Ack(self.session, Version(self.version.lineage, self.batch.step)), self.acked)
+            self.say(world, ev.Ack(self.session, Version(self.version.lineage, self.batch.step)), self.acked)
         elif roll < 0.2:
             world.checkpoints.append((self.version, self.line))
         elif roll < 0.35 and world.checkpoints:
@@ -194,7 +194,7 @@ class Learner:
             ahead, self.ahead = self.ahead, None
             self.claimed(world)(ahead)
         else:
-            self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step), self.claimed(world))
+            self.say(world, ev.ClaimStep(self.session, self.version.lineage, self.version.step), self.claimed(world))
 
     def claim_ahead(self, world: World) -> None:
         """Ask for the batch of the step after; trains on it when its time comes."""
@@ -203,7 +203,7 @@ class Learner:
         def keep(batch: Batch) -> None:
             self.ahead = batch
 
-        self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step + 1, ahead=True), keep)
+        self.say(world, ev.ClaimStep(self.session, self.version.lineage, self.version.step + 1, ahead=True), keep)
 
     def say(self, world: World, request: Any, heard: Heard) -> None:
         """Make one call at a time. A learner that is refused as stale ends."""
@@ -227,14 +227,14 @@ class Learner:
             self.version, self.line, self.to_publish = version, checkpoint[1], True
             self.batch = self.ahead = None
 
-        self.say(world, rq.Begin(self.session, checkpoint[0], self.fork), begun)
+        self.say(world, ev.Begin(self.session, checkpoint[0], self.fork), begun)
 
     def publish(self, world: World, step: int) -> None:
         """Weights after `step` claims."""
         assert self.version is not None
         self.to_publish = False
         snapshot = VersionRef(Version(self.version.lineage, step), "tcp", world.name("at"), "digest")
-        self.say(world, rq.Publish(self.session, snapshot), ignore)
+        self.say(world, ev.Publish(self.session, snapshot), ignore)
 
     def claimed(self, world: World) -> Heard:
         """Train on what comes."""
@@ -255,22 +255,22 @@ class Learner:
     def make_durable(self, world: World) -> None:
         """Say that its newest checkpoint is on disk."""
         version, line = world.checkpoints[-1]
-        self.say(world, rq.Durable(self.session, version), lambda reply: world.durable(version, line))
+        self.say(world, ev.Durable(self.session, version), lambda reply: world.durable(version, line))
 
     def ask_oddly(self, world: World) -> None:
         """Something old, something early, something asked twice: none of it may change anything."""
         assert self.version is not None
         lineage, step, odd = self.version.lineage, self.version.step, world.rng.randint(-3, 3)
         request = world.rng.choice((
-            rq.ClaimStep(self.session, lineage, step - abs(odd)),
-            rq.ClaimStep(self.session, lineage, step + 1 + abs(odd)),
-            rq.ClaimStep(self.session, lineage + odd, step),
-            rq.Ack(self.session, Version(lineage, step + 2 + abs(odd))),
-            rq.Ack(self.session, Version(lineage, max(0, step - 1 - abs(odd)))),
-            rq.Durable(self.session, Version(lineage, step + 2 + abs(odd))),
-            rq.Durable(self.session, Version(lineage + 1 + abs(odd), step)),
-            rq.Publish(self.session, VersionRef(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
-            rq.Publish(self.session, VersionRef(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
+            ev.ClaimStep(self.session, lineage, step - abs(odd)),
+            ev.ClaimStep(self.session, lineage, step + 1 + abs(odd)),
+            ev.ClaimStep(self.session, lineage + odd, step),
+            ev.Ack(self.session, Version(lineage, step + 2 + abs(odd))),
+            ev.Ack(self.session, Version(lineage, max(0, step - 1 - abs(odd)))),
+            ev.Durable(self.session, Version(lineage, step + 2 + abs(odd))),
+            ev.Durable(self.session, Version(lineage + 1 + abs(odd), step)),
+            ev.Publish(self.session, VersionRef(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
+            ev.Publish(self.session, VersionRef(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
         ))  # fmt: skip
         world.ask(None, request, ignore)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import LEASED, broken
 from tests.harness.store_model.learner import LearnerSide
 
@@ -83,7 +83,7 @@ class Holders(LearnerSide):
         """True if `name` gets one member at a time."""
         return self.health.get(name, {"rests": 0})["rests"] >= TRIAL
 
-    def is_at_rest(self, r: rq.Lease, reply: Any, now: float) -> bool:
+    def is_at_rest(self, r: ev.Lease, reply: Any, now: float) -> bool:
         """True if the caller gets nothing because its members failed: only then the refusal must give that reason."""
         busy = any(m["status"] == LEASED and m["name"] == r.name for g in self.open.values() for m in g["members"])
         due = self.rests(r.name, now) or (self.on_trial(r.name) and busy)

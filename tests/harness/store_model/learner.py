@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import DONE, DROPPED, FREE, LEASED, Books, Fact, Rules, broken, whole_groups
 
 
@@ -68,7 +68,7 @@ class LearnerSide(Books):
         other = not self.learner or session != self.learner or lineage not in (None, len(self.lines) - 1)
         return {"StaleClient"} if other else set()
 
-    def on_Begin(self, r: rq.Begin, reply: Any, now: float) -> None:
+    def on_Begin(self, r: ev.Begin, reply: Any, now: float) -> None:
         lineage, step = (0, 0) if r.durable is None else (r.durable.lineage, r.durable.step)
         if r.fork and r.fork not in self.forks:
             return self.fork(r, lineage, step, reply)
@@ -106,7 +106,7 @@ class LearnerSide(Books):
         self.published = None
         self.asked.clear()
 
-    def fork(self, r: rq.Begin, lineage: int, step: int, reply: Any) -> None:
+    def fork(self, r: ev.Begin, lineage: int, step: int, reply: Any) -> None:
         """A new lineage whose claims from `step` on are made again, of all prompts that had not ended by then."""
         known = lineage < len(self.lines) and (step == 0 or self.branch(lineage, step) in self.cuts)
         durable = known and (step == 0 or self.made(lineage, step) in self.durable_made)
@@ -156,7 +156,7 @@ class LearnerSide(Books):
         if again:
             broken("expired groups are re-issued", f"{again} without an expired group")
 
-    def on_Publish(self, r: rq.Publish, reply: Any, now: float) -> None:
+    def on_Publish(self, r: ev.Publish, reply: Any, now: float) -> None:
         version = r.snapshot.version
         no = self.stale_learner(r.session, version.lineage)
         if not self.base() <= version.step <= self.next_claim:
@@ -166,7 +166,7 @@ class LearnerSide(Books):
             self.published = (version.lineage, version.step, r.snapshot.address)
             self.newest[-1] = version.step
 
-    def on_Ack(self, r: rq.Ack, reply: Any, now: float) -> None:
+    def on_Ack(self, r: ev.Ack, reply: Any, now: float) -> None:
         no = self.stale_learner(r.session, r.version.lineage)
         if r.version.step > self.acked or r.version.step >= self.next_claim:
             no.add("StaleClient")
@@ -174,7 +174,7 @@ class LearnerSide(Books):
         if not no:
             self.acked = max(self.acked, r.version.step + 1)
 
-    def on_Durable(self, r: rq.Durable, reply: Any, now: float) -> None:
+    def on_Durable(self, r: ev.Durable, reply: Any, now: float) -> None:
         no = self.stale_learner(r.session)
         if not self.on_line(r.version.lineage, r.version.step) or r.version.step > self.acked:
             no.add("StaleClient")
@@ -194,7 +194,7 @@ class LearnerSide(Books):
 
     # --- claims
 
-    def on_ClaimStep(self, r: rq.ClaimStep, reply: Any, now: float) -> None:
+    def on_ClaimStep(self, r: ev.ClaimStep, reply: Any, now: float) -> None:
         no = self.stale_learner(r.session, r.lineage)
         if r.step < self.durable or r.step > self.next_claim:
             no.add("StaleClient")

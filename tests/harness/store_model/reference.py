@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import DONE, DROPPED, FREE, LEASED, Fact, broken
 from tests.harness.store_model.holders import AVOID_S, SEEN_S
 from tests.harness.store_model.shares import Deal, Sharing
@@ -31,7 +31,7 @@ class Reference(Sharing):
 
     # --- leases
 
-    def on_Arrive(self, r: rq.Arrive, reply: Any, now: float) -> None:
+    def on_Arrive(self, r: ev.Arrive, reply: Any, now: float) -> None:
         if self.sessions.get(r.name) != r.session:
             self.asked.pop(self.sessions.get(r.name, ""), None)
             self.sessions[r.name] = r.session
@@ -40,7 +40,7 @@ class Reference(Sharing):
             if health := self.health.get(r.name):
                 health |= {"failures": 0, "at": None}
 
-    def on_Renew(self, r: rq.Renew, reply: Any, now: float) -> None:
+    def on_Renew(self, r: ev.Renew, reply: Any, now: float) -> None:
         for key in r.members:
             if held := self.holds(r.session, key):
                 member = self.open[key[0]]["members"][key[1]]
@@ -48,14 +48,14 @@ class Reference(Sharing):
             if held == (key in reply) and self.finished.get(key[:2], (0,))[0] != key[2]:  # a put on its way is no loss
                 broken("11 leases are renewed", f"{key} is {'lost' if held else 'kept'} by {reply}")
 
-    def on_Release(self, r: rq.Release, reply: Any, now: float) -> None:
+    def on_Release(self, r: ev.Release, reply: Any, now: float) -> None:
         keys = {key[:2]: key[2] for key in r.members}
         for gid, number in keys.keys() & {(g, m) for g in self.open for m in range(self.rules.members)}:
             member = self.open[gid]["members"][number]
             if member["status"] == LEASED and member["attempt"] == keys[gid, number]:
                 member["status"] = FREE
 
-    def on_Tick(self, r: rq.Tick, reply: Any, now: float) -> None:
+    def on_Tick(self, r: ev.Tick, reply: Any, now: float) -> None:
         if not r.stalled_s:
             return self.free(lambda m: m["deadline"] <= now)
         for group in self.open.values():  # a suspended store extends leases instead of expiring them all
@@ -68,7 +68,7 @@ class Reference(Sharing):
             health["at"] = None if health["at"] is None else health["at"] + r.stalled_s
         return None
 
-    def on_Lease(self, r: rq.Lease, reply: Any, now: float) -> None:
+    def on_Lease(self, r: ev.Lease, reply: Any, now: float) -> None:
         if no := self.lease_refusals(r):
             return self.one_of(reply, no, "11 typed ends")
         if isinstance(reply, Exception):
@@ -100,7 +100,7 @@ class Reference(Sharing):
             broken("failures", f"{given}: a DATA failure would repeat itself with the same key")
         return None
 
-    def note_seen(self, r: rq.Lease, grants: dict, reply: Any, before: float | None, now: float) -> None:
+    def note_seen(self, r: ev.Lease, grants: dict, reply: Any, before: float | None, now: float) -> None:
         """Note the presence of a sampler that gets work, or could do some and gets none."""
         idle = isinstance(reply, Exception) and self.published is not None and r.version.step >= self.published[1]
         if grants or (idle and (before is None or now - before >= SEEN_S)):
@@ -113,7 +113,7 @@ class Reference(Sharing):
             broken("7 slow samplers", f"{reply}, and {name} should{'' if due else ' not'} yield: idle {self.idle}")
         return refused
 
-    def lease_refusals(self, r: rq.Lease) -> set[str]:
+    def lease_refusals(self, r: ev.Lease) -> set[str]:
         no, version = set(), (r.version.lineage, r.version.step)
         over = self.data_ended and not self.open and self.acked >= self.next_claim
         if self.closed or over or self.acked >= self.rules.steps:
@@ -126,7 +126,7 @@ class Reference(Sharing):
             no.add("StaleClient")
         return no
 
-    def grant(self, r: rq.Lease, gid: int, number: int, attempt: int, now: float) -> None:
+    def grant(self, r: ev.Lease, gid: int, number: int, attempt: int, now: float) -> None:
         group = self.open[gid]
         member = group["members"][number]
         if attempt <= max(member["attempt"], member["fenced"]):
@@ -136,7 +136,7 @@ class Reference(Sharing):
         member["deadline"] = now + self.rules.lease_s
         group["leased_at"] = now if group["leased_at"] is None else group["leased_at"]
 
-    def grant_retries(self, r: rq.Lease, grants: dict, deal: Deal, now: float) -> tuple[dict, int, bool]:
+    def grant_retries(self, r: ev.Lease, grants: dict, deal: Deal, now: float) -> tuple[dict, int, bool]:
         """Follow the grants of members that open groups miss: in order, within the window, none passed over.
 
         Returns the grants that are left, what is left of the asker's share, and whether new prompts may follow.
@@ -163,7 +163,7 @@ class Reference(Sharing):
         return grants, room, goes_on or room <= 0
 
     def grant_prompts(
-        self, r: rq.Lease, grants: dict, room: int, may_follow: bool, used: int, deal: Deal, now: float
+        self, r: ev.Lease, grants: dict, room: int, may_follow: bool, used: int, deal: Deal, now: float
     ) -> None:
         """Follow the groups made of new prompts."""
         least, most = self.window(self.base() - r.version.step)
@@ -224,7 +224,7 @@ class Reference(Sharing):
 
     # --- puts
 
-    def on_PutMember(self, r: rq.PutMember, reply: Any, now: float) -> None:
+    def on_PutMember(self, r: ev.PutMember, reply: Any, now: float) -> None:
         self.one_of(reply, self.put_answers(r), "2 idempotent put")
         member = self.member(r.group, r.member)
         if member is None or reply != "OK" or member["status"] in (DONE, DROPPED):
@@ -249,7 +249,7 @@ class Reference(Sharing):
         if self.open[r.group]["place"] is not None:
             self.judge(r.group)
 
-    def put_answers(self, r: rq.PutMember) -> set[str]:
+    def put_answers(self, r: ev.PutMember) -> set[str]:
         """The answers that promise 2 allows."""
         if not 0 <= r.group < self.next_group or not 0 <= r.member < self.rules.members:
             return (
@@ -270,7 +270,7 @@ class Reference(Sharing):
             return also or {"Conflict"}
         return {"OK"} if r.failure is not None else self.run_answers(r)
 
-    def run_answers(self, r: rq.PutMember) -> set[str]:
+    def run_answers(self, r: ev.PutMember) -> set[str]:
         """Versions must have been published, lie on the line, and only grow."""
         runs = [(run.version.lineage, run.version.step, run.count) for run in r.runs]
         wrong = (
@@ -285,7 +285,7 @@ class Reference(Sharing):
                 wrong = True
         return {"StaleClient"} if wrong else {"OK"}
 
-    def fail(self, r: rq.PutMember, member: dict, kind: str, now: float) -> None:
+    def fail(self, r: ev.PutMember, member: dict, kind: str, now: float) -> None:
         """INFRA is tried again after a rest, DATA at once with another key, neither forever."""
         member["failed"][r.attempt] = r.digest
         member[kind] += 1
@@ -311,15 +311,15 @@ class Reference(Sharing):
 
     # --- the end
 
-    def on_EndData(self, r: rq.EndData, reply: Any, now: float) -> None:
+    def on_EndData(self, r: ev.EndData, reply: Any, now: float) -> None:
         self.data_ended = True
 
-    def on_Close(self, r: rq.Close, reply: Any, now: float) -> None:
+    def on_Close(self, r: ev.Close, reply: Any, now: float) -> None:
         said = [f[2] for f in self.take("closed")]
         if said != ([] if self.closed else [r.reason]):
             broken("11 typed ends", f"closed by {r.reason}, the log says {said}")
         self.closed = self.closed or r.reason
 
-    def on_Open(self, r: rq.Open, reply: Any, now: float) -> None:
+    def on_Open(self, r: ev.Open, reply: Any, now: float) -> None:
         if self.closed and self.acked < self.rules.steps:
             self.closed, self.rejected = "", 0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import FREE
 from tests.harness.store_model.holders import Holders
 
@@ -48,7 +48,7 @@ class Sharing(Holders):
         self.avoided += len(mine) < len(free)
         return mine
 
-    def deal(self, r: rq.Lease, now: float) -> Deal:
+    def deal(self, r: ev.Lease, now: float) -> Deal:
         """The caller's share, given the samplers that were refused because there was no work."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         others = [space for name, (at, space) in self.rooms.items()
@@ -62,7 +62,7 @@ class Sharing(Holders):
         at_head = elsewhere or (mode == "auto" and self.awaited)
         return Deal(room, most, fraction, at_head, elsewhere, head, self.rules.window == "full")
 
-    def there(self, r: rq.Lease, now: float) -> int:
+    def there(self, r: ev.Lease, now: float) -> int:
         """Members that the window lets a sampler of this version begin."""
         _, most = self.window(self.base() - r.version.step)
         found, unpublished = 0, self.unpublished()
@@ -76,7 +76,7 @@ class Sharing(Holders):
         groups = min(most - unpublished, steps_left) - len(self.open)
         return found + max(0, groups) * self.rules.members
 
-    def note_room(self, r: rq.Lease, grants: dict, reply: str, now: float) -> None:
+    def note_room(self, r: ev.Lease, grants: dict, reply: str, now: float) -> None:
         """Note a sampler's room: it has room only if the window alone refused it."""
         if grants:
             self.rooms.pop(r.name, None)

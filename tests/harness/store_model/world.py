@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import Rules, broken
 from tests.harness.store_model.checked_store import Store
 from tests.harness.store_model.clients import Heard, Learner, Sampler, ignore, wrong_put
@@ -69,8 +69,8 @@ class World:
         self.zombie: Learner | None = None
         self.checkpoints: list[tuple[Version, tuple]] = []  # on the learner's disk, with what made them
         self.listening: list[tuple[Any, Any, int, Heard, Any]] = []  # client, request, prompts, what to do, the answer
-        self.sent: list[rq.PutMember] = []
-        self.granted: list[rq.Key] = []
+        self.sent: list[ev.PutMember] = []
+        self.granted: list[ev.Key] = []
 
     def run(self) -> None:
         """Raise Broken where the store does not keep a promise."""
@@ -136,11 +136,11 @@ class World:
         elif roll < 88:
             self.learner.act(self)
         elif roll < 92:
-            self.ask(None, rq.Tick(), ignore)
+            self.ask(None, ev.Tick(), ignore)
         elif roll < 93:
             self.do("compact")
         elif roll < 93.5:
-            self.ask(None, rq.Arrive("evaluator", f"e{rng.randint(0, 3)}"), ignore)
+            self.ask(None, ev.Arrive("evaluator", f"e{rng.randint(0, 3)}"), ignore)
         elif roll < 97 and self.hostile:
             self.ask(None, wrong_put(self), ignore)
         else:
@@ -159,9 +159,9 @@ class World:
             self.kill_learner()
         elif roll < 3.4:
             self.do("wait", 30.0)
-            self.ask(None, rq.Tick(30.0), ignore)
+            self.ask(None, ev.Tick(30.0), ignore)
         elif roll < 3.5:
-            self.ask(None, rq.Close("by hand"), ignore)
+            self.ask(None, ev.Close("by hand"), ignore)
         elif self.zombie is not None:
             self.zombie.act(self)
 
@@ -217,7 +217,7 @@ class World:
             self.do("wait", 0.6)
             if self.store.ref.closed:  # the filter rejected too much: the operator starts the run again
                 self.crash()
-            self.ask(None, rq.Tick(), ignore)
+            self.ask(None, ev.Tick(), ignore)
             self.train()
             for s in self.samplers:
                 self.work(s)

@@ -15,7 +15,7 @@ import pytest
 from jaxroll.errors import Closed, Fenced, NoCredit
 from jaxroll.policy.health import ALONE_S, LONGEST_S, TRIP
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status, waits
 from jaxroll.store.core.state import next_deadline_s
 from tests.harness.store.machine import V0, Machine
@@ -122,7 +122,7 @@ def failing(names: tuple[str, ...] = ("A", "B"), **rules) -> Machine:
     m = Machine(alpha=4.0, batch=4, size=2, steps=50, lease_s=1000.0, **rules)
     m.start()
     for name in names:
-        m.ask(rq.Arrive(name, f"{name}-1"))
+        m.ask(ev.Arrive(name, f"{name}-1"))
     return m
 
 
@@ -200,7 +200,7 @@ def test_failed_trials_double_the_rest() -> None:
         health = m.state.holders["A"]
         rests.append(health.rest_s)
         m.now += health.rest_s + 0.1
-        m.ask(rq.Renew("B-1", tuple((g, n, s.attempt) for g, group in m.state.open.items()
+        m.ask(ev.Renew("B-1", tuple((g, n, s.attempt) for g, group in m.state.open.items()
                                     for n, s in enumerate(group.slots) if s.holder == "B")))  # fmt: skip
     assert rests[:4] == [4.0, 8.0, 16.0, 32.0] and rests[-1] == LONGEST_S
 
@@ -211,7 +211,7 @@ def test_a_holder_that_comes_back_as_another_process_need_not_wait_but_is_on_tri
     m.fail(key, "INFRA")
     with pytest.raises(NoCredit, match="resting"):
         m.lease(4, name="A")
-    m.ask(rq.Arrive("A", "A-2"))
+    m.ask(ev.Arrive("A", "A-2"))
     assert len(m.lease(4, name="A", session="A-2")) == 1
 
 
@@ -259,7 +259,7 @@ def test_the_slow_one_is_not_waited_for_while_a_quick_one_is_there() -> None:
             m.put(key, V0)
     keys = m.lease(2, name="A")
     m.now += 60.0
-    m.ask(rq.Renew("B-1", ()))
+    m.ask(ev.Renew("B-1", ()))
     m.lease(1, name="B")
     m.put(keys[0], Version(0, 0))
     with pytest.raises(NoCredit, match=r"resting: A .*longer"):
@@ -275,7 +275,7 @@ def test_members_of_less_than_a_second_are_slow_beside_nobody() -> None:
             m.put(key, V0)
     keys = m.lease(2, name="A")
     m.now += 0.5
-    m.ask(rq.Renew("B-1", ()))
+    m.ask(ev.Renew("B-1", ()))
     m.lease(1, name="B")
     m.put(keys[0], Version(0, 0))
     assert m.lease(4, name="A")
@@ -331,7 +331,7 @@ def test_a_new_process_under_the_name_of_an_unreliable_holder_gets_work() -> Non
     m = broken_in_part()
     m.lease(2, name="A")
     idle(m)
-    m.ask(rq.Arrive("A", "A-2"))
+    m.ask(ev.Arrive("A", "A-2"))
     assert m.lease(1, name="A", session="A-2")
 
 

@@ -7,7 +7,6 @@ import pytest
 from jaxroll.errors import Closed, NotReady, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.invariants import Seen, impossible
 from jaxroll.store.core.state import next_straggler_s, straggler_due
 from tests.harness.store.machine import V0, Machine
@@ -162,7 +161,7 @@ def test_the_end_of_the_data_gives_a_short_batch_and_then_closes() -> None:
     m.prompts = 3
     m.start()
     m.fill(6)
-    m.ask(rq.EndData())
+    m.ask(ev.EndData())
     m.train(0)
     assert len(m.train(1).groups) == 1
     with pytest.raises(Closed, match="end of data"):

@@ -14,8 +14,8 @@ from jaxroll.errors import ConfigError, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy import selection
 from jaxroll.policy.limiter import AgeLimiter, Share
 from jaxroll.records import Version
+from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import MemberChooser
 from jaxroll.store.core.state import State, base_step
 from tests.harness.store.machine import Machine
@@ -29,8 +29,8 @@ class Greedy:
         self.machine, self.hold_back = machine, hold_back
         self.version, self.session = machine.start(), "L"
         self.serving = self.version
-        self.work: dict[rq.Key, int] = {}
-        self.drawn: dict[rq.Key, Version] = {}
+        self.work: dict[ev.Key, int] = {}
+        self.drawn: dict[ev.Key, Version] = {}
         self.age_max = 0
 
     def round(self) -> bool:
@@ -56,7 +56,7 @@ class Greedy:
         if after.step % m.core.settings.limiter.publish_every == 0:
             m.publish(after, self.session)
             self.serving = after
-        m.ask(rq.Ack(self.session, self.version))
+        m.ask(ev.Ack(self.session, self.version))
         self.version = after
         return True
 
@@ -124,7 +124,7 @@ def test_publish_every() -> None:
 # --- retries behind new prompts
 
 
-def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, taker: MemberChooser, now_s: float):
+def only_when_no_prompt_is_left(settings, state: State, r: ev.Lease, share: Share, taker: MemberChooser, now_s: float):
     """The trap: what is free in open groups waits until no new prompt may be issued."""
     used, events, grants, refused = leases._lease_prompts(settings, state, r, share, r.max_members)
     return events, grants, r.max_members - sum(len(g.members) for g in grants), refused or ("later" if used else "")
@@ -134,11 +134,11 @@ def test_retries_come_before_new_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     m = Machine(alpha=2.0, batch=2, size=1)
     m.start()
     keys = m.lease(3)
-    m.ask(rq.Release((keys[0],)))
+    m.ask(ev.Release((keys[0],)))
     assert m.lease(2) == [(0, 0, 2), (3, 0, 1)]
-    m.ask(rq.Release(((0, 0, 2),)))
+    m.ask(ev.Release(((0, 0, 2),)))
     assert m.lease(1) == [(0, 0, 3)]
-    m.ask(rq.Release(((0, 0, 3),)))
+    m.ask(ev.Release(((0, 0, 3),)))
     monkeypatch.setattr(leases, "_lease_open", only_when_no_prompt_is_left)
     assert m.lease(1) == [(4, 0, 1)], "with the trap the head waits for every prompt behind it"
 
@@ -146,11 +146,11 @@ def test_retries_come_before_new_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_retries_are_admitted_though_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry is asked with the groups before it, not with all: its own group already holds its credit."""
 
-    def lost_in_a_full_window() -> list[rq.Key]:
+    def lost_in_a_full_window() -> list[ev.Key]:
         m = Machine(alpha=1.0, batch=2, size=1)
         m.start()
         keys = m.lease(100)
-        m.ask(rq.Release((keys[0],)))
+        m.ask(ev.Release((keys[0],)))
         return m.lease(1)
 
     assert lost_in_a_full_window() == [(0, 0, 2)]
@@ -238,7 +238,7 @@ def replaying() -> Greedy:
     greedy.version = greedy.serving = m.start(Version(0, 1), "L2")
     assert m.state.next_claim == 6, "five claims to be replayed"
     m.now = 100.0
-    m.ask(rq.Tick())
+    m.ask(ev.Tick())
     before = dict(m.state.expired)
     greedy.run(14)
     assert m.state.expired == before, "what was sampled during the replay is trained"

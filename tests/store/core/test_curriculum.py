@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.curriculum import Curriculum
+from jaxroll.policy.limiter import Curriculum
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import status
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.state import Question, State
@@ -77,7 +76,7 @@ def test_a_question_that_is_always_solved_does_not_return_and_the_log_replays() 
     m.train(0)
     tasks = [e.task for e in m.log if isinstance(e, ev.Issued)]
     offered = tuple((task, b"later%d" % place) for place, task in enumerate([*tasks, *tasks]))
-    m.ask(rq.Lease("S", "S-1", Version(0, 1), 4, "again", offered))
+    m.ask(ev.Lease("S", "S-1", Version(0, 1), 4, "again", offered))
     again = [e.task.question_hash for e in m.log if isinstance(e, ev.Issued)][2:]
     assert again == [tasks[1].question_hash] * 2
     assert m.state.cursor == b"later3"

@@ -7,7 +7,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import Closed, NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core import state
 from jaxroll.store.core.admission import checkpoint_wanted, status, waits
 from jaxroll.store.core.machine import Core
@@ -22,7 +22,7 @@ def short_of_prompts(prompts: int, **rules) -> Machine:
     m.prompts = prompts
     m.start()
     m.fill(100)
-    m.ask(rq.EndData())
+    m.ask(ev.EndData())
     return m
 
 
@@ -53,7 +53,7 @@ def test_a_batch_that_is_whole_is_not_dropped_and_unfinished_groups_are() -> Non
     m.prompts = 3
     m.start()
     keys = m.lease(6)
-    m.ask(rq.EndData())
+    m.ask(ev.EndData())
     for key in keys[:3]:
         m.put(key)
     with pytest.raises(NotReady):
@@ -88,7 +88,7 @@ def test_no_more_groups_are_kept_than_the_buffer_holds() -> None:
     assert len(m.lease(100, Version(0, 1))) == 1, "two open, two trained but not durable, one more"
     with pytest.raises(NoCredit, match="retention"):
         m.lease(100, Version(0, 1))
-    m.ask(rq.Durable("L", Version(0, 1)))
+    m.ask(ev.Durable("L", Version(0, 1)))
     assert not checkpoint_wanted(m.core.settings, m.state)
     assert len(m.lease(100, Version(0, 1))) == 1
 
@@ -117,7 +117,7 @@ def test_without_a_buffer_only_bytes_limit() -> None:
 
 def graded(m: Machine, group: int, *rewards: float, tokens: int = 5) -> None:
     for member, reward in enumerate(rewards):
-        m.ask(rq.PutMember(group, member, 1, "d", 100, (VersionRun(V0, tokens),), reward=reward))
+        m.ask(ev.PutMember(group, member, 1, "d", 100, (VersionRun(V0, tokens),), reward=reward))
 
 
 def test_difficulty_is_counted_when_a_group_is_claimed_and_once() -> None:
@@ -177,7 +177,7 @@ def test_reissues_are_counted_by_the_length_of_what_ended() -> None:
     m.train(0)
     keys = m.lease(4, Version(0, 1))
     for key, tokens in zip(keys, (5, 128), strict=False):
-        m.ask(rq.PutMember(*key, "d", 100, (VersionRun(V0, tokens),)))
+        m.ask(ev.PutMember(*key, "d", 100, (VersionRun(V0, tokens),)))
     with pytest.raises(NotReady):
         m.claim(1)
     report = status(m.core.settings, m.state)
@@ -200,7 +200,7 @@ def test_finished_members_are_counted_with_their_lengths_trained_or_lost() -> No
     assert status(m.core.settings, m.state)["lengths"] == {"trained": [2, 20], "lost": [0, 0]}
     keys = m.lease(3, Version(0, 1))
     for key, tokens in zip(keys, (10, 10, 70), strict=True):
-        m.ask(rq.PutMember(*key, "d", 100, (VersionRun(Version(0, 1), tokens),)))
+        m.ask(ev.PutMember(*key, "d", 100, (VersionRun(Version(0, 1), tokens),)))
     m.train(1)
     assert m.state.tokens_expired == {"surplus": 70}
     assert status(m.core.settings, m.state)["lengths"] == {"trained": [4, 40], "lost": [1, 70]}
@@ -235,7 +235,7 @@ def test_of_two_learners_the_later_one_trains_and_the_other_is_told() -> None:
 
 
 def durable(m: Machine, session: str) -> None:
-    m.ask(rq.Durable(session, V0))
+    m.ask(ev.Durable(session, V0))
 
 
 @pytest.mark.parametrize(

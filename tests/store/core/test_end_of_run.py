@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import Closed
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import waits
 from tests.harness.store.machine import Machine
 
 
 def test_a_closed_run_leases_and_claims_nothing_but_takes_what_is_on_its_way(machine: Machine) -> None:
     keys = machine.lease(2)
-    machine.ask(rq.Close("stopped by hand"))
-    machine.ask(rq.Close("another reason"))
+    machine.ask(ev.Close("stopped by hand"))
+    machine.ask(ev.Close("another reason"))
     for attempt in (lambda: machine.lease(1), lambda: machine.claim(0), lambda: machine.start(None, "L2")):
         with pytest.raises(Closed, match="stopped by hand"):
             attempt()
     assert machine.put(keys[0]) == "OK"
-    machine.ask(rq.Open())
+    machine.ask(ev.Open())
     assert machine.lease(1)
 
 

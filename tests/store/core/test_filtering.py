@@ -8,7 +8,6 @@ from jaxroll.errors import Closed, NoCredit, NotReady
 from jaxroll.policy.selection import Filter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.invariants import Seen, impossible
 from jaxroll.store.core.state import State, outstanding
 from jaxroll.store.log.replay import broken_by
@@ -60,9 +59,9 @@ def test_a_put_of_a_rejected_group_is_acknowledged_again() -> None:
     m = started()
     m.lease(4)
     put_group(m, 0, 1.0, 1.0)
-    again = rq.PutMember(0, 0, 1, "0.0", 100, (), None, rq.Recorded(1, "0.0"))
+    again = ev.PutMember(0, 0, 1, "0.0", 100, (), None, ev.Recorded(1, "0.0"))
     assert m.ask(again) == "OK"
-    assert m.ask(rq.PutMember(0, 1, 2, "new", 100)) == "SURPLUS"
+    assert m.ask(ev.PutMember(0, 1, 2, "new", 100)) == "SURPLUS"
 
 
 def test_a_task_that_teaches_nothing_ends_the_run_by_name() -> None:
@@ -78,7 +77,7 @@ def test_a_task_that_teaches_nothing_ends_the_run_by_name() -> None:
         m.lease(2)
     with pytest.raises(Closed, match=r"schedule\.filter"):
         m.claim(0)
-    m.ask(rq.Open())  # the next start of the store gives it as many again
+    m.ask(ev.Open())  # the next start of the store gives it as many again
     assert (m.state.closed, m.state.filtered) == ("", 0)
 
 
@@ -114,7 +113,7 @@ def test_the_last_prompts_may_all_be_rejected() -> None:
     m = started()
     m.prompts = 2
     m.lease(4)
-    m.ask(rq.EndData())
+    m.ask(ev.EndData())
     put_group(m, 0, 1.0, 1.0)
     put_group(m, 1, 0.0, 0.0)
     with pytest.raises(Closed, match="end of data"):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jaxroll.errors import Closed, NoCredit, StaleClient
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import Batch, Lineage
 from jaxroll.store.core.training import origin, shared_steps
 from tests.harness.store.machine import V0, Machine, offer
@@ -21,7 +21,7 @@ FORKED = Version(1, 1)
 
 
 def durable(machine: Machine, version: Version, session: str = "L") -> None:
-    machine.ask(rq.Durable(session, version))
+    machine.ask(ev.Durable(session, version))
 
 
 def trained_twice(steps: int = 2) -> Machine:
@@ -82,7 +82,7 @@ def test_the_same_fork_asked_again_is_an_ordinary_beginning() -> None:
     batch = m.train(1, 1, "L2")
     assert m.start(Version(0, 1), "L3", fork="again") == Version(2, 1), "a rewind of the fork, not another fork"
     assert m.claim(1, 2, "L3") == batch
-    assert m.ask(rq.Begin("L4", Version(1, 1), "another")) == Version(3, 1)
+    assert m.ask(ev.Begin("L4", Version(1, 1), "another")) == Version(3, 1)
     assert m.state.expired["lineage"] >= len(batch.groups)
 
 
@@ -130,8 +130,8 @@ def test_a_finished_run_and_an_ended_stream_go_on_from_a_fork() -> None:
         m.fill(4, Version(0, step))
         m.train(step)
         durable(m, Version(0, step + 1))
-    m.ask(rq.EndData())
-    m.ask(rq.Close("finished"))
+    m.ask(ev.EndData())
+    m.ask(ev.Close("finished"))
     with pytest.raises(Closed):
         m.start(Version(0, 2), "L2")
     m.start(Version(0, 1), "L2", fork="again")
@@ -189,9 +189,9 @@ def test_when_all_that_is_offered_is_passed_over_the_answer_says_how_much() -> N
     durable(m, Version(0, 1))
     m.start(Version(0, 1), "L2", fork="again")
     m.state.passed |= {2, 3}  # as if they had been trained too
-    leases = m.ask(rq.Lease("S", "S-1", FORKED, 4, "one", offer(2, 4)))
+    leases = m.ask(ev.Lease("S", "S-1", FORKED, 4, "one", offer(2, 4)))
     assert (leases.grants, leases.prompts_used, m.state.next_ordinal) == ((), 2, 4)
-    assert [g.task.index for g in m.ask(rq.Lease("S", "S-1", FORKED, 4, "two", offer(4, 6))).grants] == [4, 5]
+    assert [g.task.index for g in m.ask(ev.Lease("S", "S-1", FORKED, 4, "two", offer(4, 6))).grants] == [4, 5]
 
 
 @given(st.integers(0, 2**32), st.sampled_from(["lease_order", "ready_first"]), st.sampled_from([0.0, 1.0, 2.0]))
@@ -214,7 +214,7 @@ def test_along_any_line_every_prompt_is_trained_once_and_none_is_lost(seed: int,
             batch = m.claim(version.step, version.lineage, session)
             line[version.step] = indices(m, batch)
             m.publish(Version(version.lineage, version.step + 1), session)
-            m.ask(rq.Ack(session, version))
+            m.ask(ev.Ack(session, version))
             version = Version(version.lineage, version.step + 1)
             if rng.random() < 0.5:
                 durable(m, version, session)

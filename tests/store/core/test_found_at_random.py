@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import Fenced, NoCredit
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store.machine import V0, Machine
 
 
@@ -33,7 +33,7 @@ def test_members_leased_again_reserve_their_space_before_new_prompts_do() -> Non
     machine.start()
     keys = machine.lease(4)
     machine.put(keys[0], size_bytes=5000)
-    machine.ask(rq.Release(tuple(keys[1:])))
+    machine.ask(ev.Release(tuple(keys[1:])))
     assert machine.lease(5) == [(0, 1, 2), (1, 0, 2), (1, 1, 2)]  # 5000 there and three to come: full
     with pytest.raises(NoCredit, match="retention"):
         machine.lease(1)

@@ -12,7 +12,6 @@ from jaxroll.errors import NoCredit, NotReady
 from jaxroll.records import Version
 from jaxroll.store.core import admission, puts
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import status
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
@@ -39,7 +38,7 @@ def busy(steps: int, **rules) -> Machine:
     for step in range(steps):
         fill(m, Version(0, step))
         m.train(step)
-        m.ask(rq.Durable("L", Version(0, step + 1)))
+        m.ask(ev.Durable("L", Version(0, step + 1)))
         m.now += 1.0
     return m
 
@@ -134,7 +133,7 @@ def test_two_claims_at_once_say_nothing_of_how_long_a_step_takes() -> None:
     assert m.state.step_s == 0.0, "else every sampler counts as slow"
     m.now += 1.0
     m.publish(Version(0, 1))
-    m.ask(rq.Ack("L", Version(0, 0)))
+    m.ask(ev.Ack("L", Version(0, 0)))
     m.claim(2, ahead=True)
     assert m.state.step_s == pytest.approx(1.0)
 
@@ -273,7 +272,7 @@ def test_hunger_ends_with_a_lease_with_other_reasons_and_with_time() -> None:
     assert m.lease(1, Version(0, 3), name="slow"), "no other sampler asks any more"
     with pytest.raises(NoCredit, match="window"):
         m.lease(1, Version(0, 3), name="fast")
-    m.ask(rq.Release(((8, 0, 1),)))
+    m.ask(ev.Release(((8, 0, 1),)))
     with pytest.raises(NoCredit, match="slow"):
         m.lease(1, Version(0, 3), name="slow")
     m.now += 11.0

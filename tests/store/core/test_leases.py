@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import Closed, NoCredit, StaleClient
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import NAMES_KNOWN, outstanding
 from tests.harness.store.machine import V0, Machine
 
@@ -15,7 +15,7 @@ def test_nothing_is_leased_before_weights_are_published() -> None:
     m = Machine()
     with pytest.raises(NoCredit, match="weights"):
         m.lease(4)
-    m.ask(rq.Begin("L", None))
+    m.ask(ev.Begin("L", None))
     with pytest.raises(NoCredit, match="weights"):
         m.lease(4)
 
@@ -85,10 +85,10 @@ def test_expired_leases_are_granted_again_before_new_prompts_with_the_next_attem
     keys = machine.lease(4)
     machine.put(keys[0])
     machine.now = 9.9
-    machine.ask(rq.Tick())
+    machine.ask(ev.Tick())
     assert machine.states() == {"LEASED": 2}
     machine.now = 10.0
-    machine.ask(rq.Tick())
+    machine.ask(ev.Tick())
     assert machine.states() == {"PENDING": 2}
     assert machine.lease(4, name="T") == [(0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
 
@@ -96,33 +96,33 @@ def test_expired_leases_are_granted_again_before_new_prompts_with_the_next_attem
 def test_a_renewed_lease_lives_on_and_what_is_lost_is_said(machine: Machine) -> None:
     keys = machine.lease(3)
     machine.now = 9.0
-    assert machine.ask(rq.Renew("S-1", (keys[0],))) == ()
+    assert machine.ask(ev.Renew("S-1", (keys[0],))) == ()
     machine.now = 11.0
-    machine.ask(rq.Tick())
-    assert machine.ask(rq.Renew("S-1", tuple(keys))) == tuple(keys[1:])
-    assert machine.ask(rq.Renew("T-1", (keys[0],))) == (keys[0],), "another process must not renew it"
+    machine.ask(ev.Tick())
+    assert machine.ask(ev.Renew("S-1", tuple(keys))) == tuple(keys[1:])
+    assert machine.ask(ev.Renew("T-1", (keys[0],))) == (keys[0],), "another process must not renew it"
 
 
 def test_a_store_that_stood_still_forgives_the_holders(machine: Machine) -> None:
     machine.lease(2)
     machine.now = 60.0
-    machine.ask(rq.Tick(stalled_s=55.0))
-    machine.ask(rq.Tick())
+    machine.ask(ev.Tick(stalled_s=55.0))
+    machine.ask(ev.Tick())
     assert machine.states() == {"LEASED": 1}
 
 
 def test_released_leases_are_free_at_once(machine: Machine) -> None:
     keys = machine.lease(2)
-    machine.ask(rq.Release((*keys, (7, 0, 1), (0, 9, 1))))
+    machine.ask(ev.Release((*keys, (7, 0, 1), (0, 9, 1))))
     assert machine.states() == {"PENDING": 1}
     assert machine.lease(2) == [(0, 0, 2), (0, 1, 2)]
 
 
 def test_a_process_under_an_old_name_ends_the_leases_of_the_former(machine: Machine) -> None:
-    machine.ask(rq.Arrive("S", "S-1"))
+    machine.ask(ev.Arrive("S", "S-1"))
     machine.lease(2)
     machine.lease(2, name="T")
-    machine.ask(rq.Arrive("S", "S-2"))
+    machine.ask(ev.Arrive("S", "S-2"))
     assert machine.states() == {"PENDING": 1, "LEASED": 1}
     with pytest.raises(StaleClient, match="took the name"):
         machine.lease(2)
@@ -132,10 +132,10 @@ def test_a_process_under_an_old_name_ends_the_leases_of_the_former(machine: Mach
 def test_of_names_without_end_the_newest_are_known(machine: Machine) -> None:
     """Otherwise joining processes make the state grow without limit; a name that joins again counts as new."""
     for i in range(NAMES_KNOWN):
-        machine.ask(rq.Arrive(f"s{i}", "1"))
-    machine.ask(rq.Arrive("s0", "2"))
-    machine.ask(rq.Arrive("one", "1"))
-    machine.ask(rq.Arrive("more", "1"))
+        machine.ask(ev.Arrive(f"s{i}", "1"))
+    machine.ask(ev.Arrive("s0", "2"))
+    machine.ask(ev.Arrive("one", "1"))
+    machine.ask(ev.Arrive("more", "1"))
     known = machine.core.state.sessions
     assert len(known) == NAMES_KNOWN and (known["s0"], known["more"]) == ("2", "1")
     assert not {"s1", "s2"} & known.keys()

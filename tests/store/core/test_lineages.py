@@ -6,14 +6,14 @@ import pytest
 
 from jaxroll.errors import Fenced, NoCredit, StaleClient
 from jaxroll.records import Version, VersionRef
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import outstanding
 from tests.harness.store.machine import V0, Machine
 
 
 def test_the_first_begin_is_version_zero_and_repeats(machine: Machine) -> None:
-    assert machine.ask(rq.Begin("L", None)) == V0
-    assert machine.ask(rq.Begin("L", V0)) == V0
+    assert machine.ask(ev.Begin("L", None)) == V0
+    assert machine.ask(ev.Begin("L", V0)) == V0
 
 
 def test_a_clean_stop_resumes_in_the_same_lineage_with_nothing_lost(machine: Machine) -> None:
@@ -28,7 +28,7 @@ def test_a_clean_stop_resumes_in_the_same_lineage_with_nothing_lost(machine: Mac
 def test_a_learner_killed_in_a_step_gets_the_same_claim_in_the_same_lineage(machine: Machine) -> None:
     machine.fill(8)
     machine.train(0)
-    machine.ask(rq.Durable("L", Version(0, 1)))
+    machine.ask(ev.Durable("L", Version(0, 1)))
     batch = machine.claim(1)
     assert machine.start(Version(0, 1), "L2") == Version(0, 1)
     assert machine.claim(1, session="L2") == batch
@@ -47,7 +47,7 @@ def test_a_rewind_opens_a_lineage_replays_its_claims_and_expires_what_never_happ
     with pytest.raises(Fenced):
         machine.put(new[4], Version(0, 2))
     assert [machine.claim(s, 1, "L2") for s in (0, 1)] == batches
-    assert machine.ask(rq.Begin("L2", V0)) == Version(1, 0), "the reply was lost; no second lineage"
+    assert machine.ask(ev.Begin("L2", V0)) == Version(1, 0), "the reply was lost; no second lineage"
     with pytest.raises(StaleClient):
         machine.claim(0, 0, "L2")
 
@@ -88,9 +88,9 @@ def test_checkpoints_of_no_use_are_refused(machine: Machine, durable: Version | 
     machine.fill(8)
     machine.train(0)
     machine.train(1)
-    machine.ask(rq.Durable("L", Version(0, 1)))
+    machine.ask(ev.Durable("L", Version(0, 1)))
     with pytest.raises(StaleClient):
-        machine.ask(rq.Begin("L2", durable))
+        machine.ask(ev.Begin("L2", durable))
 
 
 def test_a_checkpoint_of_a_line_that_was_left_is_refused(machine: Machine) -> None:
@@ -100,18 +100,18 @@ def test_a_checkpoint_of_a_line_that_was_left_is_refused(machine: Machine) -> No
     machine.start(Version(0, 1), "L2")
     machine.publish(Version(1, 2), "L2")
     with pytest.raises(StaleClient, match="line"):
-        machine.ask(rq.Begin("L3", Version(0, 2)))
-    assert machine.ask(rq.Begin("L3", Version(0, 1))) == Version(2, 1)
+        machine.ask(ev.Begin("L3", Version(0, 2)))
+    assert machine.ask(ev.Begin("L3", Version(0, 1))) == Version(2, 1)
 
 
 def test_the_former_learner_is_shut_out(machine: Machine) -> None:
     machine.fill(8)
     machine.start(None, "L2")
     for request in (
-        rq.ClaimStep("L", 0, 0),
-        rq.Ack("L", V0),
-        rq.Durable("L", V0),
-        rq.Publish("L", VersionRef(V0, "tcp", "x", "d")),
+        ev.ClaimStep("L", 0, 0),
+        ev.Ack("L", V0),
+        ev.Durable("L", V0),
+        ev.Publish("L", VersionRef(V0, "tcp", "x", "d")),
     ):
         with pytest.raises(StaleClient, match="another learner"):
             machine.ask(request)
@@ -124,6 +124,6 @@ def test_published_steps_only_grow_and_never_pass_the_claims(machine: Machine) -
     machine.train(0)
     with pytest.raises(StaleClient):
         machine.publish(V0)
-    machine.ask(rq.Publish("L", VersionRef(Version(0, 1), "tcp", "elsewhere", "d")))
+    machine.ask(ev.Publish("L", VersionRef(Version(0, 1), "tcp", "elsewhere", "d")))
     assert machine.state.published is not None
     assert machine.state.published.address == "elsewhere"

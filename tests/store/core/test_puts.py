@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import Conflict, Fenced, StaleClient
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from tests.harness.store.machine import V0, Machine
 
 
@@ -24,20 +24,20 @@ def test_a_put_is_idempotent_after_consumption(machine: Machine) -> None:
     assert machine.put(keys[0]) == "OK"
     with pytest.raises(Conflict):
         machine.put(keys[0], digest="other")
-    machine.ask(rq.Durable("L", Version(0, 1)))
+    machine.ask(ev.Durable("L", Version(0, 1)))
     assert machine.states() == {"TRIMMED": 2}
-    assert machine.put(keys[0], recorded=rq.Recorded(1, "d")) == "OK"
+    assert machine.put(keys[0], recorded=ev.Recorded(1, "d")) == "OK"
     with pytest.raises(Conflict):
-        machine.put(keys[0], digest="other", recorded=rq.Recorded(1, "d"))
+        machine.put(keys[0], digest="other", recorded=ev.Recorded(1, "d"))
     with pytest.raises(Fenced):
-        machine.put(keys[0], recorded=rq.Recorded(2, "d"))
+        machine.put(keys[0], recorded=ev.Recorded(2, "d"))
     assert machine.put(keys[0]) == "SURPLUS"
 
 
 def test_a_lower_attempt_is_fenced_once_the_member_is_leased_again(machine: Machine) -> None:
     keys = machine.lease(2)
     machine.now = 10.0
-    machine.ask(rq.Tick())
+    machine.ask(ev.Tick())
     assert machine.put(keys[0]) == "OK", "late, but no other sampler has leased it"
     assert machine.lease(1) == [(0, 1, 2)]
     with pytest.raises(Fenced, match="attempt 2"):
@@ -67,7 +67,7 @@ def test_versions_that_cannot_be_are_refused(machine: Machine) -> None:
         with pytest.raises(StaleClient):
             machine.put(key, *versions)
     with pytest.raises(StaleClient, match="no sampled token"):
-        machine.ask(rq.PutMember(*key, "d", 1, ()))
+        machine.ask(ev.PutMember(*key, "d", 1, ()))
     assert machine.put(key, V0, Version(0, 1)) == "OK"
 
 
@@ -107,6 +107,6 @@ def test_data_failures_change_the_salt_and_then_kill_the_group(machine: Machine)
 def test_members_of_one_group_with_different_salts_come_as_two_grants(machine: Machine) -> None:
     keys = machine.lease(2)
     machine.fail(keys[0], "DATA")
-    machine.ask(rq.Release((keys[1],)))
+    machine.ask(ev.Release((keys[1],)))
     assert machine.lease(2) == [(0, 0, 2), (0, 1, 2)]
     assert [g.key_salt for g in machine.grants] == [1, 0]

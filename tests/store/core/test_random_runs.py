@@ -24,7 +24,6 @@ from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleCl
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import DONE, Index, State, conservation_residual, counts, on_line, outstanding
@@ -44,8 +43,8 @@ class Sampler:
     name: str
     life: int = 0
     version: Version | None = None
-    open: dict[rq.Key, list[VersionRun]] = field(default_factory=dict)
-    unsure: list[rq.PutMember] = field(default_factory=list)
+    open: dict[ev.Key, list[VersionRun]] = field(default_factory=dict)
+    unsure: list[ev.PutMember] = field(default_factory=list)
 
     @property
     def session(self) -> str:
@@ -84,7 +83,7 @@ class World:
 
     # --- the store, with its deaths
 
-    def ask(self, request: rq.Request) -> Any:
+    def ask(self, request: ev.Request) -> Any:
         """The answer on disk; the caller of a store that dies asks again."""
         while True:
             self.requests += 1
@@ -144,7 +143,7 @@ class World:
             for key in self.random.sample(list(s.open), self.random.randint(1, len(s.open))):
                 self.work(s, key)
         elif action == "renew" and s.open:
-            for key in self.ask(rq.Renew(s.session, tuple(s.open))):
+            for key in self.ask(ev.Renew(s.session, tuple(s.open))):
                 s.open.pop(key)
         elif action == "retry" and s.unsure:
             self.send(s, s.unsure.pop())
@@ -156,10 +155,10 @@ class World:
         if self.prompts_left is not None:
             count = min(count, self.prompts_left - fed)
             if count <= 0:
-                self.ask(rq.EndData())
+                self.ask(ev.EndData())
         offered = tuple((task(fed + i), str(fed + i).encode()) for i in range(max(0, count)))
         self.requests += 1
-        request = rq.Lease(s.name, s.session, s.version, members, f"r{self.requests}", offered)
+        request = ev.Lease(s.name, s.session, s.version, members, f"r{self.requests}", offered)
         try:
             leases = self.ask(request)
         except REFUSALS:
@@ -170,7 +169,7 @@ class World:
         for key in granted:
             s.open[key] = []
 
-    def work(self, s: Sampler, key: rq.Key) -> None:
+    def work(self, s: Sampler, key: ev.Key) -> None:
         """Sample a few tokens at the sampler's version of the moment, fail, or finish."""
         assert s.version is not None
         runs = s.open[key]
@@ -185,14 +184,14 @@ class World:
         if self.random.random() < self.faults:
             failure = (self.random.choice(("INFRA", "DATA")), "injected")
         digest = f"{key}{self.random.random()}"
-        put = rq.PutMember(*key, digest, 100, () if failure else tuple(runs), failure)
+        put = ev.PutMember(*key, digest, 100, () if failure else tuple(runs), failure)
         self.send(s, put)
 
-    def send(self, s: Sampler, put: rq.PutMember) -> None:
+    def send(self, s: Sampler, put: ev.PutMember) -> None:
         recorded = None
         if self.core.state.find(put.group) is None and (put.group, put.member) in self.put:
-            recorded = rq.Recorded(*self.put[put.group, put.member])
-        put = rq.PutMember(
+            recorded = ev.Recorded(*self.put[put.group, put.member])
+        put = ev.PutMember(
             put.group, put.member, put.attempt, put.digest, put.size_bytes, put.runs, put.failure, recorded
         )
         try:
@@ -220,13 +219,13 @@ class World:
         elif action == "checkpoint" and state.acked == learner.version.step:
             learner.disk.append((learner.version, learner.params))
         elif action == "durable" and learner.disk and learner.disk[-1][0].lineage == learner.version.lineage:
-            self.ask(rq.Durable(learner.session, learner.disk[-1][0]))
+            self.ask(ev.Durable(learner.session, learner.disk[-1][0]))
 
     def begin(self) -> None:
         learner = self.learner
         durable, learner.params = learner.disk[-1] if learner.disk else (None, ())
         before = self.core.state.lineage
-        learner.version = self.ask(rq.Begin(learner.session, durable))
+        learner.version = self.ask(ev.Begin(learner.session, durable))
         assert learner.version.step == (durable.step if durable else 0)
         self.rewinds += self.core.state.lineage > before
         self.publish()
@@ -236,14 +235,14 @@ class World:
         version = self.learner.version
         assert version is not None
         snapshot = VersionRef(version, "tcp", f"life{self.learner.life}", str(hash(self.learner.params)))
-        self.ask(rq.Publish(self.learner.session, snapshot))
+        self.ask(ev.Publish(self.learner.session, snapshot))
 
     def step(self) -> None:
         """One of: claim and train, publish, ack; a kill may come between any two."""
         learner = self.learner
         assert learner.version is not None
         try:
-            batch = self.ask(rq.ClaimStep(learner.session, learner.version.lineage, learner.version.step))
+            batch = self.ask(ev.ClaimStep(learner.session, learner.version.lineage, learner.version.step))
         except (NotReady, Closed):
             return
         self.see(batch)
@@ -257,7 +256,7 @@ class World:
             self.publish()
         if self.random.random() < self.faults:
             return self.kill_learner()
-        self.ask(rq.Ack(learner.session, done))
+        self.ask(ev.Ack(learner.session, done))
 
     def claim_ahead(self) -> None:
         """Now and then the batch of the step after is asked for before this one is published."""
@@ -265,7 +264,7 @@ class World:
         assert version is not None
         if self.random.random() < 0.3:
             with contextlib.suppress(NotReady, Closed):
-                self.see(self.ask(rq.ClaimStep(self.learner.session, version.lineage, version.step + 1, ahead=True)))
+                self.see(self.ask(ev.ClaimStep(self.learner.session, version.lineage, version.step + 1, ahead=True)))
 
     def see(self, batch: Any) -> None:
         """Check the groups that a learner sees at a step: the same every time, whole, and none too old."""
@@ -293,7 +292,7 @@ class World:
         self.now += self.random.random() * self.rules.lease_s / 40
         roll = self.random.random()
         if roll < 0.05:
-            self.ask(rq.Tick())
+            self.ask(ev.Tick())
         elif roll < 0.05 + self.faults / 16:
             self.restart_store()
         elif roll < 0.05 + self.faults / 4:
@@ -309,7 +308,7 @@ class World:
         """Half of the time it says hello again, half of the time its leases must run out."""
         s.life, s.version, s.open, s.unsure = s.life + 1, None, {}, s.unsure
         if self.random.random() < 0.5:
-            self.ask(rq.Arrive(s.name, s.session))
+            self.ask(ev.Arrive(s.name, s.session))
 
     @property
     def over(self) -> bool:
@@ -322,19 +321,19 @@ class World:
         """Let all roles work without failures: the run must end. Bounded, so that a deadlock fails with the state."""
         self.faults = 0.0
         for s in self.samplers:
-            self.ask(rq.Arrive(s.name, s.session))
+            self.ask(ev.Arrive(s.name, s.session))
         for _ in range(400 * self.rules.steps):
             if self.over:
                 return
             self.now += self.rules.lease_s / 50
-            self.ask(rq.Tick())
+            self.ask(ev.Tick())
             self.learner_acts() if self.learner.version is None else self.step()
             for s in self.samplers:
                 if self.core.state.published is not None:
                     s.version = self.core.state.published.version
                     self.lease(s, 2 * self.rules.group_size)
                 if s.open:
-                    for key in self.ask(rq.Renew(s.session, tuple(s.open))):
+                    for key in self.ask(ev.Renew(s.session, tuple(s.open))):
                         s.open.pop(key)
                 for key in list(s.open):
                     self.work(s, key)

@@ -17,7 +17,6 @@ from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
 from jaxroll.store.log import commit_log, database, schema, state_checkpoints
@@ -104,7 +103,7 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
 
     async def again() -> State:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0), ManualClock())
-        kept_run.decide(rq.Open())
+        kept_run.decide(ev.Open())
         await kept_run.log.committed()
         kept_run.log.compact()
         await kept_run.log.tidy()
@@ -202,7 +201,7 @@ def test_pages_that_stay_free_are_given_back(tmp_path: Path, monkeypatch: pytest
     async def burst() -> tuple[int, int]:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0, keep_bytes=0), ManualClock())
         log, connection = kept_run.log, kept_run.log._connection
-        publish(kept_run, kept_run.decide(rq.Begin("L", None)))
+        publish(kept_run, kept_run.decide(ev.Begin("L", None)))
         log.append([("INSERT INTO payloads VALUES (?, 0, ?)", (10**6 + i, bytes(40_000))) for i in range(100)])
         await log.committed()
         full = connection.execute("PRAGMA page_count").fetchone()[0]
@@ -228,7 +227,7 @@ def test_a_compaction_that_fails_ends_the_store(tmp_path: Path) -> None:
 
     async def broken() -> None:
         kept_run = Keeper(SETTINGS, Log(tmp_path), ManualClock())
-        publish(kept_run, kept_run.decide(rq.Begin("L", None)))
+        publish(kept_run, kept_run.decide(ev.Begin("L", None)))
         kept_run.log.append([("UPDATE log SET body = x'c1' WHERE position = 1", ())])
         await kept_run.log.committed()
         kept_run.log.compact()
@@ -282,7 +281,7 @@ def test_what_is_acknowledged_while_upkeep_runs_is_on_disk(tmp_path: Path, monke
 
     async def run() -> None:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0, keep_bytes=0), ManualClock())
-        version = kept_run.decide(rq.Begin("L", None))
+        version = kept_run.decide(ev.Begin("L", None))
         publish(kept_run, version)
         other = sqlite3.connect(f"{(tmp_path / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
         for step in range(6):
@@ -291,11 +290,11 @@ def test_what_is_acknowledged_while_upkeep_runs_is_on_disk(tmp_path: Path, monke
                 await kept_run.log.committed()
                 sql = "SELECT 1 FROM payloads WHERE group_id = ? AND member = ?"
                 assert other.execute(sql, key[:2]).fetchone()
-            kept_run.decide(rq.ClaimStep("L", 0, step))
+            kept_run.decide(ev.ClaimStep("L", 0, step))
             version = Version(0, step + 1)
             publish(kept_run, version)
-            kept_run.decide(rq.Ack("L", Version(0, step)))
-            kept_run.decide(rq.Durable("L", version))
+            kept_run.decide(ev.Ack("L", Version(0, step)))
+            kept_run.decide(ev.Durable("L", version))
         other.close()
         await kept_run.log.tidy()
         await kept_run.log.close()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import replay_log
@@ -65,7 +65,7 @@ def test_nothing_is_written_after_a_commit_that_failed(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_log_with_its_cause_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
     async def until_full() -> list[tuple[int, int]]:
         kept = Keeper(SETTINGS, Log(tmp_path), ManualClock())
-        version = kept.decide(rq.Begin("L", None))
+        version = kept.decide(ev.Begin("L", None))
         publish(kept, version)
         await kept.log.committed()
         pages = kept.log._connection.execute("PRAGMA page_count").fetchone()[0]

@@ -12,7 +12,7 @@ import pytest
 
 from jaxroll.clock import ManualClock
 from jaxroll.records import Version
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import conservation_residual, counts
 from jaxroll.store.log import database, schema
 from jaxroll.store.log.commit_log import Log
@@ -69,7 +69,7 @@ def test_the_log_cut_anywhere_is_a_prefix_of_the_history(tmp_path: Path) -> None
         kept = Keeper(SETTINGS, Log(tmp_path / "run"), clock)
         decide = kept.decide
 
-        def noting(request: rq.Request, payload: schema.Statement | None = None):
+        def noting(request: ev.Request, payload: schema.Statement | None = None):
             reply = decide(request, payload)
             ends.add(kept.state.position)
             return reply
@@ -112,7 +112,7 @@ def test_compaction_loses_nothing(tmp_path: Path) -> None:
 def test_leases_of_the_former_life_are_renewed_once(tmp_path: Path) -> None:
     async def leased() -> None:
         kept = Keeper(SETTINGS, Log(tmp_path), ManualClock(1e6))
-        publish(kept, kept.decide(rq.Begin("L", None)))
+        publish(kept, kept.decide(ev.Begin("L", None)))
         assert len(lease(kept, 2, Version(0, 0), "a")) == 2
         await kept.log.close()
 
@@ -128,7 +128,7 @@ def test_a_fork_of_a_finished_run_opens_it_in_the_tables_too(tmp_path: Path) -> 
         for _ in eventful_history(kept, clock):
             await kept.log.committed()
         assert kept.state.closed and kept.state.data_ended
-        assert kept.decide(rq.Begin("M", Version(1, 2), "f")) == Version(2, 2)
+        assert kept.decide(ev.Begin("M", Version(1, 2), "f")) == Version(2, 2)
         assert not kept.state.closed and not kept.state.data_ended
         await kept.log.close()
 
@@ -161,10 +161,10 @@ def test_the_log_cut_at_every_byte_of_its_last_record(tmp_path: Path) -> None:
 
     async def interrupted() -> None:
         kept = Keeper(SETTINGS, Log(tmp_path / "run"), ManualClock())
-        publish(kept, kept.decide(rq.Begin("L", None)))
+        publish(kept, kept.decide(ev.Begin("L", None)))
         await kept.log.committed()
         kept.log._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        kept.decide(rq.Close("x" * 1024))
+        kept.decide(ev.Close("x" * 1024))
         await kept.log.committed()
         shutil.copytree(tmp_path / "run", cut)
         await kept.log.close()

@@ -14,7 +14,6 @@ from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError, StaleClient, StoreRefusal
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database, state_checkpoints
@@ -94,19 +93,19 @@ def test_a_fork_of_a_log_of_version_1_is_refused_until_its_prompts_are_known(tmp
             _, before = state_checkpoints.newest(db) or (None, state)
         open_then = {group.id: group.ordinal for group in before.open.values()}
         assert open_then == ({9: 5, 10: 9} if compacted else {5: 5, 7: 7, 8: 8})
-        version = kept.decide(rq.Begin("L", Version(1, 1)))
-        assert isinstance(kept.decide(rq.Begin("M", Version(1, 1), "f")), StaleClient), "not from the beginning"
+        version = kept.decide(ev.Begin("L", Version(1, 1)))
+        assert isinstance(kept.decide(ev.Begin("M", Version(1, 1), "f")), StaleClient), "not from the beginning"
         publish(kept, version)
         for step in (1, 2, 3):
             for key in lease(kept, 8, Version(version.lineage, step), f"{step}"):
                 put(kept, key, Version(version.lineage, step))
-            batch = kept.decide(rq.ClaimStep("L", version.lineage, step))
+            batch = kept.decide(ev.ClaimStep("L", version.lineage, step))
             assert not isinstance(batch, StoreRefusal), batch
             publish(kept, Version(version.lineage, step + 1))
-            kept.decide(rq.Ack("L", Version(version.lineage, step)))
+            kept.decide(ev.Ack("L", Version(version.lineage, step)))
         low = min(group.ordinal for group in state.open.values())
         assert 10 <= low == state.claim_cuts[3].ordinal, "all prompts of before have ended"
-        forked = kept.decide(rq.Begin("M", Version(version.lineage, 4), "f"))
+        forked = kept.decide(ev.Begin("M", Version(version.lineage, 4), "f"))
         assert forked == Version(version.lineage + 1, 4) and state.cursor == b"cursor%d" % low
         await kept.log.close()
 

@@ -1,17 +1,13 @@
-"""The sampler's end of a weight transfer: fetches a version and places it on this process's mesh.
-
-Verification: if this process holds every element of a leaf, the digest of the received leaf is compared with the
-manifest, which detects changed bytes, misplaced slices and a snapshot that changed during the transfer. A process of a
-receiver with several processes holds only a part of a leaf. Then each slice is compared with a digest that the sender
-computes when sending (tcp) or stored when writing (tensorstore), and source boxes that are contained in a local box are
-compared with the manifest.
-"""
+"""The two ends of a weight transfer: the learner's publisher and the sampler's receiver."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import pathlib
 from collections.abc import Container, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,16 +20,142 @@ from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import channel_device, manifest, plan
-from jaxroll.transfer import manifest as digest
-from jaxroll.transfer import manifest as dtypes
+from jaxroll.run_paths import RunPaths
+from jaxroll.transfer import channel_device, channels
+from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_device import HandedOver
-from jaxroll.transfer.channel_tcp import TcpReader
-from jaxroll.transfer.channel_tensorstore import TensorstoreReader
-from jaxroll.transfer.channels import Deadline, SlicePart
-from jaxroll.transfer.plan import Box
+from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
+from jaxroll.transfer.channel_tensorstore import TensorstoreReader, TensorstoreSender
+from jaxroll.transfer.channels import Deadline, HostSnapshot, Params, PendingCopy, Sender, SlicePart
+from jaxroll.transfer.manifest import Box
 
-Params = dict[str, jax.Array]
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """The protection of weights that other machines can fetch: TLS, or plain text if the user consents."""
+
+    tls: Material | None = None
+    mutual_tls: bool = False
+    insecure: bool = False
+
+
+LOOPBACK_ONLY = Exposure()
+
+
+def open_sender(
+    config: TransferConfig,
+    run_dir: str | os.PathLike[str],
+    host: str,
+    *,
+    keep: int,
+    token: str,
+    max_connections: int,
+    exposure: Exposure,
+) -> Sender:
+    """The sender of the channel that the config names. `tensorstore` without a path writes to RUN/transfer."""
+    if config.channel == "tensorstore":
+        path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
+        return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
+    return TcpSender(
+        host,
+        keep=keep,
+        token=token,
+        max_connections=max_connections,
+        stall_s=config.deadline_s,
+        tls=exposure.tls,
+        mutual_tls=exposure.mutual_tls,
+        insecure=exposure.insecure,
+    )
+
+
+class Publisher:
+    """Publisher of versions through one channel.
+
+    Threads: `start` dispatches the device copy on the calling (JAX) thread and returns; one worker thread waits for the
+    bytes, computes their digests and offers them, in order. The tcp channel adds one listener thread. A caller of
+    `publish` waits for the worker thread; the training step that follows `start` does not wait.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        run_dir: str | os.PathLike[str],
+        host: str = LOOPBACK,
+        *,
+        keep: int = 2,
+        token: str = "",
+        max_connections: int = 16,
+        exposure: Exposure = LOOPBACK_ONLY,
+    ) -> None:
+        self._config = config
+        self._sender = open_sender(
+            config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
+        )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
+        self._frozen: HostSnapshot | None = None
+
+    def freeze(self, version: Version, params: Params) -> None:
+        """Add `params`, which must not change any more, to every version that is started from now on.
+
+        Blocks while they are copied and their digests computed, which happens only here. A receiver fetches them once.
+        """
+        self._frozen = channels.take(version, params, self._config.dtype)
+
+    def start(self, version: Version, params: Params) -> Future[VersionRef]:
+        """Start publishing `params`, which may be donated on return; pass the future to `finish`."""
+        pending = channels.begin(params, self._config.dtype)
+        return self._worker.submit(self._finish, version, pending)
+
+    def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
+        """Wait until the parameters of `started` can be fetched and return their address; any thread may call this.
+
+        Raises TransferError after `deadline_s`, which includes the device programs that are queued before the copy.
+        """
+        deadline = Deadline(self._config.deadline_s, f"publishing version {version}")
+        try:
+            return started.result(timeout=deadline.left_s())
+        except TimeoutError as error:
+            raise deadline.passed() from error
+
+    def drop_older(self, version: Version) -> None:
+        """Do nothing: the channel keeps the newest `keep` versions."""
+        del version
+
+    def publish(self, version: Version, params: Params) -> VersionRef:
+        """Start and finish publishing `version`. Raises TransferError like `finish`."""
+        return self.finish(version, self.start(version, params))
+
+    def offer(self, taken: HostSnapshot) -> VersionRef:
+        """Offer an existing host snapshot and return its address."""
+        return VersionRef(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
+
+    def close(self) -> None:
+        """Finish publishing and end the threads. A second close does nothing."""
+        self._worker.shutdown(wait=True)
+        self._sender.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
+        taken = channels.finish(version, pending)
+        return self.offer(taken if self._frozen is None else channels.joined(taken, self._frozen))
+
+
+# --- The sampler's end of a weight transfer: fetches a version and places it on this process's mesh
+#
+# Verification: if this process holds every element of a leaf, the digest of the received leaf is compared with the
+# manifest, which detects changed bytes, misplaced slices and a snapshot that changed during the transfer. A process of
+# a receiver with several processes holds only a part of a leaf. Then each slice is compared with a digest that the
+# sender computes when sending (tcp) or stored when writing (tensorstore), and source boxes that are contained in a
+# local box are compared with the manifest.
+
+Received = dict[str, jax.Array]
 _READERS = {"tcp": TcpReader, "tensorstore": TensorstoreReader}
 
 
@@ -41,7 +163,7 @@ _READERS = {"tcp": TcpReader, "tensorstore": TensorstoreReader}
 class StagedLeaf:
     """One leaf on the host: a buffer (the leaf's bits) per distinct local box, and the box of each device."""
 
-    manifest: manifest.Leaf
+    manifest: manifests.Leaf
     sharding: jax.sharding.Sharding
     dtype: np.dtype  # on the device
     boxes: dict[Any, Box]
@@ -50,7 +172,7 @@ class StagedLeaf:
     @property
     def complete(self) -> bool:
         """True if this process holds every element of the leaf."""
-        return sum(map(plan.size_of, self.buffers)) == plan.size_of(plan.whole(self.manifest.shape))
+        return sum(map(manifests.size_of, self.buffers)) == manifests.size_of(manifests.whole(self.manifest.shape))
 
     @property
     def size_bytes(self) -> int:
@@ -79,7 +201,7 @@ class Staged:
         """The leaves of these names, for later fetches; they stay in host memory while this mapping is referenced."""
         return {leaf.manifest.name: leaf for leaf in self._leaves or () if leaf.manifest.name in names}
 
-    def place(self) -> Params:
+    def place(self) -> Received:
         """The parameters on the target mesh, in the dtypes given to `fetch`. Call this once, on the JAX thread."""
         # On CPU a placed array may alias the staged buffer, so buffers are released here and never written again.
         if self._leaves is None:
@@ -88,16 +210,16 @@ class Staged:
         hosts, devices = [], []
         for leaf in leaves:
             for device, box in leaf.boxes.items():
-                hosts.append(leaf.buffers[box].view(manifest.DTYPES[leaf.manifest.dtype]))
+                hosts.append(leaf.buffers[box].view(manifests.DTYPES[leaf.manifest.dtype]))
                 devices.append(device)
         on_device = iter(jax.device_put(hosts, devices))
-        arrays: Params = {
+        arrays: Received = {
             leaf.manifest.name: jax.make_array_from_single_device_arrays(
                 leaf.manifest.shape, leaf.sharding, [next(on_device) for _ in leaf.boxes]
             )
             for leaf in leaves
         }
-        return dtypes.cast(arrays, {leaf.manifest.name: leaf.dtype for leaf in leaves})
+        return manifests.cast(arrays, {leaf.manifest.name: leaf.dtype for leaf in leaves})
 
 
 class Receiver:
@@ -131,8 +253,8 @@ class Receiver:
             raise TransferError(f"unknown channel {snapshot.channel!r} (known: {known})")
         reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline, self._tls)
         with contextlib.closing(reader):
-            published = manifest.decode(reader.manifest(), snapshot)
-            manifest.check(published, shapes)
+            published = manifests.decode(reader.manifest(), snapshot)
+            manifests.check(published, shapes)
             here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
             leaves = [
                 _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, held if leaf.name in here else None)
@@ -160,18 +282,20 @@ class FetchedParameters:
         return staged.place()
 
 
-def _is_held(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, held: Held) -> bool:
+def _is_held(leaf: manifests.Leaf, sharding: jax.sharding.Sharding, held: Held) -> bool:
     known = held.get(leaf.name)
     if known is None or known.sharding != sharding:
         return False
     return (known.manifest.shape, known.manifest.dtype, known.manifest.total) == (leaf.shape, leaf.dtype, leaf.total)
 
 
-def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: Any, held: Held | None) -> StagedLeaf:
+def _staged_leaf(leaf: manifests.Leaf, sharding: jax.sharding.Sharding, dtype: Any, held: Held | None) -> StagedLeaf:
     """The leaf with its buffers from `held`, or with new, uninitialised buffers if `held` is None."""
-    boxes = plan.local_boxes(sharding, leaf.shape)
-    kind = digest.bits_dtype(manifest.DTYPES[leaf.dtype].itemsize)
-    buffers = held[leaf.name].buffers if held else {b: np.empty(plan.shape_of(b), kind) for b in plan.unique(boxes)}
+    boxes = manifests.local_boxes(sharding, leaf.shape)
+    kind = manifests.bits_dtype(manifests.DTYPES[leaf.dtype].itemsize)
+    buffers = (
+        held[leaf.name].buffers if held else {b: np.empty(manifests.shape_of(b), kind) for b in manifests.unique(boxes)}
+    )
     return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers)
 
 
@@ -182,10 +306,10 @@ def _parts(number: int, leaf: StagedLeaf) -> list[SlicePart]:
             leaf=number,
             source=copy.source,
             box=copy.box,
-            into=leaf.buffers[targets[copy.target]][(*plan.within(copy.box, targets[copy.target]), ...)],
+            into=leaf.buffers[targets[copy.target]][(*manifests.within(copy.box, targets[copy.target]), ...)],
             checked=not leaf.complete,
         )
-        for copy in plan.copies(leaf.manifest.boxes, targets)
+        for copy in manifests.copies(leaf.manifest.boxes, targets)
     ]
 
 
@@ -193,7 +317,7 @@ def _verify(leaf: StagedLeaf, version: Version) -> None:
     for buffer in leaf.buffers.values():
         buffer.flags.writeable = False
     if leaf.complete:
-        found = digest.total([digest.of_box(buffer, box) for box, buffer in leaf.buffers.items()])
+        found = manifests.total([manifests.of_box(buffer, box) for box, buffer in leaf.buffers.items()])
         if found != leaf.manifest.total:
             raise DigestMismatch(
                 f"leaf {leaf.manifest.name!r} of version {version} has digest {found:016x}, "
@@ -202,7 +326,7 @@ def _verify(leaf: StagedLeaf, version: Version) -> None:
         return
     for box, wanted in zip(leaf.manifest.boxes, leaf.manifest.digests, strict=True):
         for local, buffer in leaf.buffers.items():
-            if plan.contains(local, box) and digest.of_box(buffer[plan.within(box, local)], box) != wanted:
+            if manifests.contains(local, box) and manifests.of_box(buffer[manifests.within(box, local)], box) != wanted:
                 raise DigestMismatch(
                     f"leaf {leaf.manifest.name!r} {box} of version {version} differs from what was published"
                 )
