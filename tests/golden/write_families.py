@@ -23,6 +23,7 @@ import json
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "max_window_layers": 1,
     }),
     "qwen3": ("Qwen3", {"rope_parameters": _YARN | {"truncate": False}, "head_dim": 8, "tie_word_embeddings": False}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "rope_parameters": _DEFAULT | {"rope_theta": 100.0}, "head_dim": 8, "tie_word_embeddings": False,
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False,
+    }),
     "llama": ("Llama", {"rope_parameters": _LLAMA3, "head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"rope_parameters": _DEFAULT, "head_dim": 8, "sliding_window": 7, "rms_norm_eps": 1e-3}),
     "mistral_no_window": ("Mistral", {"rope_parameters": _DEFAULT, "head_dim": 6, "sliding_window": None}),
@@ -81,8 +86,10 @@ CONVERSATIONS: list[list[tuple[str, str]]] = [
     [("system", "Be brief."), ("user", "  Spell this word: sun\n")],
     [("user", "one"), ("assistant", "eno"), ("user", "two")],
 ]
-_CHATML = """{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
+_DEFAULT_SYSTEM = (
+    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}\n"
+)
+_CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
@@ -118,7 +125,9 @@ _TURNS = """{{ bos_token }}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 # Per family: pad, bos, eos, further special tokens, whether the tokenizer adds bos to plain text, the template.
 CHATS: dict[str, tuple[str, str | None, str, list[str], bool, str]] = {
-    "qwen2": ("<|endoftext|>", None, "<|im_end|>", ["<|im_start|>"], False, _CHATML),
+    "qwen2": ("<|endoftext|>", None, "<|im_end|>", ["<|im_start|>"], False, _DEFAULT_SYSTEM + _CHATML),
+    "qwen3": ("<|endoftext|>", None, "<|im_end|>", ["<|im_start|>"], False, _CHATML),
+    "qwen3_moe": ("<|endoftext|>", None, "<|im_end|>", ["<|im_start|>"], False, _CHATML),
     "llama": ("<|finetune_right_pad_id|>", "<|begin_of_text|>", "<|eot_id|>",
               ["<|start_header_id|>", "<|end_header_id|>"], True, _HEADERS),
     "mistral": ("<unk>", "<s>", "</s>", ["[INST]", "[/INST]"], True, _INST),
@@ -162,6 +171,19 @@ def write_chats(folder: Path, family: str) -> None:
     (folder / "chats.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
+def tensors(made: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters as views by their names in a file, which has one matrix per expert; the model stacks them."""
+    for key, parameter in made.named_parameters():
+        stem, _, last = key.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield key, parameter
+            continue
+        for expert, one in enumerate(parameter):
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for name, part in zip(names, one.chunk(len(names)), strict=True):
+                yield f"{stem}.{expert}.{name}.weight", part
+
+
 def model(variant: str) -> Any:
     """The variant's model of transformers, float32, with the weights of `tensor`."""
     import torch
@@ -172,7 +194,7 @@ def model(variant: str) -> Any:
     config = config_class(**(SIZES | options), attn_implementation="eager")
     made = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for key, parameter in made.named_parameters():
+        for key, parameter in tensors(made):
             parameter.copy_(torch.from_numpy(tensor(key, tuple(parameter.shape), offset=name == "Gemma3")))
     return made
 
@@ -188,7 +210,7 @@ def write_scores(folder: Path, variant: str) -> None:
     kind = f"{name}{'Text' if name == 'Gemma3' else ''}ForSequenceClassification"
     made = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
-        for key, parameter in made.named_parameters():
+        for key, parameter in tensors(made):
             parameter.copy_(torch.from_numpy(tensor(key, tuple(parameter.shape), offset=name == "Gemma3")))
     text = transformers.AutoTokenizer.from_pretrained(folder)
     rows = []
@@ -202,7 +224,7 @@ def write_scores(folder: Path, variant: str) -> None:
     made.save_pretrained(folder / "model")
     found = {
         "config": json.loads((folder / "model" / "config.json").read_text()),
-        "tensors": {key: list(parameter.shape) for key, parameter in made.named_parameters()},
+        "tensors": {key: list(parameter.shape) for key, parameter in tensors(made)},
         "ids": ids,
         "scores": scores.tolist(),
     }

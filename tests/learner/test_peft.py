@@ -14,44 +14,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxroll.config import LearnerConfig, ModelConfig
+from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import lora, peft
 from jaxroll.learner.lora import Lora
-from jaxroll.models import params, pretrained, transformer
-from jaxroll.models.families import ModelSpec
+from jaxroll.models import pretrained, transformer
 from tests.golden.write_families import VARIANTS
 from tests.models.test_family_goldens import MOST_OPTIONS, golden, whole_rows
-from tests.models.test_golden import GOLDEN as QWEN3
 
 LEARNER = LearnerConfig(lora_rank=3, lora_alpha=6.0)
 FLOAT32 = np.dtype(np.float32)
-MOE = "qwen3_moe"
-
-
-def model(variant: str) -> tuple[ModelSpec, params.Params, np.ndarray]:
-    """The model of a variant, or that of the golden with experts; its parameters; and rows of tokens."""
-    if variant != MOE:
-        spec, values, expected = golden(variant)
-        return spec, values, expected["tokens"]
-    config = ModelConfig(path=str(QWEN3 / "moe"))
-    spec = pretrained.spec(config, vocab_size=280)
-    values = {name: jnp.asarray(value) for name, value in pretrained.weights(config, spec).items()}
-    return spec, values, np.load(QWEN3 / "moe" / "expected.npz")["tokens"]
 
 
 def adapters_of(variant: str, learner: LearnerConfig = LEARNER) -> dict[str, np.ndarray]:
     """Random adapters for the golden of a family."""
     rng, made = np.random.default_rng(1), Lora.of(learner)
     assert made is not None
-    shapes = lora.abstract(model(variant)[0], made)
+    shapes = lora.abstract(golden(variant)[0], made)
     return {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
 
 
-@pytest.mark.parametrize("variant", [*MOST_OPTIONS, MOE])
+@pytest.mark.parametrize("variant", [*MOST_OPTIONS, "qwen3_moe"])
 def test_files_of_adapters_mean_the_merged_model_and_are_read_back(tmp_path: Path, variant: str) -> None:
     """PEFT's definition on Hugging Face's weights: W + (α/r)·B·A."""
-    spec, base, _ = model(variant)
+    spec, base, _ = golden(variant)
     adapters, made = adapters_of(variant), Lora.of(LEARNER)
     peft.write(tmp_path, LEARNER, spec, adapters, FLOAT32, "base")
     config = json.loads((tmp_path / peft.CONFIG_FILE).read_text())
@@ -74,10 +60,11 @@ def test_files_of_adapters_mean_the_merged_model_and_are_read_back(tmp_path: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("variant", [MOE, *VARIANTS])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_of_adapters_are_the_dense_ones_projected(variant: str) -> None:
     """dA = s · dW·Bᵀ and dB = s · Aᵀ·dW, for each expert, with the dense gradient dW at the merged parameters."""
-    spec, base, tokens = model(variant)
+    spec, base, expected = golden(variant)
+    tokens = expected["tokens"]
     adapters, made = {name: value / 10 for name, value in adapters_of(variant).items()}, Lora.of(LEARNER)
     assert made is not None
     weigh = np.random.default_rng(2).normal(size=(*tokens.shape, spec.vocab_size)).astype(np.float32)
