@@ -115,7 +115,7 @@ PEERS ?= torch tunix jetstream trl more
 TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
 TUNIX_REQUIREMENTS     := google-tunix
 JETSTREAM_REQUIREMENTS := -e '.[jetstream]'
-TRL_REQUIREMENTS       := torch transformers jinja2 safetensors trl
+TRL_REQUIREMENTS       := torch transformers jinja2 safetensors trl peft
 MORE_REQUIREMENTS      := -e '.[envs-more,textworld,wandb,mlflow,trackio]'
 
 peers: $(PEERS:%=venv-%)
@@ -128,7 +128,7 @@ venv-jetstream: NEED_DISK_MB := 5120
 venv-torch venv-trl: HINT = Linux wants the CPU build of torch ("+cpu"): if pip cannot find it, name the PyTorch index of CPU builds\
  (PIP_EXTRA_INDEX_URL) or a folder with the wheel (PIP_FIND_LINKS), or do without: make soak PEERS="tunix jetstream"
 venv-torch:     ; @$(call install,peer,torch (CPU) and transformers,$(TORCH_REQUIREMENTS))
-venv-trl:       ; @$(call install,peer,TRL with torch (CPU),$(TRL_REQUIREMENTS))
+venv-trl:       ; @$(call install,peer,TRL and PEFT with torch (CPU),$(TRL_REQUIREMENTS))
 venv-more:      ; @$(call install,peer,JaxRoll with textarena$(comma) PettingZoo$(comma) TextWorld and trackers,$(MORE_REQUIREMENTS))
 venv-tunix:     ; @$(call install,peer,google-tunix,$(TUNIX_REQUIREMENTS))
 venv-jetstream: ; @$(call install,peer,JaxRoll with google-jetstream and TensorFlow,$(JETSTREAM_REQUIREMENTS))
