@@ -5,6 +5,9 @@ After the first rest it works as before; from the second on it gets one member a
 doubles the rest, which is a multiple of the time that the member took to fail; this bounds the cost of trials. A put
 halves the number of rests, so that a holder that recovers gets all its leases again soon.
 
+The failures of a holder that never succeeded count against it alone while other holders may do better: see
+`jaxroll.store.core.admission.is_broken_alone`.
+
 A holder that succeeds, but much more slowly than the others, goes on trial at once, because the learner would wait for
 it.
 

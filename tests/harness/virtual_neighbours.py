@@ -228,7 +228,11 @@ class NeighbourRun(VirtualRun):
 
     async def result(self, train_s: float, skipped: int) -> Result:
         """Train to the end."""
-        training, rested = self.learner(train_s), set[str]()
+        return await self.result_of(self.learner(train_s), skipped)
+
+    async def result_of(self, training: asyncio.Future[int], skipped: int) -> Result:
+        """Wait for the end of `training`; the rate is that after the first `skipped` steps."""
+        rested = set[str]()
         while not training.done():
             rested |= set(self.store.status()["backoff"])
             await asyncio.sleep(0.5)

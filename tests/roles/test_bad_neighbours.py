@@ -6,6 +6,8 @@ tests/store/core/test_bad_samplers has more kinds of faults on the store's core.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -86,6 +88,71 @@ def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
         assert reason in reported[bad]["error"]
     rate = found.steps_per_s / alone(folder, role, healthy, WORLDS[world])
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
+
+
+LONG = pytest.mark.soak
+EARLY = [
+    (AT_ONCE, 5.0, ("bad", "good", "good")),
+    (LATE, 60.0, ("bad", "good", "good")),
+    pytest.param(AT_ONCE, 60.0, ("good", "bad", "good"), marks=LONG),
+    pytest.param(AT_ONCE, 300.0, ("bad", "good", "bad"), marks=LONG),
+    pytest.param(LATE, 5.0, ("bad", "good", "bad"), marks=LONG),
+    pytest.param(LATE, 300.0, ("good", "good", "bad"), marks=LONG),
+    pytest.param(SLOW, 60.0, ("good", "bad", "good"), marks=LONG),
+]
+
+
+@pytest.mark.parametrize(("fault", "later_s", "order"), EARLY)
+def test_prompts_do_not_die_of_a_bad_sampler_that_is_ready_long_before_the_others(
+    folder: Path, fault: str, later_s: float, order: tuple[str, ...]
+) -> None:
+    """The rate is that after the arrival of the healthy ones, `later_s` and a little more after the bad ones."""
+    train_s, healthy = WORLDS["the samplers limit it"], order.count("good")
+
+    async def job() -> tuple[Result, int]:
+        async with NeighbourRun(neighbours(len(order)), folder) as at:
+            training = at.learner(train_s)
+            for kind, at_s in (("bad", 0.0), ("good", later_s)):
+                for index in (index for index, its in enumerate(order) if its == kind):
+                    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+                    at.sampler_with(index, fault if kind == "bad" else HEALTHY)
+                    at_s += 3.0
+            before = at.store.keeper.state.acked
+            return await at.result_of(training, before + SKIPPED), before
+
+    with pytest.MonkeyPatch.context() as patch:
+        prompts_of_neighbours(patch)
+        found, before = run(job())
+    assert before <= STEPS // 2, "too few steps are left"
+    assert found.dead == found.residual == 0, "no prompt died, and none is lost"
+    assert found.rested == {f"sampler-{index}" for index, kind in enumerate(order) if kind == "bad"}
+    rate = found.steps_per_s / alone(folder, "sampler", healthy, train_s)
+    assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
+
+
+def test_a_run_whose_environment_fails_on_all_samplers_ends_soon_after_the_last_one_has_arrived(folder: Path) -> None:
+    """With an environment that fails on the samplers that came, and one that never comes, it ends as stalled."""
+    for last_s in (60.0, math.inf):
+
+        async def job(last_s: float = last_s) -> tuple[str, float]:
+            async with NeighbourRun(neighbours(3), folder) as at:
+                training = at.learner(1.0)
+                for index, at_s in enumerate((0.0, 10.0, last_s)):
+                    if at_s < math.inf:
+                        await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+                        at.sampler_with(index, AT_ONCE)
+                await asyncio.wait([training])
+                return at.store.keeper.state.closed, asyncio.get_running_loop().time()
+
+        with pytest.MonkeyPatch.context() as patch:
+            prompts_of_neighbours(patch)
+            closed, seconds = run(job())
+        assert "a library is missing" in closed
+        if last_s < math.inf:
+            assert "store.dead_limit" in closed and "neighbour" in closed
+            assert seconds < last_s + 120.0
+        else:
+            assert "sampler" in closed and seconds < 700.0
 
 
 def scored(run_dir: Path, workers: int, fault: str, train_s: float) -> tuple[Result, int]:

@@ -73,6 +73,7 @@ class Settings:
     prompt_tokens: int = 0  # length of a first prompt that the learner keeps apart from its row
     curriculum: Curriculum = field(default_factory=Curriculum)
     support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
+    holders: int = 0  # samplers or actors that lease members when all of them are ready; 0: unknown
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -97,7 +98,7 @@ class Settings:
             config.learner.row_tokens, config.learner.shared_prompt_tokens,
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
-            support_tokens(config.sampling),
+            support_tokens(config.sampling), config.placement.actors or config.sampler.count,
         )  # fmt: skip
 
     @property
@@ -256,10 +257,13 @@ def others(settings: Settings, state: State, name: str, now_s: float) -> Iterato
 
 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
-    """True if many of the last members of `name` failed while those of other holders succeed.
+    """True if a failure is put down to `name` and not to its member, because others may do better.
 
-    A DATA failure then counts against the holder, because the environment is broken on its machine only.
+    That is so if many of its last members failed while those of another holder succeed. It is also so if `name` has
+    never put a member and one of the expected holders has failed nothing lately: that one may not be ready yet.
     """
+    if name not in state.member_s and len(state.failing.keys() | {name}) < settings.holders:
+        return True
     if state.failing.get(name, 0.0) < BROKEN:
         return False
     return any(state.failing.get(other, 0.0) <= UNRELIABLE for other in others(settings, state, name, now_s))
@@ -412,8 +416,11 @@ def _unfinished(group: Group) -> dict[str, str]:
     holders: dict[str, list[int]] = {}
     for member, slot in group.missing():
         holders.setdefault(slot.holder if slot.status == LEASED else "samplers", []).append(member)
+    failed = any(slot.failed_by for _, slot in group.missing())
+    why = f", of which some failed in the environment {group.task.env!r}" if failed else ""
     return {
-        holder: f"group {group.id} misses members {', '.join(map(str, members))}" for holder, members in holders.items()
+        holder: f"group {group.id} misses members {', '.join(map(str, members))}{why}"
+        for holder, members in holders.items()
     }
 
 

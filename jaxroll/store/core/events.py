@@ -246,6 +246,7 @@ class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_fai
     """A member failed (kind INFRA or DATA) and may be leased again after `rest_s`.
 
     `holder_rest_s` is the rest imposed on its holder (0: none); None: the failure does not count against the holder.
+    `spared`: it does not count among the failures that the member may have.
     """
 
     group: int
@@ -256,6 +257,7 @@ class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_fai
     error: str
     rest_s: float
     holder_rest_s: float | None = None
+    spared: bool = False
 
 
 class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):

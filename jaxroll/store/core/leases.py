@@ -266,7 +266,7 @@ def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) ->
     """One grant for each salt among `members` (each DATA failure gives a member a new salt)."""
     by_salt: dict[int, list[tuple[int, int]]] = {}
     for member, attempt in members:
-        by_salt.setdefault(group.slots[member].data_failures, []).append((member, attempt))
+        by_salt.setdefault(group.slots[member].salt, []).append((member, attempt))
     return [Grant(group.id, group.task, tuple(some), settings.lease_s, salt) for salt, some in by_salt.items()]
 
 

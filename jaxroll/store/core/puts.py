@@ -122,15 +122,16 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
     assert r.failure is not None
     kind, error = r.failure
     data = kind == "DATA"
-    failures = 1 + (slot.data_failures if data else slot.infra_failures)
+    spared = admission.is_broken_alone(settings, state, slot.holder, now_s)
+    failures = (not spared) + (slot.data_failures if data else slot.infra_failures)
     budget = settings.data_retries if data else settings.infra_retries
-    counts = not data or admission.is_broken_alone(settings, state, slot.holder, now_s)
+    counts = not data or spared
     # The back-off is meant for an outage that affects all holders; a first failure may be the holder's own.
-    at_once = data or (failures == 1 and admission.left_to_another(settings, state, slot, now_s))
+    at_once = data or spared or (failures == 1 and admission.left_to_another(settings, state, slot, now_s))
     rest_s = 0.0 if at_once else settings.backoff_s(failures)
     health = state.holders.get(slot.holder, Health())
     holder_rest_s = health.next_rest_s(slot.leased_at_s, now_s) if counts else None
-    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s, holder_rest_s)
+    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s, holder_rest_s, spared)
     if failures <= budget:
         return Decision([failed], "OK")
     if can_spare_one(group):
@@ -255,8 +256,8 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
     slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
     if e.kind == "DATA":
-        slot.data_failures += 1
-    else:
+        slot.data_failures, slot.data_spared = slot.data_failures + (not e.spared), slot.data_spared + e.spared
+    elif not e.spared:
         slot.infra_failures += 1
     if slot.holder not in slot.failed_by:
         slot.failed_by += (slot.holder,)

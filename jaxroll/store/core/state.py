@@ -41,8 +41,14 @@ class Slot(msgspec.Struct, gc=False):
     failed_digest: str = ""
     infra_failures: int = 0
     data_failures: int = 0
+    data_spared: int = 0  # DATA failures that count against the holder alone
     failed_by: tuple[str, ...] = ()  # holders
     avoided_until_s: float = 0.0  # until then the holders in `failed_by` do not get it while others are present
+
+    @property
+    def salt(self) -> int:
+        """The number of its DATA failures, which is a part of its random key."""
+        return self.data_failures + self.data_spared
 
     @property
     def tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -206,6 +207,14 @@ def holder_with_one_failure_is_unreliable(patch: Patch) -> None:
 @breaks("failures: rest")
 def all_data_failures_count_against_their_holder(patch: Patch) -> None:
     patch.setattr(admission, "is_broken_alone", lambda settings, now, name, now_s: True)
+
+
+@breaks("failures: rest")
+def holders_that_are_not_ready_yet_are_forgotten(patch: Patch) -> None:
+    def alone(original: Any, settings: Any, *rest: Any) -> bool:
+        return original(replace(settings, holders=0), *rest)
+
+    wrap(patch, admission, "is_broken_alone", alone)
 
 
 @breaks("failures: rest")

@@ -61,6 +61,7 @@ class World:
     seed: int = 0
     slower: tuple[float, ...] = ()  # how many times slower each sampler is; () is 1 for all
     faults: tuple[tuple[int, Fault], ...] = ()  # (sampler, what is wrong with it)
+    ready_s: tuple[float, ...] = ()  # when each sampler asks for the first time; () is at once
 
 
 @dataclass
@@ -105,6 +106,8 @@ class Cluster:
         self.ask(ev.Begin("L", None))
         self.publish(Version(0, 0), first=True)
         self.claim(0, 0.0)
+        for sampler, ready_s in enumerate(self.world.ready_s):
+            self.later(ready_s, lambda sampler=sampler: self.lease(sampler))
         self.lease_all()
         while self.events and self.core.state.acked < self.world.steps:
             self.now, _, act = heapq.heappop(self.events)
@@ -148,7 +151,7 @@ class Cluster:
             self.lease((first + sampler) % self.world.samplers)
 
     def lease(self, sampler: int) -> None:
-        if self.free[sampler] < 1:
+        if self.free[sampler] < 1 or (self.world.ready_s and self.now < self.world.ready_s[sampler]):
             return
         fed = self.core.state.next_ordinal
         members, version, name = self.free[sampler], self.versions[sampler], f"s{sampler}"

@@ -56,6 +56,7 @@ class Rules:
     at_limit: str = "stop"
     spare: int = 0  # members of a group beyond `size`
     replicate: str = "together"
+    holders: int = 0  # that lease members when all are ready; 0: unknown
 
     @property
     def members(self) -> int:
@@ -97,6 +98,7 @@ class Books:
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
         self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
         self.slow: set[str] = set()  # samplers that the store calls slow
+        self.proved: set[str] = set()  # holders that have put a member
         self.seen: dict[str, float] = {}  # holder → time of its last call
         self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
         self.avoided = 0  # how often a member was left to another holder
@@ -222,7 +224,7 @@ class Books:
         self.next_group = gid + 1
         fields = {"status": FREE, "attempt": 0, "fenced": 0, "session": "", "name": "", "deadline": 0.0, "rest": 0.0}
         fields |= {"avoid": 0.0, "leased": None, "digest": "", "bytes": 0, "runs": ()}
-        fields |= {"INFRA": 0, "DATA": 0, "reward": 0.0}
+        fields |= {"INFRA": 0, "DATA": 0, "salt": 0, "reward": 0.0}
         members = [fields | {"failed": {}, "failed_by": set()} for _ in range(self.rules.members)]
         group = {"prompt": prompt, "reissues": reissues, "members": members, "leased_at": None, "place": None}
         self.open[gid] = group | {"step": None}

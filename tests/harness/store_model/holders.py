@@ -61,7 +61,9 @@ class Holders(LearnerSide):
             self.failing[name] = (1 - 0.05) * before + 0.05 * failed
 
     def is_broken_alone(self, name: str, now: float) -> bool:
-        """True if a third of its members fail, and another holder's do not."""
+        """True if a third of its members fail, or all, and another holder's do not or have not yet."""
+        if len({*self.failing, name}) < self.rules.holders and name not in self.proved:
+            return True
         return self.failing.get(name, 0.0) >= 0.3 and any(not self.fails(o) for o in self.helpers(name, now))
 
     def is_ill(self, name: str, now: float) -> bool:

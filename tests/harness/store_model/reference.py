@@ -96,7 +96,7 @@ class Reference(Sharing):
         self.note_room(r, grants, str(reply), now)
         self.note_seen(r, grants, reply, was_seen, now)
         self.dealt += deal.is_known and deal.fraction < 1 and bool(grants)
-        if any(self.open[g.group]["members"][m]["DATA"] != g.key_salt for g in given for m, _ in g.members):
+        if any(self.open[g.group]["members"][m]["salt"] != g.key_salt for g in given for m, _ in g.members):
             broken("failures", f"{given}: a DATA failure would repeat itself with the same key")
         return None
 
@@ -237,6 +237,8 @@ class Reference(Sharing):
         member |= {"status": DONE, "digest": r.digest, "bytes": r.size_bytes, "runs": runs, "rest": 0.0}
         member |= {"reward": r.reward, "failed_by": set()}
         self.note_success(member["name"], now)
+        if member["leased"] is not None and now > member["leased"]:
+            self.proved.add(member["name"])
         self.note_end(member["name"], failed=False)
         self.seen[member["name"]] = now
         self.finished[r.group, r.member] = (r.attempt, r.digest)
@@ -288,13 +290,15 @@ class Reference(Sharing):
     def fail(self, r: ev.PutMember, member: dict, kind: str, now: float) -> None:
         """INFRA is tried again after a rest, DATA at once with another key, neither forever."""
         member["failed"][r.attempt] = r.digest
-        member[kind] += 1
+        spared = self.is_broken_alone(member["name"], now)
+        member[kind] += not spared
+        member["salt"] += kind == "DATA"
         elsewhere = any(o not in member["failed_by"] for o in self.helpers(member["name"], now))
-        if kind == "INFRA" or self.is_broken_alone(member["name"], now):
+        if kind == "INFRA" or spared:
             self.note_failure(member, now)
         self.note_end(member["name"], failed=True)
         member |= {"failed_by": member["failed_by"] | {member["name"]}, "avoid": now + AVOID_S}
-        rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" else 0.0
+        rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" and not spared else 0.0
         if member["INFRA"] == 1 and elsewhere:
             rest = 0.0  # another holder has it at once
         member |= {"status": FREE, "rest": now + rest if rest else 0.0}

@@ -22,7 +22,7 @@ def settings(rules: Rules) -> Settings:
         data_retries=rules.data_retries, reissues=rules.reissues, retention_bytes=rules.retention_bytes,
         window=rules.window, last_batch=rules.last_batch,
         filter=Filter(*rules.filter, windows=rules.filter_windows, at_limit=rules.at_limit),
-        redundant_members=rules.spare, replicate=rules.replicate,
+        redundant_members=rules.spare, replicate=rules.replicate, holders=rules.holders,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class World:
 
     def __init__(self, seed: int, quota: int, make_store: Callable[[Rules], Store] = Store) -> None:
         self.rng = random.Random(seed)
-        self.rules = some_rules(self.rng)
+        self.rules = replace(some_rules(self.rng), holders=(0, 2, 0, 4)[seed % 4])
         self.store = make_store(self.rules)
         self.operations: list[tuple] = []
         self.quota = quota

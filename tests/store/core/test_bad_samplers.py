@@ -6,6 +6,7 @@ differ in how soon members fail, how many of them fail, and with which kind of f
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -92,6 +93,32 @@ def test_prompts_do_not_die_of_a_bad_holder_and_the_run_is_as_fast_as_without_it
 ) -> None:
     rates = rates_beside(neighbour, world, healthy, SEEDS)
     assert sum(rates) / len(rates) >= 0.9, f"{neighbour}, {healthy} healthy: of the rate without it {rates}"
+
+
+BROKEN = ("a sampler that fails at once", "a sampler that fails late", "a sampler that fails very late",
+          "a sampler whose environment is broken", "a sampler whose environment is broken, and fails late")  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.soak)])
+def test_no_prompt_dies_while_only_broken_holders_are_ready(seeds: Iterable[int]) -> None:
+    """One or two broken ones and up to three healthy ones, which arrive up to five minutes later, in any order."""
+    rates = [rate_after_broken_ones(random.Random(seed), seed) for seed in seeds]
+    assert sum(rates) / len(rates) >= 0.9, rates
+
+
+def rate_after_broken_ones(rng: random.Random, seed: int) -> float:
+    """Rate relative to the rate of the healthy ones alone, once they have arrived; no group may die."""
+    healthy, bad = rng.randint(1, 3), rng.randint(1, 2)
+    kinds = ["good"] * healthy + ["bad"] * bad
+    rng.shuffle(kinds)
+    later_s = rng.choice((1.0, 10.0, 60.0, 300.0))
+    ready_s = tuple(rng.uniform(0.0, 2.0) + (later_s if kind == "good" else 0.0) for kind in kinds)
+    faults = tuple((i, NEIGHBOURS[rng.choice(BROKEN)]["fault"]) for i, kind in enumerate(kinds) if kind == "bad")
+    world = replace(WORLDS["the samplers limit it"], steps=100, seed=seed)
+    mixed = replace(world, samplers=len(kinds), faults=faults, ready_s=ready_s)
+    result = Cluster(mixed, holders=len(kinds)).play(skipped=20)
+    assert result.dead == 0, f"seed {seed}: {result.dead} groups died of {result.failed} failures: {mixed}"
+    return round(result.steps_per_s / Cluster(replace(world, samplers=healthy)).play(skipped=20).steps_per_s, 3)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
