@@ -25,6 +25,10 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "one_step": {
         "alpha": 1.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order", "weight_swap": "drain",
     },
+    "interval": {
+        "alpha": 1.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order", "weight_swap": "drain",
+        "redundant_groups": 0,
+    },
     "async": {},
 })  # fmt: skip
 
@@ -238,7 +242,9 @@ def memory_fractions(config: Config) -> dict[str, float]:
 def age_limiter(config: Config) -> AgeLimiter:
     """Limiter that the store uses; ConfigError for a schedule that deadlocks."""
     s = config.schedule
-    return AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
+    return AgeLimiter(
+        s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups, s.mode == "interval"
+    )
 
 
 def episode_tokens(config: Config) -> int:

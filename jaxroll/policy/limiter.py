@@ -110,6 +110,7 @@ class AgeLimiter:
     redundant_groups: int = 0
     publish_every: int = 1
     buffer_groups: int = 0  # groups the store keeps until a durable checkpoint covers them; 0: no such limit
+    intervals: bool = False  # no group of a claim begins before all groups of the claim before are finished
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -159,6 +160,8 @@ class AgeLimiter:
         """
         lag = max(0, published_step - sampler_step)
         bound = self.window(lag) if self.window(lag + claims) > 0 else 0
+        if self.intervals:  # a claim is made once its groups are finished, so one claim's groups may be unclaimed
+            bound = min(bound, (claims + 1) * self.batch_groups)
         return ahead < (bound if in_force is None else min(bound, in_force))
 
     def too_old(self, sampled_step: int, trained_step: int) -> bool:

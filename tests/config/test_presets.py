@@ -17,7 +17,12 @@ SMOKE = ROOT / "configs" / "smoke.py"
 
 @pytest.mark.parametrize(
     ("mode", "alpha", "window", "weight_swap"),
-    [("sync", 0.0, "full", "keep_kv"), ("one_step", 1.0, "full", "drain"), ("async", 1.0, "adaptive", "keep_kv")],
+    [
+        ("sync", 0.0, "full", "keep_kv"),
+        ("one_step", 1.0, "full", "drain"),
+        ("interval", 1.0, "full", "drain"),
+        ("async", 1.0, "adaptive", "keep_kv"),
+    ],
 )
 def test_a_mode_is_what_it_fixes(mode: str, alpha: float, window: str, weight_swap: str) -> None:
     schedule = configs.load(SMOKE, [f"schedule.mode={mode}"]).schedule

@@ -264,6 +264,7 @@ class Keeper:
         return group is not None and bool(free_members(group, self._clock.now_s()))
 
     def _wake(self, events: list[ev.Event]) -> None:
+        between_intervals = (PUBLISHED,) if self.settings.limiter.intervals else ()
         for event in events:
             if isinstance(event, ev.Leased) and self._leaves_members(event.group):
                 self.wakeups.notify(LEASE)  # a waiting sampler may lease the others
@@ -272,9 +273,9 @@ class Keeper:
             if isinstance(event, ev.Put):
                 group = self.state.open.get(event.group)
                 if group is not None and group.ready:
-                    self.wakeups.notify(CLAIM)
+                    self.wakeups.notify(CLAIM, *between_intervals)
                 continue
-            self.wakeups.notify(LEASE, CLAIM)
+            self.wakeups.notify(LEASE, CLAIM, *between_intervals)
             if isinstance(event, (ev.Published, ev.Began, ev.RunClosed)):
                 self.wakeups.notify(PUBLISHED)
             if isinstance(event, ev.Acked):

@@ -357,13 +357,17 @@ class StoreService:
     def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
         """True if there are weights other than `known` and `name` (if not empty) has an update slot or needs none.
 
-        A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot.
+        A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot. With
+        `schedule.mode=interval` the others change their weights between two intervals.
         """
         snapshot = self._keeper.state.published
         if snapshot is None or snapshot.version == known:
             return False
         cannot_sample = known is None or known.lineage < snapshot.version.lineage
-        return cannot_sample or not name or self._turns.take(name, now_s)
+        if cannot_sample or not name:
+            return True
+        within_interval = self._keeper.settings.limiter.intervals and bool(self._keeper.state.index.lacking)
+        return not within_interval and self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
         """Append the valid rows to metrics.jsonl; a repeated report (same request id) is not written again."""
