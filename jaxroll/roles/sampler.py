@@ -462,7 +462,8 @@ class SamplerLoops:
             "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
             "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
-            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, **self.requests.counts(),
+            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, "step_s": now.step_s,
+            "decode_steps": now.decode_steps, "prefills": now.prefills, **self.requests.counts(),
             **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows

@@ -1,28 +1,33 @@
 """Costs and workload of a cluster, measured in the records of a run (`jaxroll sim calibrate RUN`).
 
-Nothing is fitted to step times or rates. The engine: a decode step takes the median inter-token latency, and an
-admission the median of what a generation took beyond its decode steps. The learner: least squares of the step's time
-over its micro-batches. Transfers: medians of their spans. The workload: recorded answers and environment times.
+Nothing is fitted to step times or rates. The engine: least squares of its busy time over decode steps and prefills. The
+learner: least squares of the step's time over its micro-batches. Transfers: medians of their spans. The workload:
+recorded lengths, rewards and environment times.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sqlite3
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxroll import wire
 from jaxroll.errors import ConfigError
+from jaxroll.records import Finished, Member
 from jaxroll.report.figures import record
 from jaxroll.run_paths import RunPaths
+from jaxroll.sim import costs
 from jaxroll.sim.costs import Cluster, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
 
 VALUES = 1000  # recorded values kept for a law, as quantiles
+PAYLOADS = 2000  # rollouts whose prompts and replies are measured
 SETTLING = 3  # steps that compile or wait for the first weights
 
 Row = Mapping[str, Any]
@@ -33,21 +38,14 @@ def calibrated(run_dir: Path) -> Cluster:
     run = record.load(run_dir)
     samplers = [row for row in run.rows if str(row.get("role")).startswith("sampler")]
     steps = [row for row in run.rows if row.get("kind") == "step"][SETTLING:]
-    generations = [tuple(each) for row in samplers if row.get("kind") == "members" for each in row["rows"]]
-    latencies = [row["itl_p50_s"] for row in samplers if row.get("itl_p50_s")]
-    if not (steps and generations and latencies):
+    engine = engine_costs(samplers)
+    if not (steps and engine):
         raise ConfigError("RUN", str(run_dir), "has too few steps or generations to measure costs",
                           "Calibrate on a run of ten steps or more.")  # fmt: skip
-    chunk = int(run.config["sampler"].get("decode_chunk", 1))
-    step_s = statistics.median(latencies)
-    beyond_s = [t1 - t0 - math.ceil((tokens - 1) / chunk) * chunk * step_s for _, _, t0, t1, tokens in generations]
     learner = learner_costs([row.get("micro_batches", 1) for row in steps], [row["train_s"] for row in steps])
     return Cluster(
         source=f"measured in the run {run.name}, commit {run.about.get('commit', '')[:12] or 'unknown'}",
-        sampler=SamplerCosts(
-            step_overhead_s=step_s, prefill_overhead_s=max(0.0, statistics.median(beyond_s)),
-            swap_s=min(_spans(samplers, "weight_swap"), default=0.0),
-        ),
+        sampler=replace(engine, swap_s=min(_spans(samplers, "weight_swap"), default=0.0)),
         learner=learner,
         transfer=TransferCosts(
             publish_s=statistics.median(row["publish_s"] for row in steps),
@@ -55,6 +53,29 @@ def calibrated(run_dir: Path) -> Cluster:
         ),
         workload=workload(run_dir, run.rows),
     )  # fmt: skip
+
+
+def engine_costs(rows: Iterable[Row]) -> SamplerCosts | None:
+    """Seconds of a decode step and of a prefill, from the counters that samplers report; None if they decoded nothing.
+
+    The split is the least squares over reports, the sum that of the records.
+    """
+    last: dict[str, np.ndarray] = {}
+    found = []
+    for row in rows:
+        if row.get("kind") == "stats" and "decode_steps" in row:
+            now = np.array([row["decode_steps"], row["prefills"], row["step_s"]], float)
+            before, last[row["role"]] = last.get(row["role"]), now
+            if before is not None and now[0] > before[0]:  # otherwise it is idle, or a new process
+                found.append(now - before)
+    if not found:
+        return None
+    counts, seconds = np.array(found)[:, :2], np.array(found)[:, 2]
+    step_s, prefill_s = np.linalg.lstsq(counts, seconds, rcond=None)[0]
+    if prefill_s < 0 or step_s < 0 or not counts[:, 1].any():
+        step_s, prefill_s = seconds.sum() / counts[:, 0].sum(), 0.0
+    scale = seconds.sum() / (counts @ (step_s, prefill_s)).sum()
+    return SamplerCosts(step_overhead_s=float(step_s * scale), prefill_overhead_s=float(prefill_s * scale))
 
 
 def learner_costs(micro_batches: Sequence[int], seconds: Sequence[float]) -> LearnerCosts:
@@ -67,39 +88,68 @@ def learner_costs(micro_batches: Sequence[int], seconds: Sequence[float]) -> Lea
 
 
 def workload(run_dir: Path, rows: Iterable[Row]) -> Workload:
-    """Answers and environment times as recorded: a member's time from its first generation to its end, without its
-    generations. The wait for a slot before that is left out, because the simulation has its own.
+    """Lengths, rewards and environment times as recorded. The environment's: a member's time from its first generation
+    to its end, without its generations. The wait for a slot before that is left out: the simulation has its own.
     """
     started: dict[tuple[int, int], float] = {}
     generated: dict[tuple[int, int], float] = {}
     counts: dict[tuple[int, int], int] = {}
     tokens: list[float] = []
-    rewards: list[float] = []
+    groups: list[int] = []
     for row in rows:
-        if row.get("kind") == "step" and row.get("reward_mean") is not None:
-            rewards.append(row["reward_mean"])
         for group, member, t0, t1, count in row["rows"] if row.get("kind") == "members" else ():
             started[group, member] = min(t0, started.get((group, member), t0))
             generated[group, member] = generated.get((group, member), 0.0) + t1 - t0
             counts[group, member] = counts.get((group, member), 0) + 1
             tokens.append(count)
-    waits = []
-    select = "SELECT group_id, member, ended_unix_s FROM members WHERE state = 'done'"
+            groups.append(group)
+    waits, rewards = [], defaultdict[int, list[float]](list)
+    prompts, replies = list[float](), list[float]()
+    select = "SELECT group_id, member, ended_unix_s, reward FROM members WHERE state = 'done'"
     with contextlib.closing(sqlite3.connect(f"file:{RunPaths(run_dir).database}?mode=ro", uri=True)) as db:
-        for group, member, ended_s in db.execute(select):
+        for group, member, ended_s, reward in db.execute(select):
+            if reward is not None:
+                rewards[group].append(reward)
             if ended_s is not None and (key := (group, member)) in started:
                 waits.append(max(0.0, ended_s - started[key] - generated[key]) / counts[key])
+        for (body,) in db.execute("SELECT body FROM payloads LIMIT ?", (PAYLOADS,)):
+            if isinstance(outcome := wire.decode(body, Member).outcome, Finished):
+                given = [float(len(one.tokens)) for one in outcome.segments if not one.loss_mask.any()]
+                prompts += given[:1]
+                replies += given[1:]
+    default = Workload()
     return Workload(
-        answer_tokens=recorded(tokens), env_s=recorded(waits), turns=recorded(list(map(float, counts.values()))),
-        rewarded=min(1.0, max(0.0, statistics.fmean(rewards))) if rewards else 0.5,
+        prompt_tokens=recorded(prompts) if prompts else default.prompt_tokens,
+        answer_tokens=recorded(tokens), reply_tokens=recorded(replies) if replies else default.reply_tokens,
+        env_s=recorded(waits), turns=recorded(list(map(float, counts.values()))),
+        rewarded=recorded([min(1.0, max(0.0, statistics.fmean(each))) for each in rewards.values()] or [0.5]),
+        answers_alike=alike(groups, tokens),
     )  # fmt: skip
+
+
+def alike(groups: Sequence[int], values: Sequence[float]) -> float:
+    """The correlation between the values of a group, in [0, 1]: that of their normal scores (analysis of variance)."""
+    order = np.argsort(np.argsort(values, kind="stable"), kind="stable")
+    # Equal values get the score of their middle rank.
+    _, which, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    rank = np.bincount(which, order) / sizes
+    scores = np.array([costs.NORMAL.inv_cdf((float(rank[each]) + 0.5) / len(values)) for each in which])
+    _, which, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if len(sizes) < 2 or len(values) == len(sizes) or not scores.std():
+        return 0.0
+    means = np.bincount(which, scores) / sizes
+    within = ((scores - means[which]) ** 2).sum() / (len(values) - len(sizes))
+    between = (sizes * (means - scores.mean()) ** 2).sum() / (len(sizes) - 1)
+    typical = (len(values) - (sizes**2).sum() / len(values)) / (len(sizes) - 1)
+    variance = max(0.0, (between - within) / typical)
+    return float(variance / (variance + within))
 
 
 def recorded(values: Sequence[float]) -> Law:
     """The law of recorded values, of at most `VALUES` quantiles; a constant where they are equal."""
     if len(set(values)) <= 1:
         return Law(mean=values[0] if values else 0.0)
-    kept = values if len(values) <= VALUES else np.quantile(values, (np.arange(VALUES) + 0.5) / VALUES)
+    kept = sorted(values) if len(values) <= VALUES else np.quantile(values, (np.arange(VALUES) + 0.5) / VALUES)
     return Law("recorded", mean=float(np.mean(values)), values=tuple(round(float(value), 6) for value in kept))
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+import sys
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from jaxroll.errors import ConfigError
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Law:
     """A distribution of numbers that are at least `least` and at most `most`.
 
     `normal` and `lognormal` have the given mean and deviation (of the numbers, not of their logarithms), `exponential`
-    has the mean, and `recorded` draws from `values`.
+    has the mean, and `recorded` draws from `values`, which ascend.
     """
 
     kind: Literal["constant", "normal", "lognormal", "exponential", "recorded"] = "constant"
@@ -47,18 +50,22 @@ class Law:
 
     def draw(self, chance: random.Random) -> float:
         """One number."""
-        return min(max(self._drawn(chance), self.least), self.most)
+        return self.at(chance.gauss(0.0, 1.0))
 
-    def _drawn(self, chance: random.Random) -> float:
+    def at(self, score: float) -> float:
+        """The number at the quantile of `score`, a number of the standard normal distribution."""
+        return min(max(self._at(score), self.least), self.most)
+
+    def _at(self, score: float) -> float:
         if self.kind == "normal":
-            return chance.gauss(self.mean, self.deviation)
+            return self.mean + self.deviation * score
         if self.kind == "lognormal" and self.mean > 0:
             spread = math.log1p((self.deviation / self.mean) ** 2)
-            return chance.lognormvariate(math.log(self.mean) - spread / 2, math.sqrt(spread))
+            return self.mean * math.exp(math.sqrt(spread) * score - spread / 2)
         if self.kind == "exponential":
-            return chance.expovariate(1 / self.mean) if self.mean > 0 else 0.0
+            return -self.mean * math.log(max(NORMAL.cdf(-score), sys.float_info.min))
         if self.kind == "recorded" and self.values:
-            return chance.choice(self.values)
+            return self.values[min(int(NORMAL.cdf(score) * len(self.values)), len(self.values) - 1)]
         return self.mean
 
 
@@ -90,13 +97,14 @@ class SamplerCosts:
 
 @dataclass(frozen=True)
 class LearnerCosts:
-    """The learner, and the price of its devices."""
+    """The learner, and the price of its devices. `jitter` is a factor of the time of each step."""
 
     step_overhead_s: NotNegative = 0.0
     micro_batch_overhead_s: NotNegative = 0.0
     flops_per_token: NotNegative = 0.0
     flops: Positive = math.inf
     price_per_hour: NotNegative = 0.0
+    jitter: Law = Law(mean=1.0)
 
     def train_s(self, tokens: int, micro_batches: int) -> float:
         """Seconds of a training step."""
@@ -121,14 +129,19 @@ class TransferCosts:
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of an episode: tokens of prompts, answers and replies, turns, seconds of a step, rewards."""
+    """Sizes of an episode: tokens of prompts, answers and replies, turns, seconds of a step, rewards.
+
+    `answers_alike` is the correlation of the lengths of a group's answers: 1 if a prompt determines the length.
+    `rewarded` is the chance of reward 1, drawn for each group.
+    """
 
     prompt_tokens: Law = Law(mean=16)
     answer_tokens: Law = Law(mean=8, least=1)
     reply_tokens: Law = Law(mean=8, least=1)
     turns: Law = Law(mean=1, least=1)
     env_s: Law = Law()
-    rewarded: Share = 0.5
+    rewarded: Law = Law(mean=0.5)
+    answers_alike: Share = 0.0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxroll.config import Config
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Claim, Finished, Message, Task, Version, VersionRef, VersionRun
+from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.sim.costs import Cluster, Workload
 from jaxroll.sim.world import TOKENIZER, MemoryPublisher
@@ -145,8 +145,12 @@ class SimulatedEngine:
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
     ) -> Completion:
         """An answer whose length is drawn for this member and turn; cancelling the call aborts it."""
-        drawn = chance("answer", self._config.run.seed, key.group, key.member, len(prompt))
-        wanted = max(1, round(self._workload.answer_tokens.draw(drawn)))
+        seed, alike = self._config.run.seed, self._workload.answers_alike
+        own = chance("answer", seed, key.group, key.member, len(prompt)).gauss(0.0, 1.0)
+        score = math.sqrt(1 - alike) * own
+        if alike:
+            score += math.sqrt(alike) * chance("answers", seed, key.group).gauss(0.0, 1.0)
+        wanted = max(1, round(self._workload.answer_tokens.at(score)))
         length = min(wanted, params.max_tokens)
         done = asyncio.get_running_loop().create_future()
         request = _Request(len(prompt), key, length, done)
@@ -237,10 +241,10 @@ class SimulatedEngine:
         if not rows:
             return 0.0
         calls = self._calls(rows)
-        done = self._counters
+        seconds, done = self._costs.prefill_s(tokens, calls), self._counters
         self._counters = replace(done, prefills=done.prefills + calls, prefill_rows=done.prefill_rows + rows,
-                                 prefill_tokens=done.prefill_tokens + tokens)  # fmt: skip
-        return self._costs.prefill_s(tokens, calls)
+                                 prefill_tokens=done.prefill_tokens + tokens, step_s=done.step_s + seconds)  # fmt: skip
+        return seconds
 
     async def _decode(self, began: float) -> None:
         """Dispatch until a request ends or something changes; changes take effect between two dispatches."""
@@ -283,6 +287,7 @@ class SimulatedEngine:
             slot_steps_busy=done.slot_steps_busy + sampled, slot_steps_total=done.slot_steps_total + total,
             slot_steps_busy_while_waiting=done.slot_steps_busy_while_waiting + sampled * waited,
             slot_steps_total_while_waiting=done.slot_steps_total_while_waiting + total * waited,
+            step_s=done.step_s + steps * self._step_s,
         )  # fmt: skip
 
     def _note(self, began: float, tokens: int) -> None:
@@ -303,6 +308,10 @@ class Trained(NamedTuple):
     step: int
     groups: tuple[int, ...]
     at_s: float
+
+
+def _finished(group: ClaimedGroup) -> list[Finished]:
+    return [member.outcome for member in group.members if isinstance(member.outcome, Finished)]
 
 
 class SimulatedTrainer:
@@ -337,14 +346,16 @@ class SimulatedTrainer:
 
     def prepare(self, claim: Claim) -> Any:
         """The claim and the figures of its data."""
-        done = [m.outcome for group in claim.groups for m in group.members if isinstance(m.outcome, Finished)]
+        done = [outcome for group in claim.groups for outcome in _finished(group)]
         ages = Counter[int]()
         for outcome in done:
             for run in outcome.versions:
                 ages[claim.step - run.version.step] += run.count
         tokens = sum(ages.values())
-        lengths = [sum(len(segment.tokens) for segment in outcome.segments) for outcome in done]
+        # A group whose rewards are equal has no advantages: it is not computed.
+        computed = [outcomes for outcomes in map(_finished, claim.groups) if len({o.reward for o in outcomes}) > 1]
         learner = self._config.learner
+        lengths = [self._row_tokens(outcome) for outcomes in computed for outcome in outcomes]
         rows = math.ceil(sum(lengths) / learner.row_tokens) if learner.row_tokens else len(done)
         batches = math.ceil(rows / learner.micro_batch_rows)
         padded = batches * learner.micro_batch_rows * (learner.row_tokens or max(lengths, default=0))
@@ -356,7 +367,14 @@ class SimulatedTrainer:
             "reward_mean": float(np.mean(rewards)) if rewards else 0.0, "masked_tokens": 0, "compiles": 0,
             "padding_waste": 1 - sum(lengths) / padded if padded else 0.0,
         }  # fmt: skip
-        return SimpleNamespace(claim=claim, row=row, train_s=self._costs.train_s(padded, batches))
+        factor = self._costs.jitter.draw(chance("step", self._config.run.seed, claim.step))
+        return SimpleNamespace(claim=claim, row=row, train_s=factor * self._costs.train_s(padded, batches))
+
+    def _row_tokens(self, outcome: Finished) -> int:
+        """The tokens of a rollout in the learner's rows: without its prompt, if that is shared."""
+        first = outcome.segments[0]
+        shared = len(first.tokens) - 1 if self._config.learner.shared_prompt_tokens and not first.loss_mask.any() else 0
+        return sum(len(segment.tokens) for segment in outcome.segments) - shared
 
     def dispatch_step(self, ready: Any) -> Any:
         """The step under way."""
@@ -387,11 +405,20 @@ class SimulatedPublisher(MemoryPublisher):
 
 
 class SimulatedPool(ScoringPool):
-    """The scoring pool of a simulated role, which tells its environments the workload."""
+    """The scoring pool of a simulated role, which tells its environments the workload.
 
-    def __init__(self, workload: Workload, seed: int) -> None:
+    Each episode has random numbers of its own: members of a group have equal tasks and seeds.
+    """
+
+    def __init__(self, workload: Workload, seed: int, role: str) -> None:
         super().__init__(1)
-        self.workload, self.seed = workload, seed
+        self.workload, self.seed, self._role = workload, seed, role
+        self._episodes = Counter[int]()  # begun here, by prompt
+
+    def episode(self, index: int) -> random.Random:
+        """The random numbers of the next episode of this prompt."""
+        self._episodes[index] += 1
+        return chance("episode", self.seed, self._role, index, self._episodes[index])
 
 
 @registry.register("simulated")
@@ -401,13 +428,14 @@ class Simulated:
     step_limit_s = 86400.0
 
     def __init__(self, pool: Any, config: object) -> None:
-        self._workload: Workload = pool.workload
-        self._seed = pool.seed
+        self._pool: SimulatedPool = pool
+        self._workload = self._pool.workload
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The question."""
-        self._chance = chance("episode", self._seed, task.index, seed)
+        self._chance = self._pool.episode(task.index)
         self._left = max(1, round(self._workload.turns.draw(self._chance)))
+        self._rewarded = self._workload.rewarded.draw(chance("rewarded", self._pool.seed, task.index))
         return task.messages
 
     async def step(self, answer: str) -> StepResult:
@@ -415,7 +443,7 @@ class Simulated:
         await asyncio.sleep(max(0.0, self._workload.env_s.draw(self._chance)))
         self._left -= 1
         if not self._left:
-            return StepResult(done=True, reward=float(self._chance.random() < self._workload.rewarded))
+            return StepResult(done=True, reward=float(self._chance.random() < self._rewarded))
         length = max(1, round(self._workload.reply_tokens.draw(self._chance)))
         return StepResult(messages=(Message("user", "a" * length),), done=False)
 

@@ -20,6 +20,7 @@ from typing import Any
 from jaxroll import config as configs
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config
+from jaxroll.config.derived import MODES
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.roles.sampler import SamplerLoops
@@ -57,7 +58,7 @@ class SimulatedRun(World):
         role = f"sampler-{index}"
         engine = SimulatedEngine(self._cluster, self.config, role)
         self.engines.append(engine)
-        pool = SimulatedPool(self._cluster.workload, self.config.run.seed)
+        pool = SimulatedPool(self._cluster.workload, self.config.run.seed, role)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
 
     def learner(self) -> asyncio.Future[int]:
@@ -111,7 +112,14 @@ class SimulatedRun(World):
 def simulate(
     config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True, report: Callable[[str], None] | None = None
 ) -> Figures:
-    """The figures of a simulated run of `config` on `cluster` (see `figures`).
+    """The figures of a simulated run of `config` on `cluster` (see `figures` and `simulated_rows`)."""
+    return figures(simulated_rows(config, cluster, run_dir, keep=keep, report=report), config, cluster)
+
+
+def simulated_rows(
+    config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True, report: Callable[[str], None] | None = None
+) -> list[Mapping[str, Any]]:
+    """The metric rows of a simulated run of `config` on `cluster`.
 
     With `keep`, the log and the metric rows are written into `run_dir`. `report` gets a line of progress every five
     seconds. InfraError if the run cannot end.
@@ -136,13 +144,12 @@ def simulate(
 
     try:
         with _printing(run_dir if keep else None):
-            rows = virtual_time.run(job(), LIMIT_S)
+            return virtual_time.run(job(), LIMIT_S)
     except (virtual_time.Stuck, TimeoutError) as error:
         raise InfraError(f"the simulated run cannot end: {error}") from error
     finally:
         if tracker is not None:
             tracker.close()
-    return figures(rows, config, cluster)
 
 
 def _check_roles(config: Config, cluster: Cluster) -> None:
@@ -211,6 +218,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "one_step": {"alpha": 1.0},
     "bounded": {},  # the config's α; a generation continues under new weights
     "pure": {"weight_swap": "drain"},  # the config's α; every answer is of one version
+    "interval": {"mode": "interval", **MODES["interval"]},  # no member begins before the batch before is finished
 }
 SCHEDULE = "schedule"  # the key of a sweep over `SCHEDULES`
 
@@ -219,7 +227,7 @@ def scheduled(config: Config, name: str) -> Config:
     """`config` under the schedule of this name. ConfigError for an unknown name."""
     if name not in SCHEDULES:
         raise ConfigError("--sweep", name, "no schedule has this name", f"Known: {', '.join(SCHEDULES)}.")
-    return replace(config, schedule=replace(config.schedule, mode="async", **SCHEDULES[name]))
+    return replace(config, schedule=replace(config.schedule, **({"mode": "async"} | dict(SCHEDULES[name]))))
 
 
 def swept(config: Config, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config]]:

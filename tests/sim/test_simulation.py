@@ -177,3 +177,42 @@ def test_a_wait_of_less_than_the_clock_can_show_ends() -> None:
         return turns
 
     assert virtual_time.run(job()) == 1
+
+
+@pytest.mark.parametrize("train_s", [0.2, 3.0], ids=["sampler", "learner"])
+def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(train_s: float) -> None:
+    """Episodes of several turns whose environments take random times: no member begins early."""
+    turns = Workload(answer_tokens=Law(mean=2), env_s=Law("exponential", mean=0.5), turns=Law(mean=4))
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=train_s), workload=turns)
+    rows = simulate.simulated_rows(simulate.scheduled(config(), "interval"), cluster, Path(), keep=False)
+    ages = [tuple(row["age_hist"]) for row in rows if row.get("kind") == "step"]
+    assert ages[0] == ("0",) and set(ages[1:]) == {("1",)}
+
+
+def test_the_environments_of_a_groups_members_take_independent_times() -> None:
+    """A step of four groups of two waits for the longest of eight exponential times of 1 s, not of four."""
+    work = Workload(answer_tokens=Law(mean=1), env_s=Law("exponential", mean=1.0))
+    instant = Cluster(sampler=SamplerCosts(step_overhead_s=1e-9), workload=work, rpc_s=0.0)
+    found = figures(config(alpha=0.0, steps=400), instant)
+    assert found["step_s"] == pytest.approx(sum(1 / n for n in range(1, 9)), rel=0.06)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_lengths_of_a_groups_answers_are_as_alike_as_the_cluster_says(share: float) -> None:
+    lengths = Workload(answer_tokens=Law("lognormal", mean=60, deviation=30, least=1), answers_alike=share)
+    base = config(alpha=0.0, steps=100)
+    long = replace(base, sampling=replace(base.sampling, max_tokens=1000))
+    rows = simulate.simulated_rows(long, replace(CLUSTER, workload=lengths), Path(), keep=False)
+    found = [each for row in rows if row.get("kind") == "members" for each in row["rows"]]
+    measured = calibrate.alike([row[0] for row in found], [row[4] for row in found])
+    assert measured == pytest.approx(share, abs=0.1)
+
+
+def test_a_decode_step_and_a_prefill_are_told_apart_by_their_counts() -> None:
+    counts = [(10, 1), (40, 1), (80, 5), (120, 5)]
+    rows = [{"kind": "stats", "role": "sampler-0", "decode_steps": steps, "prefills": calls,
+             "step_s": 0.01 * steps + 0.2 * calls} for steps, calls in counts]  # fmt: skip
+    found = calibrate.engine_costs(rows)
+    assert found is not None
+    assert (found.step_overhead_s, found.prefill_overhead_s) == (pytest.approx(0.01), pytest.approx(0.2))
+    assert calibrate.engine_costs(rows[:1]) is None
