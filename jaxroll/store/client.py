@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
@@ -189,6 +189,13 @@ class StoreClient:
     async def close_run(self, reason: str) -> None:
         """End the run: lease and claim calls raise Closed from then on."""
         await self._call("Close", msg.CloseCall(reason), msg.Done)
+
+    async def control(self, action: Literal["pause", "resume", "checkpoint"]) -> None:
+        """Pause the run (no leases are granted; those that are held go on), resume it, or ask for a checkpoint.
+
+        The learner writes the checkpoint after the next step that it claims. A restart of the store ends a pause.
+        """
+        await self._call("Control", msg.ControlCall(action), msg.Done)
 
     async def aclose(self) -> None:
         """Close the connection."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -164,6 +164,12 @@ class CloseCall(msgspec.Struct, frozen=True):
     """Request to end the run."""
 
     reason: str
+
+
+class ControlCall(msgspec.Struct, frozen=True):
+    """A person's request: grant no leases (pause), grant them again (resume), or checkpoint after the next step."""
+
+    action: Literal["pause", "resume", "checkpoint"]
 
 
 class StatusReply(msgspec.Struct, frozen=True):

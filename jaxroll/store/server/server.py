@@ -136,6 +136,7 @@ class _Store:
             keep_best=config.learner.keep_best,
         )
         self._row_at_s = self._named_at_s = keeper.now_s()
+        self._paused_at_s = -math.inf
 
     async def run(self) -> None:
         """Run the jobs until the run is over; the first failure of a job ends all."""
@@ -203,10 +204,12 @@ class _Store:
             self._certificates_at_s = now_s
             for warning in self._certificates.warnings(time.time()):
                 self._event(warning)
+        if self.service.paused:
+            self._paused_at_s = now_s
         report = self._report() if self._is_stalled(now_s) else None
         if report is None or report["closed"]:
             return
-        still_s = now_s - self._keeper.state.moved_at_s
+        still_s = now_s - self._moved_at_s
         waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "no known role"
         if now_s - self._named_at_s >= self._config.stall_s:
             self._named_at_s = now_s
@@ -217,7 +220,12 @@ class _Store:
             self.audit.by_itself("Close", why)
 
     def _is_stalled(self, now_s: float) -> bool:
-        return now_s - self._keeper.state.moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)
+        return now_s - self._moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)
+
+    @property
+    def _moved_at_s(self) -> float:
+        """Time of the last progress, or of the end of a pause."""
+        return max(self._keeper.state.moved_at_s, self._paused_at_s)
 
     def _is_over(self) -> bool:
         quiet_s = self._keeper.now_s() - self.service.handshake.last_call_s
@@ -229,6 +237,8 @@ class _Store:
     def _write_row(self) -> None:
         report = self._report()
         report["prompts_skipped"] |= self._prompts.skipped
+        if self.service.paused:
+            report |= {"paused": True, "waits": report["waits"] | {"user": "has paused the run"}}
         self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
 
     def _event(self, text: str, **fields: str) -> None:

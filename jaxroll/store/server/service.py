@@ -11,7 +11,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.admission import checkpoint_wanted, status
+from jaxroll.store.core.admission import checkpoint_wanted, over, status
 from jaxroll.store.core.state import Batch
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import (
@@ -143,9 +143,12 @@ _REPLY_MARGIN_S = 0.5  # an answer is sent this long before its caller's deadlin
 
 WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
+ADMINS = frozenset({"admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
 _HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # long polls
 MAX_MEMBERS_PER_LEASE = 4096
+_NEXT: Literal["next"] = "next"  # the next claim that is delivered
+_PAUSED_ASK_S = 1.0
 MAX_REPORT_BYTES = 4 * 2**20
 _MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
 _LARGE = {"Put": None, "Report": MAX_REPORT_BYTES + 2**20, "Renew": 2**22, "Release": 2**22}  # 65,536 keys
@@ -174,6 +177,8 @@ class StoreService:
         self._run_id = keeper.run_id
         self.handshake = HandshakeCheck(keeper, config_digest)
         self._put = PutPipeline(keeper, audit, vocab_size)
+        self.paused = False  # by a person; not in the log, so a restart of the store ends it
+        self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
 
@@ -195,6 +200,7 @@ class StoreService:
             "Report": (self._report, EVERYONE),
             "Status": (self._status, EVERYONE),
             "Close": (self._close, LEARNERS),
+            "Control": (self._control, ADMINS),
         }
         return {
             name: Method(
@@ -226,6 +232,8 @@ class StoreService:
         count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
 
         def ask() -> Any:
+            if self.paused and not over(self._keeper.settings, self._keeper.state):
+                return NoCredit("the run is paused", _PAUSED_ASK_S)
             offered = tuple(itertools.islice(self._prompts.ready, count))
             version = max(call.version, self.holders.get(caller.name) or call.version)
             request = ev.Lease(caller.name, caller.session, version, members, call.request, offered)
@@ -298,7 +306,9 @@ class StoreService:
                 parts.append(msg.ClaimPart(group.id, group.task, tuple(taken)))
             if next_start is not None:
                 break
-        wanted = checkpoint_wanted(settings, state)
+        if self._checkpoint_at == _NEXT and call.start == 0:  # the learner reads it on a claim's first page
+            self._checkpoint_at = batch.step
+        wanted = checkpoint_wanted(settings, state) or self._checkpoint_at == batch.step
         replayed = batch.step < state.replay_until
         return msg.ClaimPage(batch.step, call.lineage, batch.shuffle_seed, replayed, wanted, tuple(parts), next_start)
 
@@ -328,6 +338,8 @@ class StoreService:
     async def _durable(self, caller: Caller, body: bytes) -> msg.Done:
         version = wire.decode(body, msg.VersionCall).version
         await self._recorded(caller, "Durable", str(version), self._keeper.decide(ev.Durable(caller.session, version)))
+        if isinstance(self._checkpoint_at, int) and version.step > self._checkpoint_at:
+            self._checkpoint_at = None
         return msg.Done()
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
@@ -388,6 +400,7 @@ class StoreService:
         holders = {who: str(version) for who, version in self.holders.items()}
         keeper = self._keeper
         report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
+        report["paused"] = self.paused
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
         return msg.StatusReply(json.dumps(report).encode())
@@ -395,6 +408,16 @@ class StoreService:
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]
         await self._recorded(caller, "Close", reason, self._keeper.decide(ev.Close(reason)))
+        return msg.Done()
+
+    async def _control(self, caller: Caller, body: bytes) -> msg.Done:
+        action = wire.decode(body, msg.ControlCall).action
+        if action == "checkpoint":
+            self._checkpoint_at = _NEXT
+        else:
+            self.paused = action == "pause"
+            self._keeper.wakeups.notify(LEASE)
+        await self._recorded(caller, "Control", action, None)
         return msg.Done()
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:

@@ -39,6 +39,7 @@ RIGHTS = {
     "Hello": ALL, "Published": ALL, "Report": ALL, "Status": ALL,
     "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK, "Ended": WORK,
     "Claim": TRAIN, "Begin": TRAIN, "Publish": TRAIN, "Ack": TRAIN, "Durable": TRAIN, "Close": TRAIN,
+    "Control": {"admin"},
 }  # fmt: skip
 
 
