@@ -68,6 +68,7 @@ ROOMS: Mapping[str, Room] = {
     "report": Room(6, "none"),
     "tools": Room(7),
     "testing": Room(6, "none"),  # users check their environments
+    "ui": Room(7, "none"),  # the dashboard reads runs
     "sim": Room(8, "none"),
     "roles": Room(7),
     "control": Room(9, "none"),

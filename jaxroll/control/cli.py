@@ -40,6 +40,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "inspect": (
         Command("list", "list the runs in a folder", "jaxroll list runs"),
+        Command("ui", "show the runs in a folder in the browser, live, and control them", "jaxroll ui runs"),
         Command("report", "print the summary of a run and write its page report.html", "jaxroll report runs/demo"),
         Command("inspect", "show leases, waits and failures of a run, or one trajectory group in full",
                 "jaxroll inspect runs/demo --group=7"),
@@ -85,7 +86,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
-RUNNING = ("train", "demo", "serve")  # like the roles, these continue when their output has no reader
+RUNNING = ("train", "demo", "serve", "ui")  # like the roles, these continue when their output has no reader
 HELP = (
     "RUN is the folder of a run; commands with --config also take it as --run=DIR. --config.KEY=VALUE changes a key\n"
     "of the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
@@ -274,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
     known["list"].add_argument(
         "folder", nargs="?", default="runs", help="the folder that holds the runs (default: runs)"
     )
+    _ui_options(known["ui"])
     _generate_options(known["generate"])
     _eval_options(known["eval"])
     _serve_options(known["serve"])
@@ -372,6 +374,16 @@ def _serve_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--queue", type=int, default=504, help="answers that may wait for a slot (default: 504)")
     one.add_argument("--context", type=int, metavar="TOKENS",
                      help="tokens of prompt and answer together (default: the config's, or 4096)")  # fmt: skip
+    one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
+
+
+def _ui_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("folder", nargs="?", default="runs", metavar="RUNS",
+                     help="the folder that holds the runs, or the folder of one run (default: runs)")  # fmt: skip
+    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    one.add_argument("--port", type=int, default=8100, help="the port (default: 8100; 0: any free port)")
+    one.add_argument("--token-file", metavar="FILE",
+                     help="file of the token (default: jaxroll/ui.token in your folder of states)")  # fmt: skip
     one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 

@@ -252,6 +252,17 @@ def run_report(options: argparse.Namespace) -> int:
     return report.main(path, as_json=options.json)
 
 
+def run_ui(options: argparse.Namespace) -> int:
+    """`ui`: the dashboard of the runs in a folder."""
+    path = _absolute(options.folder)
+    if not path.is_dir():
+        remedy = "Name the folder that holds the runs, or one run; `jaxroll list` shows those in runs."
+        raise ConfigError("RUNS", options.folder, "no such folder", remedy)
+    from jaxroll.ui import server
+
+    return server.main(path, options)
+
+
 def run_inspect(options: argparse.Namespace) -> int:
     """`inspect`: a look into a live or finished run."""
     path = _absolute(options.folder)
@@ -465,6 +476,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "sim": run_sim,
     "init": lambda options: init.run(options, init.asker()),
     "config": run_config,
+    "ui": run_ui,
     "report": run_report,
     "inspect": run_inspect,
     "replay": run_replay,

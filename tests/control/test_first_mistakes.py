@@ -83,6 +83,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train --fork=1 --config=configs/smoke.py", ("--fork", "--resume"), ""),
     ("report .", ("no run here", "jaxroll list"), "list ."),
     ("report nothing", ("nothing", "jaxroll list"), "list ."),
+    ("ui nothing", ("RUNS", "nothing", "jaxroll list"), "list ."),
     ("inspect begun", ("store.db", "no such log"), ""),
     ("inspect old --group=999", ("--group", "999", "0 to "), "inspect old --group=0"),
     ("replay begun", ("store.db",), ""),

@@ -176,15 +176,15 @@ def _failures_facts(db: sqlite3.Connection, now: float) -> Facts:
     for row in last:
         row["ago_s"] = now - row.pop("unix_s")
     by_kind = dict(db.execute("SELECT kind, COUNT(*) FROM failures GROUP BY kind"))
-    return {"by_kind": by_kind, "causes": _causes_facts(db, now), "last": last}
+    return {"by_kind": by_kind, "causes": causes(db, now, FAILURES_COUNTED), "last": last}
 
 
-def _causes_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
-    """The failures by cause, the most frequent first: errors that differ in numbers only are one cause."""
+def causes(db: sqlite3.Connection, now: float, limit: int) -> list[Facts]:
+    """The last `limit` failures by cause, the most frequent first: errors that differ in numbers only are one cause."""
     sql = "SELECT unix_s, kind, error, group_id FROM failures ORDER BY unix_s DESC LIMIT ?"
     found: dict[tuple[str, str], Facts] = {}
     groups: dict[tuple[str, str], set[int]] = {}
-    for unix_s, kind, error, group in db.execute(sql, (FAILURES_COUNTED,)):
+    for unix_s, kind, error, group in db.execute(sql, (limit,)):
         key = (kind, _NUMBER.sub("N", error.split("\n", 1)[0])[:CAUSE_CHARS])
         row = found.setdefault(key, {"kind": kind, "cause": key[1], "failures": 0, "ago_s": now - unix_s})
         row["failures"] += 1

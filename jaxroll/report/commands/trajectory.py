@@ -47,11 +47,11 @@ def facts(db: sqlite3.Connection, group: int, decode: Decoder | None) -> Facts:
     row["ended_ago_s"] = None if ended is None else now - ended
     return {
         "group": row,
-        "task": _task(db, group),
-        "claim": _claim(db, group, now),
+        "task": task_facts(db, group),
+        "claim": claim_facts(db, group, now),
         "members": [_member(db, found, decode, row["claim_step"], now) for found in _members(db, group)],
-        "failures": _failures(db, group, now),
-        "events": list(_events(db, group, now)),
+        "failures": failure_facts(db, group, now),
+        "events": list(event_facts(db, group, now)),
     }
 
 
@@ -61,7 +61,8 @@ def _row(db: sqlite3.Connection, sql: str, *values: Any) -> Facts | None:
     return None if found is None else dict(zip([c[0] for c in cursor.description], found, strict=True))
 
 
-def _task(db: sqlite3.Connection, group: int) -> Facts | None:
+def task_facts(db: sqlite3.Connection, group: int) -> Facts | None:
+    """Environment, arguments, seed and messages of the group's task; None if they are not kept."""
     found = _row(db, "SELECT env, env_args, seed, messages FROM tasks WHERE group_id = ?", group)
     if found is not None:
         found["messages"] = msgspec.json.decode(found["messages"])
@@ -69,7 +70,8 @@ def _task(db: sqlite3.Connection, group: int) -> Facts | None:
     return found
 
 
-def _claim(db: sqlite3.Connection, group: int, now: float) -> Facts | None:
+def claim_facts(db: sqlite3.Connection, group: int, now: float) -> Facts | None:
+    """The claim that holds the group; None if there is none."""
     sql = (
         "SELECT lineage, step, place, trained_lineage, durable_lineage, unix_s FROM claim_groups"
         " JOIN claims USING (lineage, step) WHERE group_id = ?"
@@ -143,7 +145,8 @@ def supports_of(segment: Segment) -> list[list[int]]:
     return found
 
 
-def _failures(db: sqlite3.Connection, group: int, now: float) -> list[Facts]:
+def failure_facts(db: sqlite3.Connection, group: int, now: float) -> list[Facts]:
+    """The failures of the group's members, the first one first."""
     sql = "SELECT unix_s, member, attempt, kind, error FROM failures WHERE group_id = ? ORDER BY unix_s"
     names = ("ago_s", "member", "attempt", "kind", "error")
     return [dict(zip(names, (now - t, *rest), strict=True)) for t, *rest in db.execute(sql, (group,))]
@@ -152,7 +155,7 @@ def _failures(db: sqlite3.Connection, group: int, now: float) -> list[Facts]:
 # --- events
 
 
-def _events(db: sqlite3.Connection, group: int, now: float) -> Iterator[Facts]:
+def event_facts(db: sqlite3.Connection, group: int, now: float) -> Iterator[Facts]:
     """The records that concern the group, in order; those before the kept history are gone."""
     sql = (
         "SELECT position, unix_s, kind, body FROM log WHERE group_id = ?"

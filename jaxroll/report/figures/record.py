@@ -193,30 +193,31 @@ class Run:
 def load(run_dir: Path) -> Run:
     """The run in `run_dir`, finished or live; ConfigError when there is none."""
     path = Path(run_dir).resolve()
-    about = _about(path)
-    config = about.pop("config")
+    values = about(path)
+    config = values.pop("config")
     facts = read(path, heldout_hashes(path))
-    return Run(path, config, about, surviving(metrics.read(RunPaths(path).metrics), facts), facts)
+    return Run(path, config, values, surviving(metrics.read(RunPaths(path).metrics), facts), facts)
 
 
-def _about(path: Path) -> dict[str, Any]:
+def about(path: Path) -> dict[str, Any]:
+    """The content of run.json, its config included; ConfigError if it is missing or malformed."""
     file = RunPaths(path).run_file
     remedy = "Name the folder of a run; `jaxroll list` shows them."
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        about = migration.run_file(about, file) if isinstance(about, dict) else about
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values = migration.run_file(values, file) if isinstance(values, dict) else values
     except (FileNotFoundError, NotADirectoryError):
         reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
         raise ConfigError("RUN", str(path), reason, remedy) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
-    config = about.get("config") if isinstance(about, dict) else None
+    config = values.get("config") if isinstance(values, dict) else None
     if isinstance(config, dict) and (misfit := _misfit(config, configs.to_dict(Config()))):
         raise ConfigError("RUN", str(file), f"{misfit} of its config has another type", "Restore the file from a copy.")
     for room, key in (("schedule", "alpha"), ("schedule", "steps"), ("learner", "mesh"), ("sampler", "mesh")):
         if not isinstance(config, dict) or key not in (config.get(room) or {}):
             raise ConfigError("RUN", str(file), f"its config lacks {room}.{key}", remedy)
-    return about
+    return values
 
 
 def _misfit(values: dict[str, Any], defaults: dict[str, Any]) -> str:
@@ -290,12 +291,23 @@ def is_open(run_dir: Path) -> bool:
     return _is_held(paths.store_lock) or _is_held(paths.lock)
 
 
+def supervisor_pid(run_dir: Path) -> int | None:
+    """The supervisor of the run on this machine; None if there is none, or if its roles were started one by one."""
+    pid = _holder(RunPaths(run_dir).lock)
+    return None if pid == store_pid(run_dir) else pid
+
+
 def _is_held(path: Path) -> bool:
+    return _holder(path) is not None
+
+
+def _holder(path: Path) -> int | None:
     try:
         inode = path.stat().st_ino
-        return any(line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}") for line in _lines())
+        fields = [line.split() for line in _lines()]
+        return next((int(words[4]) for words in fields if words[1] == "FLOCK" and words[5].endswith(f":{inode}")), None)
     except (OSError, ValueError, IndexError):
-        return False
+        return None
 
 
 def _lines() -> list[str]:

@@ -1,0 +1,1 @@
+"""Dashboard of the runs in a folder: a page in the browser that follows them and controls live ones."""
