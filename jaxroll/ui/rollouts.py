@@ -52,13 +52,15 @@ def page(db: sqlite3.Connection, search: Search) -> Facts:
     """A page of the groups that match, the number of all that match, and groups by state."""
     where, values = _conditions(search)
     joins = "groups g LEFT JOIN tasks t ON t.group_id = g.id"
-    of_members = search.order in _BY_REWARD or search.reward_from is not None or search.reward_to is not None
-    if of_members:
-        joins += f" LEFT JOIN ({_OF_MEMBERS}) m ON m.group_id = g.id"
+    by_members = f" LEFT JOIN ({_OF_MEMBERS}) m ON m.group_id = g.id"
+    if search.reward_from is not None or search.reward_to is not None:
+        joins, by_members = joins + by_members, ""
+    total = db.execute(f"SELECT COUNT(*) FROM {joins} WHERE {where}", values).fetchone()[0]
+    if search.order in _BY_REWARD:
+        joins += by_members
     if search.order == "most failures":
         joins += " LEFT JOIN (SELECT group_id, COUNT(*) AS failures FROM failures GROUP BY group_id) f"
         joins += " ON f.group_id = g.id"
-    total = db.execute(f"SELECT COUNT(*) FROM {joins} WHERE {where}", values).fetchone()[0]
     sql = (
         "SELECT g.id, g.state, g.reason, g.size, g.claim_step, g.reissues, g.issued_unix_s, g.ended_unix_s, t.messages"
         f" FROM {joins} WHERE {where} ORDER BY {ORDERS.get(search.order, ORDERS['newest'])} LIMIT ? OFFSET ?"

@@ -169,7 +169,7 @@ class Runs:
             found.ready.wait(wait_s)
         return found.metrics, found.ready.is_set()
 
-    def with_content(self, name: str, look: Callable[[Any], Any], wait_s: float = 0.15) -> tuple[Any, bool]:
+    def with_content(self, name: str, look: Callable[[Any], Any], wait_s: float = 0.1) -> tuple[Any, bool]:
         """The value of `look` at the run's rows, and whether all are read."""
         followed, ready = self.followed(name, wait_s)
         with followed.lock:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 COLUMNS = frozenset({"step", "eval", "stats", "store", "warm"})  # kinds of rows whose numbers become columns
 NOT_VALUES = frozenset({"t", "t0", "t1", "step", "lineage"})
 MAX_COLUMNS, MAX_TABLES = 512, 256  # of a table, of a run: a file from elsewhere cannot fill the memory with names
-EVENTS_KEPT, EXAMPLES_KEPT = 2000, 8
+EVENTS_KEPT, REASONS_KEPT = 2000, 50_000
 FOLDED = 200  # rows that become columns while a view waits
 LARGEST = 3e38  # of a float32
 
@@ -44,6 +45,10 @@ class Table:
             if (missing := size - len(column)) > 0:
                 column.extend([np.nan] * missing)
             column.append(value)
+
+    def has(self, name: str) -> bool:
+        """True if a row had a number of this name."""
+        return name in self._columns
 
     def names(self) -> list[str]:
         """The names of the columns."""
@@ -82,29 +87,42 @@ def _numbers(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]
 
 
 class Spans:
-    """Intervals of one activity, in order of their ends as far as the rows are."""
+    """The union of the intervals of one activity: disjoint, in order of time."""
 
     def __init__(self) -> None:
         self.starts, self.ends = array("d"), array("d")
+        self._in_order = True
 
     def add(self, start: float, end: float) -> None:
-        """Append an interval, in unix seconds."""
+        """Add an interval, in unix seconds. Most come in order; others are put in place before the next look."""
+        last = self.ends[-1] if self.ends else -np.inf
+        if not self._in_order or (start < last and start < self.starts[-1]):
+            self._in_order = False
+        elif start <= last:
+            self.ends[-1] = max(last, end)
+            return
         self.starts.append(start)
-        self.ends.append(end)
+        self.ends.append(max(start, end))
 
     def shares(self, edges: np.ndarray) -> np.ndarray:
-        """float64 [len(edges) - 1]: the share of the time between two edges that the union of the intervals covers."""
+        """float64 [len(edges) - 1]: the share of the time between two edges that the intervals cover."""
+        if not self._in_order:
+            self._put_in_order()
         starts, ends = np.array(self.starts), np.array(self.ends)
-        order = np.argsort(starts, kind="stable")
-        starts, ends = starts[order], np.maximum.accumulate(ends[order]) if len(order) else ends
-        starts = np.maximum(starts, np.concatenate([[-np.inf], ends[:-1]]))[: len(ends)]
-        lengths = np.maximum(ends - starts, 0.0)
-        before = np.cumsum(lengths) - lengths
-        # The covered time before an edge: linear within an interval, constant between two.
-        points = np.stack([np.minimum(starts, ends), ends], 1).ravel()
-        covered = np.stack([before, before + lengths], 1).ravel()
-        at = np.interp(edges, points, covered) if len(points) else np.zeros(len(edges))
-        return np.clip(np.diff(at) / np.maximum(np.diff(edges), 1e-9), 0.0, 1.0)
+        first, last = np.searchsorted(ends, edges[0]), np.searchsorted(starts, edges[-1])
+        starts, ends = starts[first:last], ends[first:last]
+        if not len(starts):
+            return np.zeros(len(edges) - 1)
+        before = np.concatenate([[0.0], np.cumsum(ends - starts)])
+        place = np.searchsorted(ends, edges)  # intervals that end before the edge
+        begun = np.maximum(edges - np.append(starts, np.inf)[place], 0.0)
+        return np.clip(np.diff(before[place] + begun) / np.maximum(np.diff(edges), 1e-9), 0.0, 1.0)
+
+    def _put_in_order(self) -> None:
+        intervals = sorted(zip(self.starts, self.ends, strict=True))
+        self.starts, self.ends, self._in_order = array("d"), array("d"), True
+        for start, end in intervals:
+            self.add(start, end)
 
 
 @dataclass
@@ -117,10 +135,12 @@ class Content:
     tables: dict[tuple[str, str], Table] = field(default_factory=dict)  # by role and kind
     spans: dict[tuple[str, str], Spans] = field(default_factory=dict)  # by role and activity
     waits: dict[str, Spans] = field(default_factory=dict)  # by the process that the run waits for
-    reasons: deque[tuple[float, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=50_000))
+    reasons: list[dict[str, str]] = field(default_factory=list)  # of these waits, at `reasons_t`
+    reasons_t: array[float] = field(default_factory=lambda: array("d"))
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     restarts: dict[str, int] = field(default_factory=dict)  # by process
     ages: dict[int, dict[int, int]] = field(default_factory=dict)  # step → age → trained tokens
+    tokens_by_age: Counter[int] = field(default_factory=Counter)  # of all steps
     latest: dict[tuple[str, str], Row] = field(default_factory=dict)  # the newest row by role and kind
     last_store_t: float | None = None
 
@@ -162,7 +182,9 @@ class Content:
         self._span(role, "wait", row["t0"] - row["wait_s"], row["t0"])
         self._span(role, "train", row["t0"], row["t1"])
         self._span(role, "publish", row["t1"], row["t1"] + row["publish_s"])
-        self.ages[row["step"]] = {int(age): count for age, count in row["age_hist"].items()}
+        self.tokens_by_age.subtract(self.ages.get(row["step"], {}))  # of a step that is trained again
+        self.ages[row["step"]] = ages = {int(age): count for age, count in row["age_hist"].items()}
+        self.tokens_by_age.update(ages)
 
     def _store(self, t: float, row: Row) -> None:
         waits = row.get("waits") or {}
@@ -171,7 +193,10 @@ class Content:
             for name in waits:
                 if name in self.waits or len(self.waits) < MAX_TABLES:
                     self.waits.setdefault(name, Spans()).add(last, t)
-            self.reasons.append((t, waits))
+            if len(self.reasons) == 2 * REASONS_KEPT:
+                del self.reasons[:REASONS_KEPT], self.reasons_t[:REASONS_KEPT]
+            self.reasons.append(waits)
+            self.reasons_t.append(t)
 
 
 class RunMetrics:
@@ -218,23 +243,27 @@ def names(content: Content) -> list[str]:
 
 
 def curves(
-    content: Content, name: str, x: str, points: int, window: tuple[float | None, float | None]
-) -> Iterator[dict[str, Any]]:
-    """A curve for each role that reports metric `name`: lists `x` and `y`, and `low`, `high` where points are merged.
+    content: Content, wanted: Sequence[str], x: str, points: int, window: tuple[float | None, float | None]
+) -> dict[str, list[dict[str, Any]]]:
+    """For each metric in `wanted` a curve per role: lists `x` and `y`, and `low`, `high` where points are merged.
 
     `x` is "step" or "time" (seconds since the first row). Rows without a step are placed between steps by time.
     """
-    kind, _, column = name.partition("/")
-    for (role, its_kind), table in sorted(content.tables.items()):
-        if its_kind == kind and column in table.names():
-            xs, ys = _places(content, table, x), table.column(column).astype(np.float64)
-            if kind == "step":
-                xs, ys = _last_of_each_step(table.steps(), xs, ys)
-            keep = np.isfinite(xs) & np.isfinite(ys)
-            low, high = window
-            keep &= (xs >= (-np.inf if low is None else low)) & (xs <= (np.inf if high is None else high))
-            if keep.any():
-                yield {"role": role, **reduced(xs[keep], ys[keep], points)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
+    low, high = (-np.inf if window[0] is None else window[0]), (np.inf if window[1] is None else window[1])
+    for (role, kind), table in sorted(content.tables.items()):
+        columns = [name for name in found if name.partition("/")[0] == kind and table.has(name.partition("/")[2])]
+        if not columns:
+            continue
+        xs = _places(content, table, x)
+        rows = _last_of_each_step(table.steps()) if kind == "step" else np.arange(len(xs))
+        rows = rows[(xs[rows] >= low) & (xs[rows] <= high)]
+        rows = rows[np.argsort(xs[rows], kind="stable")]
+        for name in columns:
+            ys = table.column(name.partition("/")[2]).astype(np.float64)[rows]
+            if (known := np.isfinite(ys)).any():
+                found[name].append({"role": role, **reduced(xs[rows][known], ys[known], points)})
+    return found
 
 
 def _places(content: Content, table: Table, x: str) -> np.ndarray:
@@ -250,19 +279,16 @@ def _steps(content: Content) -> Table | None:
     return next((table for (_, kind), table in content.tables.items() if kind == "step"), None)
 
 
-def _last_of_each_step(steps: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _last_of_each_step(steps: np.ndarray) -> np.ndarray:
     """The rows in order of step; of a step that was trained again after a rewind, the last one."""
     if len(steps) < 2 or (np.diff(steps) > 0).all():
-        return xs, ys
+        return np.arange(len(steps))
     _, last = np.unique(steps[::-1], return_index=True)
-    last = len(steps) - 1 - last
-    return xs[last], ys[last]
+    return len(steps) - 1 - last
 
 
 def reduced(xs: np.ndarray, ys: np.ndarray, points: int) -> dict[str, Any]:
     """At most `points` points: where there are more, the mean of runs of equal length with their least and largest."""
-    order = np.argsort(xs, kind="stable")
-    xs, ys = xs[order], ys[order]
     if len(xs) <= points:
         return {"x": _rounded(xs), "y": _rounded(ys)}
     edges = np.linspace(0, len(xs), points + 1).astype(int)
@@ -276,7 +302,10 @@ def reduced(xs: np.ndarray, ys: np.ndarray, points: int) -> dict[str, Any]:
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    return [float(f"{value:.7g}") for value in values]
+    """The values with seven significant digits, which is more than a float32 has."""
+    size = np.floor(np.log10(np.maximum(np.abs(values), 1e-300)))
+    scale = 10.0 ** np.clip(6 - size, -300, 300)
+    return (np.round(values * scale) / scale).tolist()
 
 
 def lanes(content: Content, start: float | None, end: float | None, points: int) -> dict[str, Any]:
@@ -311,19 +340,19 @@ def _short(values: np.ndarray) -> list[float]:
 
 def _reasons(content: Content, edges: np.ndarray) -> list[dict[str, str] | None]:
     """For each part the last reasons within it; None where there are none."""
-    found: list[dict[str, str] | None] = [None] * (len(edges) - 1)
-    for t, waits in content.reasons:
-        if edges[0] <= t <= edges[-1]:
-            place = min(int((t - edges[0]) / (edges[-1] - edges[0]) * len(found)), len(found) - 1)
-            found[place] = waits
-    return found
+    times = np.array(content.reasons_t)
+    places = np.searchsorted(times, edges[1:], side="right") - 1
+    return [
+        content.reasons[place] if place >= 0 and times[place] >= start else None
+        for place, start in zip(places.tolist(), edges[:-1].tolist(), strict=True)
+    ]
 
 
 def age_histogram(content: Content, last: int | None) -> dict[int, int]:
     """Trained tokens by age, of the last steps or of all."""
-    steps: Iterable[int] = sorted(content.ages)
-    total: dict[int, int] = {}
-    for step in list(steps)[-last:] if last else steps:
-        for age, count in content.ages[step].items():
-            total[age] = total.get(age, 0) + count
-    return dict(sorted(total.items()))
+    total = content.tokens_by_age
+    if last:
+        total = Counter[int]()
+        for step in heapq.nlargest(last, content.ages):
+            total.update(content.ages[step])
+    return {age: count for age, count in sorted(total.items()) if count}

@@ -20,7 +20,7 @@ def step_row(step: int, **fields: object) -> dict:
 
 
 def curve(content: Content, name: str, x: str = "step", points: int = 500) -> dict:
-    (found,) = series.curves(content, name, x, points, (None, None))
+    (found,) = series.curves(content, [name], x, points, (None, None))[name]
     return found
 
 
@@ -41,7 +41,7 @@ def test_shares_of_time_equal_those_of_a_fine_grid(seed: int) -> None:
 def test_merged_points_keep_mean_and_extremes(count: int) -> None:
     rng = np.random.default_rng(count)
     xs, ys = np.arange(count, dtype=float), rng.normal(size=count)
-    found = series.reduced(xs[::-1], ys[::-1], 10)
+    found = series.reduced(xs, ys, 10)
     if count <= 10:
         assert found == {"x": pytest.approx(xs), "y": pytest.approx(ys, rel=1e-6)}
         return
@@ -58,7 +58,9 @@ def test_numbers_appear_late_and_a_step_counts_once() -> None:
     for row in (step_row(1, loss=1.0), step_row(2, loss=2.0, ess=0.5), step_row(3), step_row(2, loss=5.0, ess=None)):
         content.take(row)
     assert curve(content, "step/loss") == {"role": "learner", "x": [1, 2], "y": [1, 5]}
-    assert list(series.curves(content, "step/ess", "step", 9, (None, None))) == []  # the last row of step 2 has none
+    assert series.curves(content, ["step/ess"], "step", 9, (None, None)) == {
+        "step/ess": []
+    }  # the last row of step 2 has none
     assert series.age_histogram(content, None) == {0: 6} and series.age_histogram(content, 1) == {0: 2}
 
 

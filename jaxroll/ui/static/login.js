@@ -15,6 +15,7 @@ async function login(body) {
 const code = new URLSearchParams(location.hash.slice(1)).get("code");
 history.replaceState(null, "", "/");
 if (code) login({ code });
+document.getElementById("enter").disabled = false;
 document.getElementById("login").addEventListener("submit", event => {
   event.preventDefault();
   login({ token: document.getElementById("token").value });
