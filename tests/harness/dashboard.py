@@ -1,0 +1,84 @@
+"""Steps of a person in the dashboard, in a real browser: open every view and read it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.harness import browser
+from tests.harness.browser import Browser
+
+# An element that a view has once its data is there.
+FILLED = {
+    "overview": ".figures .figure b",
+    "curves": ".chart .uplot, .grid .empty",
+    "timeline": ".lane canvas, .lanes .empty",
+    "weights": ".chart",
+    "rollouts": ".rollouts a",
+    "faults": ".events li",
+    "system": "table.data td",
+    "config": "table.config td",
+}
+SIZES = (1280, 375)
+# Texts that overlap or leave the window: elements of text whose box ends beyond the page, unless a parent scrolls.
+TOO_WIDE = """[...document.querySelectorAll("main *")].filter(node => {
+  const box = node.getBoundingClientRect();
+  if (!box.width || box.right <= innerWidth + 1) return false;
+  for (let up = node; up; up = up.parentElement) {
+    if (["auto", "scroll", "hidden"].includes(getComputedStyle(up).overflowX)) return false;
+  }
+  return true;
+}).map(node => node.tagName + "." + node.className + " " + node.textContent.slice(0, 60)).slice(0, 5)"""
+UNNAMED = """[...document.querySelectorAll("button, select, input, a, [role=img], [tabindex='0']")].filter(node =>
+  node.offsetParent && !(node.getAttribute("aria-label") || node.textContent.trim() || node.closest("label")
+  || node.labels?.length)).map(node => node.outerHTML.slice(0, 120))"""
+SMALL_TEXT = """[...document.querySelectorAll("main *")].filter(node => node.offsetParent &&
+  [...node.childNodes].some(one => one.nodeType === 3 && one.data.trim()) &&
+  parseFloat(getComputedStyle(node).fontSize) < 11.5).map(node => node.textContent.slice(0, 40)).slice(0, 5)"""
+
+
+def needs_browser() -> None:
+    """Skip the test where there is no Chromium; fail in CI, which installs it (.ci/run)."""
+    if browser.program() is None:
+        say = pytest.fail if os.environ.get("CI") else pytest.skip
+        say("no Chromium is installed, so nothing was seen (Debian, Ubuntu: apt-get install chromium)")
+
+
+def open_view(page: Browser, run: str, view: str, *more: str) -> None:
+    """Go to a view of a run and wait until it shows data."""
+    page.run(f"location.hash = '#/{'/'.join(quote(part, safe='') for part in (run, view, *more))}'")
+    shown = f"document.querySelector('#tabs [aria-current]')?.getAttribute('href')?.endsWith('/{view}')"
+    page.until(
+        f"{shown} && !!document.querySelector({FILLED[view]!r}) && !document.querySelector('#toast:not([hidden])')"
+    )
+
+
+def check_view(page: Browser, where: str) -> None:
+    """Fail if something leaves the window, has no name for a screen reader, or is too small to read."""
+    assert page.run(TOO_WIDE) == [], where
+    assert page.run("document.documentElement.scrollWidth <= innerWidth + 1"), where
+    assert page.run(UNNAMED) == [], where
+    assert page.run(SMALL_TEXT) == [], where
+    assert page.run("document.querySelectorAll('main h1').length") >= 1, where
+
+
+def tour(
+    page: Browser, run: str, pictures: Path, *, sizes: Sequence[int] = SIZES, dark: Sequence[bool] = (False, True)
+) -> int:
+    """Open and check every view in every size and theme; the number of pictures that were written."""
+    written = 0
+    for width in sizes:
+        for is_dark in dark:
+            page.size(width, 900, dark=is_dark)
+            for view in FILLED:
+                open_view(page, run, view)
+                name = f"{re.sub('[^a-z0-9-]', '_', run)}-{view}-{width}-{'dark' if is_dark else 'light'}.png"
+                page.picture(pictures / name)
+                check_view(page, name)
+                written += 1
+    return written
