@@ -62,11 +62,13 @@ class LoopThread:
         return future
 
     def close(self) -> None:
-        """Stop the loop and join its thread."""
+        """Stop the loop, join its thread, and close the loop unless a callback still blocks it."""
         self._closing.set()
         with contextlib.suppress(RuntimeError):  # it is closed already
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self.loop.close()
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
