@@ -23,7 +23,7 @@ MAX_CHOICES = 128  # answers of one request
 MAX_STOPS = 16
 _IGNORED = frozenset({  # of clients; they do not change an answer
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "cache_salt",
-    "request_id", "parallel_tool_calls",
+    "request_id", "parallel_tool_calls", "routed_experts_prompt_start",
 })  # fmt: skip
 _ROLES = ("system", "user", "assistant", "tool")
 

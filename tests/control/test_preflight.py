@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import os
@@ -351,7 +352,11 @@ NEEDS = {"pettingzoo_tictactoe": "pettingzoo", "textarena_frozen_lake": "textare
 
 
 def _check_here(name: str, config: configs.Config) -> None:
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+    if name.startswith("verifiers_"):  # tests/peers/test_verifiers.py plays them where the package is installed
+        absent = dataclasses.replace(config.task, args={**config.task.args, "python": "/nowhere/python"})
+        with pytest.raises(ConfigError, match="make venv-verifiers"):
+            preflight.check(dataclasses.replace(config, task=absent))
+    elif name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         with pytest.raises(ConfigError, match=r"pip install 'jaxroll\[(envs-more|textworld)\]'"):
             preflight.check(config)
     else:
@@ -532,6 +537,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/adapters/pettingzoo_env.py": HERE,
     "envs/adapters/textarena_env.py": HERE,
     "envs/adapters/tool_calls.py::ToolCallGame.__init__": ("problems absent",),
+    "envs/adapters/verifiers_env.py": HERE,
     "envs/executors/choice.py::Executors.raise_when_worn_out": HERE,  # a budget that a run spends
     "envs/registry.py::share": ("game's share",),
     "envs/registry.py::settings_of": ("game's setting wrong",),

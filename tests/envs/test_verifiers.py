@@ -1,0 +1,93 @@
+"""The adapter of verifiers with a scripted worker; tests/peers/test_verifiers.py has the real package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll.config import TaskConfig
+from jaxroll.envs.adapters import verifiers_env
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Message
+
+pytestmark = pytest.mark.process
+WORKER = """
+import json, os, sys
+settings = json.loads(sys.argv[1])
+for line in sys.stdin:
+    job = json.loads(line)
+    if not job:
+        found = {"tasks": [{"prompt": "12*3", "answer": "36", "system_prompt": "short"},
+                           {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+                            "worked": [{"role": "assistant", "content": "b"}]}, {"idx": 2}][: settings["tasks"]]}
+    elif job["idx"] == 1:
+        found = {"error": "ProviderError: no room"}
+    elif job["idx"] == 2:
+        sys.exit(5)
+    else:
+        found = {"reward": 0.5, "pid": os.getpid(), "settings": sorted(settings), "asked": job}
+    print(json.dumps(found), flush=True)
+"""
+ARGS = {"python": sys.executable, "env": {"taskset": {"id": "products"}}, "tokenizer": "a/folder"}
+
+
+@pytest.fixture(autouse=True)
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (path := tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(verifiers_env, "_WORKER", path)
+    yield
+    for one in verifiers_env._workers.values():
+        one.close()
+    verifiers_env._workers.clear()
+
+
+def source(**more: Any) -> verifiers_env.VerifiersSource:
+    return verifiers_env.VerifiersSource(
+        TaskConfig(source="game", name="verifiers", env="agent", args={**ARGS, **more})
+    )
+
+
+def test_tasks_of_the_taskset_are_items_with_their_example() -> None:
+    found = source()
+    assert found.size == 3
+    first, second, third = (found.item(index) for index in range(3))
+    assert first.messages == (Message("system", "short"), Message("user", "12*3"))
+    assert first.worked == (Message("assistant", "36"),) and first.env_args == {"idx": 0, "verifiers": ARGS}
+    assert second.messages == (Message("user", "a"),) and second.worked == (Message("assistant", "b"),)
+    assert third.worked == () and third.compact == "task 2", "a task without a prompt has a name of its own"
+    assert source(tasks=1).size == 1
+    with pytest.raises(DataError, match="no task 3"):
+        found.item(3)
+
+
+def test_episodes_share_a_worker_which_is_replaced_when_it_ends() -> None:
+    def played(index: int) -> Any:
+        return verifiers_env.play("http://u/v1", "key", {"idx": index, "verifiers": ARGS})
+
+    first = played(0)
+    assert first["asked"] == {"idx": 0, "base_url": "http://u/v1", "api_key": "key"} and first["reward"] == 0.5
+    assert first["settings"] == ["client", "env", "renderer", "renderer_model_name", "tasks"]
+    with pytest.raises(DataError, match="no room"):
+        played(1)
+    assert played(0)["pid"] == first["pid"]
+    with pytest.raises(DataError, match="ended with 5"):
+        played(2)
+    assert played(0)["pid"] != first["pid"]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"python": "/nowhere/python"}, "does not start"),
+        ({"tokenizer": ""}, "tokenizer is missing"),
+        ({"client": "chat"}, "use 'train'"),
+        ({"tasks": 0}, "above 0"),
+        ({"taskset": "x"}, "nothing reads it"),
+    ],
+)
+def test_wrong_settings_are_refused(args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        source(**args)
