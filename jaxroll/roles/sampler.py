@@ -350,7 +350,7 @@ class Serving:
 async def serve_http(session: EngineSession) -> None:
     """Answer HTTP requests with the engine of `session`; the address and the token are in the run's folder."""
     from jaxroll.rpc import http
-    from jaxroll.serving import http_server  # loads JAX, which must come after the scoring pool
+    from jaxroll.serving import http_server, weight_updates  # these load JAX, which must come after the scoring pool
     from jaxroll.serving.http_answers import Served
     from jaxroll.serving.http_requests import Room
 
@@ -364,7 +364,7 @@ async def serve_http(session: EngineSession) -> None:
     address = http.address(LOOPBACK, listening)
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")
-    await http.serve(http_server.FrontEnd(served, token).app, listening)
+    await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)
 
 
 # --- The role

@@ -164,6 +164,8 @@ class Agents:
         body = requests.parsed(values, requests.ChatBody)
         if body.tool_choice not in (None, "auto", "none"):
             raise requests.ApiError("tool_choice: only 'auto' and 'none' are supported", param="tool_choice")
+        if (body.top_logprobs or 0) > 1:
+            raise requests.ApiError("top_logprobs: 0 and 1 are possible", param="top_logprobs")
         tools = body.tools if body.tools and body.tool_choice != "none" else []
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = _params(member.sampling, body, most)

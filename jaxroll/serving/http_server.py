@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
@@ -50,9 +50,12 @@ class _Counts:
 
 
 class FrontEnd:
-    """Answers the HTTP requests for one model, for clients that show `token`. Belongs to one event loop."""
+    """Answers the HTTP requests for one model, for clients that show `token`. Belongs to one event loop.
 
-    def __init__(self, model: Served, token: str) -> None:
+    `more` are further endpoints.
+    """
+
+    def __init__(self, model: Served, token: str, more: Sequence[Route] = ()) -> None:
         self.model, self.counts = model, _Counts()
         self._token, self._ids = token.encode(), 0
         routes = [
@@ -67,6 +70,7 @@ class FrontEnd:
             Route("/is_paused", self._is_paused),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
+            *more,
         ]
         self._paths = {route.path for route in routes}
         kinds = (ApiError, DataError, ConfigError, InfraError, HTTPException)

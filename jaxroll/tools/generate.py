@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,21 @@ class Trained:
     host: EngineHost
     version: Version
     source: str
+    spec: families.ModelSpec
+    where: Mapping[str, jax.sharding.Sharding]  # of the parameters
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the parameters in float32."""
+        return 4 * families.parameter_count(self.spec)
+
+    def read(self, folder: Path) -> Mapping[str, np.ndarray]:
+        """The parameters of this model in another folder, read on access; ConfigError if they are another model's."""
+        return pretrained.weights(dataclasses.replace(self.config.model, path=str(folder)), self.spec)
+
+    def use(self, version: Version, values: Mapping[str, np.ndarray]) -> Future[None]:
+        """Give the engine other parameters, between two steps; done when it has them and may still finish requests."""
+        return self.host.call(lambda: self.host.engine.swap(version, jax.device_put(dict(values), dict(self.where))))
 
 
 def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> Trained:
@@ -58,7 +74,8 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     spec = pretrained.spec(config.model, text.vocab_size)
     mesh = layouts.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, layouts.Layout(mesh, layouts.LEARNER))
-    placed = jax.device_put(values, params.shardings(spec, mesh, layouts.SAMPLER))
+    where = params.shardings(spec, mesh, layouts.SAMPLER)
+    placed = jax.device_put(values, where)
     engine_config = EngineConfig(
         slots=slots,
         max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
@@ -66,6 +83,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
         prefill_buckets=config.sampler.prefill_buckets,
         decode_chunk=config.sampler.decode_chunk,
         seed=config.run.seed,
+        weight_swap=config.schedule.weight_swap,
         penalties=penalties,
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
@@ -74,7 +92,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     # stdout is for the answers alone
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)
-    return Trained(config, text, EngineHost(engine), version, source)
+    return Trained(config, text, EngineHost(engine), version, source, spec, where)
 
 
 def newest_params(

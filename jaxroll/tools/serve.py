@@ -10,8 +10,9 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError
+from jaxroll.records import Version
 from jaxroll.rpc import auth, http
-from jaxroll.serving import http_answers, http_requests, http_server
+from jaxroll.serving import http_answers, http_requests, http_server, weight_updates
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
 
@@ -39,13 +40,17 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     stop = Future[None]()
     lifeline.on_stop(lambda: stop.done() or stop.set_result(None))
 
+    def version() -> Version:
+        return engine.version or model.version
+
     async def play(proxy: EngineProxy) -> None:
+        updates = weight_updates.WeightUpdates(model.read, model.use, version, 2 * model.size_bytes)
         room = http_requests.Room(context, model.tokenizer)
         served = http_answers.Served(
-            name, proxy, room, lambda: model.version, engine.stats, engine.latencies.percentiles,
+            name, proxy, room, version, engine.stats, engine.latencies.percentiles,
             options.slots + options.queue,
         )  # fmt: skip
-        front = http_server.FrontEnd(served, token)
+        front = http_server.FrontEnd(served, token, weight_updates.routes(updates))
         serving = asyncio.ensure_future(http.serve(front.app, listening))
         print(f"weights: {model.source}")
         print(f"serves {name} on {url}/v1, token in {token_file}", flush=True)
@@ -54,6 +59,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
             serving.result()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        updates.discard()
 
     generate.ask(model, play, limit_s=None)
     return 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
+from starlette.routing import Route
 
 from jaxroll.engine.stats import EngineStats
 from jaxroll.errors import DataError
@@ -88,9 +89,11 @@ class Engine:
 
 
 @asynccontextmanager
-async def served(engine: Engine, **more) -> AsyncIterator[tuple[str, http_server.FrontEnd]]:
+async def served(
+    engine: Engine, routes: Sequence[Route] = (), **more
+) -> AsyncIterator[tuple[str, http_server.FrontEnd]]:
     model = Served("m", engine, Room(200, TEXT), lambda: V2, EngineStats, **more)
-    front = http_server.FrontEnd(model, TOKEN)
+    front = http_server.FrontEnd(model, TOKEN, routes)
     listening = http.listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve(front.app, listening))
     try:
