@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll doctor"),
         Command("compile", "compile the programs of one role into the compilation cache",
                 "jaxroll compile runs/a --role=sampler"),
-        Command("env", "check an environment of your own before a run depends on it",
+        Command("env", "check an environment of your own before a run depends on it, or serve it to clients of OpenEnv",
                 "jaxroll env check my_module:MyEnv"),
         Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
                 "jaxroll tls runs/a --host=learner.example"),
@@ -408,13 +408,20 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
 
 
 def _env_options(env: argparse.ArgumentParser) -> None:
-    actions = env.add_subparsers(dest="action", required=True, metavar="check")
+    actions = env.add_subparsers(dest="action", required=True, metavar="check|serve")
     text = "play an environment with a scripted model and list the violations of its contract"
     check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
     check.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     check.add_argument("--config", metavar="FILE", help="a config file with the tasks to play (see configs/)")
     check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes to play (default: 32)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "serve an environment by the protocol of OpenEnv, at its WebSocket /ws"
+    serve = actions.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    serve.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
+    serve.add_argument("--config", metavar="FILE", help="a config file with the tasks to serve (see configs/)")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="the port (default: 8000; 0: any free port)")
+    serve.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 
 # Questions of `jaxroll init`, by flag.

@@ -353,8 +353,14 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """`env check`: 0 when the environment keeps its contract, 1 with the list of violations."""
+    """`env check`: 0 when the environment keeps its contract, 1 with the list of violations; `env serve`."""
     preflight.see_working_folder()
+    if options.action == "serve":
+        from jaxroll.testing import openenv_server
+
+        return openenv_server.main(
+            options.name, options.config, options.overrides, options.host, options.port, insecure=options.insecure
+        )
     from jaxroll.testing import environments
 
     if options.episodes < 1:

@@ -56,6 +56,7 @@ GAMES: Mapping[str, str] = {
     "textarena": "jaxroll.envs.adapters.textarena_env:TextArenaSource",
     "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env:PettingZooSource",
     "textworld": "jaxroll.envs.adapters.textworld_env:TextWorldSource",
+    "openenv": "jaxroll.envs.adapters.openenv_env:OpenEnvSource",
     "verifiers": "jaxroll.envs.adapters.verifiers_env:VerifiersSource",
 }
 

@@ -37,6 +37,7 @@ ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "textarena": "jaxroll.envs.adapters.textarena_env",
     "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env",
     "textworld": "jaxroll.envs.adapters.textworld_env",
+    "openenv": "jaxroll.envs.adapters.openenv_env",
 }
 _FACTORIES: dict[str, Factory] = {}
 

@@ -28,11 +28,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: ASGIApp, listening: socket.socket) -> None:
-    """Answer requests to `app` on `listening` until cancelled."""
+async def serve(app: ASGIApp, listening: socket.socket, *, sockets: bool = False) -> None:
+    """Answer requests to `app` on `listening` until cancelled; with `sockets` WebSockets too (package websockets)."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="none",
-        server_header=False, timeout_graceful_shutdown=int(_STOP_S), timeout_keep_alive=30,
+        app, log_config=None, access_log=False, lifespan="off", ws="websockets-sansio" if sockets else "none",
+        http="h11", loop="none", server_header=False, timeout_graceful_shutdown=int(_STOP_S), timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     server = _Server(config)

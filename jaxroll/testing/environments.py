@@ -91,7 +91,7 @@ def report(
 ) -> Report:
     """As `check_environment`, with the number of episodes. `overrides` are `key=value` overrides of the config."""
     registry.factory(name)
-    settings = _config(name, config, overrides)
+    settings = settings_for(name, config, overrides)
     plays = _plays(settings, tasks, episodes, in_bytes=config is None)
     library = () if tasks or settings.task.source != "reasoning_gym" else ("reasoning_gym",)
     programs = registry.runs_programs(name)
@@ -135,7 +135,8 @@ def _wait_for_scorers(pool: ScoringPool, thread: LoopThread, name: str) -> None:
         raise ConfigError("task.env", name, reason, remedy) from error
 
 
-def _config(name: str, config: str | Path | Config | None, overrides: Sequence[str]) -> Config:
+def settings_for(name: str, config: str | Path | Config | None, overrides: Sequence[str]) -> Config:
+    """The config with the environment `name`; without one, the default task in full prompts of any length."""
     if isinstance(config, Config):
         found = config
     elif config is not None:

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from jaxroll import config as configs
 from jaxroll.config import MODEL_SIZES
 from jaxroll.control import cli, preflight
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.models import families, hf_config
 
 ROOT = Path(__file__).parents[2]
@@ -356,6 +356,9 @@ def _check_here(name: str, config: configs.Config) -> None:
         absent = dataclasses.replace(config.task, args={**config.task.args, "python": "/nowhere/python"})
         with pytest.raises(ConfigError, match="make venv-verifiers"):
             preflight.check(dataclasses.replace(config, task=absent))
+    elif name.startswith("openenv_"):  # its server does not run
+        with pytest.raises(InfraError, match=r"cannot be reached.*task\.args\.url"):
+            preflight.check(config)
     elif name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         with pytest.raises(ConfigError, match=r"pip install 'jaxroll\[(envs-more|textworld)\]'"):
             preflight.check(config)
@@ -534,6 +537,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     ),
     "envs/adapters/gymnasium_env.py::shown": HERE,  # an environment of the user
     "envs/adapters/gymnasium_env.py::text_env": ("gymnasium's environment absent", "environment without text"),
+    "envs/adapters/openenv_env.py::Settings.address": HERE,
     "envs/adapters/pettingzoo_env.py": HERE,
     "envs/adapters/textarena_env.py": HERE,
     "envs/adapters/tool_calls.py::ToolCallGame.__init__": ("problems absent",),

@@ -1,0 +1,254 @@
+"""`jaxroll env serve`: an environment of JaxRoll behind the protocol of OpenEnv, for its clients and other trainers.
+
+A session of `/ws` is one instance of the environment. Its reset takes `seed`: the number of the task in the training
+range of the config. The action is {"answer": text}; an observation has the new `messages`, and `parts` at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from jaxroll import __version__, lifeline
+from jaxroll.config import Config
+from jaxroll.data.tasks import Candidates
+from jaxroll.envs import registry
+from jaxroll.envs.executors.choice import Executors
+from jaxroll.errors import ConfigError, DataError, JaxRollError
+from jaxroll.protocols import Environment
+from jaxroll.records import Message
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.rollout.episode import EnvironmentCalls
+from jaxroll.rpc import http
+from jaxroll.testing import environments
+
+VERSION = "1.0.0"  # of OpenEnv's HTTP interface
+SESSIONS = 64
+_MESSAGES = {"type": "array", "items": {"type": "object", "properties": {
+    "role": {"type": "string"}, "content": {"type": "string"}}}}  # fmt: skip
+_METADATA = {"type": "object"}
+SCHEMAS = {
+    "action": {"title": "Action", "type": "object", "required": ["answer"], "additionalProperties": False,
+               "properties": {"answer": {"type": "string"}, "metadata": _METADATA}},
+    "observation": {"title": "Observation", "type": "object", "properties": {
+        "messages": _MESSAGES, "parts": {"type": "object"}, "done": {"type": "boolean"},
+        "reward": {"type": ["number", "null"]}, "metadata": _METADATA}},
+    "state": {"title": "State", "type": "object", "properties": {
+        "episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}, "task": {"type": "integer"}}},
+}  # fmt: skip
+
+
+class _Refused(Exception):
+    """A message that is answered with an error of `code`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class Session:
+    """One instance of the environment, and its episode."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._env = server, None
+        self.state: dict[str, Any] = {"episode_id": None, "step_count": 0}
+        self._over = True
+
+    async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The first observation of the task `seed`."""
+        seed = data.get("seed")
+        if seed is not None and (type(seed) is not int or seed < 0):
+            raise _Refused("VALIDATION_ERROR", f"seed = {str(seed)[:40]}: a number from 0 on is needed")
+        await self.close()
+        task = self._server.task(self._server.next_task() if seed is None else seed)
+        self._env = self._server.made()
+        messages = await self._server.calls.reset(self._env, task)
+        self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
+        self._over = False
+        return _observed(messages, None, False)
+
+    async def step(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The observation after the action."""
+        answer = data.get("answer")
+        if not isinstance(answer, str) or set(data) - {"answer", "metadata"}:
+            raise _Refused("VALIDATION_ERROR", 'the action is {"answer": text}')
+        if self._env is None or self._over:
+            raise _Refused("EXECUTION_ERROR", "the episode is over: reset first")
+        result = await self._server.calls.step(self._env, answer)
+        self.state["step_count"] += 1
+        self._over = result.done
+        return _observed(result.messages, result.reward if result.done else None, result.done, result.reward_parts)
+
+    async def close(self) -> None:
+        """Close the instance."""
+        env, self._env = self._env, None
+        self._over = True
+        if env is not None:
+            with contextlib.suppress(JaxRollError):
+                await self._server.calls.close(env)
+
+
+def _observed(messages: tuple[Message, ...], reward: float | None, done: bool, parts: Any = None) -> dict[str, Any]:
+    shown = [{"role": message.role, "content": message.content} for message in messages]
+    return {"observation": {"messages": shown, "parts": dict(parts or {})}, "reward": reward, "done": done}
+
+
+class Server:
+    """Sessions of the environment `name` on the tasks of `config`. Belongs to one event loop."""
+
+    def __init__(self, name: str, config: Config, pool: ScoringPool) -> None:
+        self._name, self._candidates, self.calls = name, Candidates(config), EnvironmentCalls()
+        self._executors, self._numbers, self._open = Executors(pool, config), itertools.count(), 0
+        self._described = (registry.factory(name).__doc__ or "").strip().partition("\n")[0]
+        self._alone = Session(self)  # of the endpoints without a session
+        self.app = Starlette(routes=[
+            Route("/health", self._answers({"status": "healthy"})),
+            Route("/metadata", self._answers({"name": name, "description": self._described, "version": __version__})),
+            Route("/schema", self._answers(SCHEMAS)), Route("/openapi.json", self._answers(self._openapi())),
+            Route("/mcp", self._mcp, methods=["POST"]), Route("/reset", self._reset, methods=["POST"]),
+            Route("/step", self._step, methods=["POST"]), Route("/state", self._state),
+            WebSocketRoute("/ws", self._session),
+        ], exception_handlers={_Refused: _refused, JaxRollError: _refused})  # fmt: skip
+
+    def made(self) -> Environment:
+        """A fresh instance."""
+        return self.calls.make(self._executors.create, self._name)
+
+    def next_task(self) -> int:
+        """The number of a task for a reset without a seed."""
+        return next(self._numbers)
+
+    def task(self, seed: int) -> Any:
+        """Task `seed` of the training range."""
+        numbers = self._candidates.ranges.train
+        try:
+            return self._candidates.at(numbers[seed % len(numbers)]).task
+        except DataError as error:
+            raise _Refused("EXECUTION_ERROR", str(error)) from error
+
+    async def close(self) -> None:
+        """Close the instances that are left."""
+        await self._alone.close()
+        await self._executors.close()
+
+    def _openapi(self) -> dict[str, Any]:
+        paths = {path: {"get": {}} for path in ("/health", "/metadata", "/schema", "/state")}
+        paths |= {path: {"post": {}} for path in ("/mcp", "/reset", "/step")}
+        return {"openapi": "3.1.0", "info": {"title": self._name, "version": VERSION}, "paths": paths}
+
+    @staticmethod
+    def _answers(value: dict[str, Any]) -> Any:
+        async def answer(request: Request) -> JSONResponse:
+            return JSONResponse(value)
+
+        return answer
+
+    async def _mcp(self, request: Request) -> JSONResponse:
+        error = {"code": -32601, "message": "this environment has no tools of MCP"}
+        return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error})
+
+    async def _reset(self, request: Request) -> JSONResponse:
+        return JSONResponse(await self._alone.reset(_object(await request.body() or b"{}")))
+
+    async def _step(self, request: Request) -> JSONResponse:
+        return JSONResponse(await self._alone.step(_object(_object(await request.body()).get("action"))))
+
+    async def _state(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._alone.state)
+
+    async def _session(self, socket: WebSocket) -> None:
+        await socket.accept()
+        if self._open >= SESSIONS:
+            await socket.send_json(_error("CAPACITY_REACHED", f"{SESSIONS} sessions are open"))
+            return await socket.close()
+        self._open += 1
+        session = Session(self)
+        try:
+            while (answer := await self._answered(session, await socket.receive_text())) is not None:
+                await socket.send_json(answer)
+            await socket.close()
+        except WebSocketDisconnect:
+            pass
+        finally:
+            self._open -= 1
+            await session.close()
+
+    async def _answered(self, session: Session, text: str) -> dict[str, Any] | None:
+        """The answer to a message; None to `close`."""
+        try:
+            message = _object(text)
+            kind = message.get("type")
+            if kind == "close":
+                return None
+            if kind == "state":
+                return {"type": "state", "data": session.state}
+            if kind not in ("reset", "step"):
+                raise _Refused("UNKNOWN_TYPE", f"unknown message type: {str(kind)[:40]}")
+            data = _object(message.get("data", {}))
+            found = await (session.reset(data) if kind == "reset" else session.step(data))
+            return {"type": "observation", "data": found}
+        except _Refused as error:
+            return _error(error.code, str(error))
+        except JaxRollError as error:
+            return _error("EXECUTION_ERROR", str(error))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A JSON object, from its text or itself."""
+    if isinstance(value, str | bytes):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _Refused("INVALID_JSON", f"the message is not JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise _Refused("VALIDATION_ERROR", "a JSON object is needed")
+    return value
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code}}
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    code = error.code if isinstance(error, _Refused) else "EXECUTION_ERROR"
+    return JSONResponse({"detail": {"message": str(error), "code": code}}, 422 if code != "EXECUTION_ERROR" else 409)
+
+
+def main(name: str, config: str | Path | None, overrides: list[str], host: str, port: int, *, insecure: bool) -> int:
+    """Serve the environment until a stop signal and return 0."""
+    registry.factory(name)
+    settings = environments.settings_for(name, config, overrides)
+    pool = registry.scoring_pool(settings)
+    pool.start()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        lifeline.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
+        server = Server(name, settings, pool)
+        listening = http.listen(host, port, insecure=insecure)
+        serving = asyncio.ensure_future(http.serve(server.app, listening, sockets=True))
+        print(f"serves {name} on {http.address(host, listening)}", flush=True)
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await server.close()
+
+    try:
+        asyncio.run(serve())
+    except ModuleNotFoundError as error:
+        raise ConfigError("env serve", name, f"it needs {error.name}", "pip install 'jaxroll[openenv]'.") from error
+    finally:
+        pool.close()
+    return 0

@@ -1,0 +1,127 @@
+"""The OpenEnv client and `jaxroll env serve`, against one another; tests/peers/test_openenv.py has the real package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import TaskConfig
+from jaxroll.data.tasks import Candidates
+from jaxroll.envs import registry
+from jaxroll.envs.adapters import openenv_env
+from jaxroll.errors import ConfigError, DataError, InfraError
+from jaxroll.rpc import http
+from jaxroll.testing import openenv_server
+from jaxroll.testing.environments import check_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = configs.load(ROOT / "configs/agentic_frozen_lake.py")
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The address of FrozenLake, served on another thread."""
+    ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop, pool = asyncio.Event(), registry.scoring_pool(CONFIG)  # which FrozenLake does not need to start
+        server = openenv_server.Server("frozen_lake", CONFIG, pool)
+        listening = http.listen("127.0.0.1", 0)
+        serving = asyncio.create_task(http.serve(server.app, listening, sockets=True))
+        ready.set_result((http.address("127.0.0.1", listening), asyncio.get_running_loop(), stop))
+        await stop.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, loop, stop = ready.result(DEADLINE_S)
+    yield address
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def game(url: str, **more: Any) -> openenv_env.OpenEnvGame:
+    return openenv_env.OpenEnvGame(openenv_env.Settings(url=url, action="answer", **more))
+
+
+def test_an_episode_over_the_socket_is_the_episode_in_this_process(url: str) -> None:
+    candidate = Candidates(CONFIG).at(CONFIG.task.train_start + 2)
+    answers = [message.content for message in candidate.worked if message.role == "assistant"]
+    alone: Any = registry.factory("frozen_lake")(None, CONFIG.task)  # type: ignore[arg-type]
+    far = game(url)
+    try:
+        assert far.start(2) == "\n".join(message.content for message in alone.reset(candidate.task, 2))
+        for turn, answer in enumerate(answers, 1):
+            near, view = alone.step(answer), far.play(answer)
+            assert view.text == "\n".join(message.content for message in near.messages)
+            assert (view.over, view.reward) == (near.done, near.reward if near.done else 0.0)
+            assert not view.over or view.parts == {"steps": turn}
+        assert far.start(2) and not far.play(answers[0]).misread, "the session begins again"
+    finally:
+        far.close()
+
+
+def test_it_is_an_environment_with_tasks(url: str) -> None:
+    overrides = [f"task.args={json.dumps({'url': url, 'action': 'answer', 'max_turns': 4})}", "task.name=openenv"]
+    config = configs.parse(configs.override(configs.to_dict(CONFIG), [*overrides, "task.env=openenv"]))
+    candidates = Candidates(config)
+    first, second = candidates.at(0).task, candidates.at(1).task
+    assert first.question_hash != second.question_hash and first == Candidates(config).at(0).task
+    assert check_environment("openenv", config, episodes=6) == []
+
+
+def test_messages_and_actions_that_are_refused(url: str) -> None:
+    session = openenv_env.Session(openenv_env.Settings(url=url).address)
+    try:
+        assert session.asked("step", {"answer": "left"})["code"] == "EXECUTION_ERROR"  # before the reset
+        assert session.asked("dance")["code"] == "UNKNOWN_TYPE"
+        assert session.asked("reset", {"seed": -1})["code"] == "VALIDATION_ERROR"
+        assert session.asked("reset", {"seed": 1, "episode_id": "mine"})["done"] is False
+        assert session.asked("step", {"answer": 1})["code"] == "VALIDATION_ERROR"
+        assert session.asked("step", {"answer": "left", "speed": 2})["code"] == "VALIDATION_ERROR"
+        assert session.asked("state") == {"episode_id": "mine", "step_count": 0, "task": 1}
+        session._socket.send("no json")
+        assert json.loads(session._socket.recv(DEADLINE_S))["data"]["code"] == "INVALID_JSON"
+    finally:
+        session.close()
+    plain = openenv_env.OpenEnvGame(openenv_env.Settings(url=url))
+    shown = plain.start(1)
+    assert plain.play("left") == openenv_env.View(f"?\n{shown}", misread=True), "the answer is no JSON object"
+    assert not plain.play('{"answer": "left"}').misread
+    plain.close()
+    with pytest.raises(DataError, match="no field 'board'"):
+        game(url, observation="board").start(0)
+
+
+def test_endpoints_without_a_session(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as api:
+        assert api.get("/health").json() == {"status": "healthy"}
+        assert api.post("/step", json={"action": {"answer": "left"}}).status_code == 409
+        first = api.post("/reset", json={"seed": 4}).json()
+        assert first["observation"]["messages"][0]["role"] == "user" and first["done"] is False
+        assert api.post("/step", json={"action": {"answer": "left"}}).status_code == 200
+        assert api.get("/state").json()["step_count"] == 1
+        assert api.post("/step", content=b"{").status_code == 422
+
+
+def test_a_server_that_cannot_be_reached_is_a_failure_of_the_infrastructure() -> None:
+    listening = http.listen("127.0.0.1", 0)
+    address = http.address("127.0.0.1", listening)
+    listening.close()
+    with pytest.raises(InfraError, match="cannot be reached"):
+        game(address).start(0)
+    with pytest.raises(ConfigError, match="not a URL"):
+        openenv_env.OpenEnvSource(TaskConfig(source="game", name="openenv", env="openenv", args={"url": "here"}))
