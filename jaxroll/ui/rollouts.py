@@ -22,15 +22,17 @@ PAGE, LONGEST_PAGE = 50, 200
 EVENTS_SHOWN, FAILURES_SHOWN, CAUSES_READ, VERSIONS_SHOWN = 60, 50, 5_000, 1_000
 MAX_TOKENS = 20_000  # of one member that are sent; the rest is counted
 QUESTION_CHARS = 300
+SEARCH_S = 0.15  # for the text of answers, which is in no index
 CONTEXT = 6  # tokens before one that its text may depend on
 
 
 @dataclass(frozen=True)
 class Search:
     """Conditions on groups; empty ones do not restrict. `text` is found in prompts, reasons, question hashes, numbers
-    of groups and errors."""
+    of groups and errors; `answer` in sampled text."""
 
     text: str = ""
+    answer: str = ""
     state: str = ""
     holder: str = ""
     step: int | None = None
@@ -48,9 +50,15 @@ ORDERS: Mapping[str, str] = {
 _BY_REWARD = ("reward", "low reward", "longest")
 
 
-def page(db: sqlite3.Connection, search: Search) -> Facts:
-    """A page of the groups that match, the number of all that match, and groups by state."""
+def page(db: sqlite3.Connection, search: Search, decode: Decoder | None = None) -> Facts:
+    """A page of the groups that match, the number of all that match, and groups by state.
+
+    For an answer, also how many rollouts were `searched` of all that are `kept`: the newest, as far as `SEARCH_S` goes.
+    """
     where, values = _conditions(search)
+    answers = _answers(db, search.answer, decode) if search.answer else None
+    if answers is not None:
+        where += f" AND g.id IN ({','.join(map(str, answers.pop('groups')))})"
     joins = "groups g LEFT JOIN tasks t ON t.group_id = g.id"
     by_members = f" LEFT JOIN ({_OF_MEMBERS}) m ON m.group_id = g.id"
     if search.reward_from is not None or search.reward_to is not None:
@@ -72,7 +80,7 @@ def page(db: sqlite3.Connection, search: Search) -> Facts:
         row["question"] = inspect.question(row.pop("messages"))[:QUESTION_CHARS]
         row["members"] = _summaries(db, row["id"])
     states = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
-    return {
+    return (answers or {}) | {
         "total": total, "offset": search.offset, "limit": limit, "groups": found,
         "states": {inspect.shown_state(state): count for state, count in states.items()},
     }  # fmt: skip
@@ -108,6 +116,24 @@ def _conditions(search: Search) -> tuple[str, list[Any]]:
             where.append(f"m.reward {sign} ?")
             values.append(bound)
     return " AND ".join(where), values
+
+
+def _answers(db: sqlite3.Connection, text: str, decode: Decoder | None) -> Facts:
+    """The newest groups in which the model has written `text`, and how many rollouts were read for it."""
+    found, searched, until_s = dict[int, None](), 0, time.monotonic() + SEARCH_S
+    kept = db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
+    bodies = db.execute("SELECT group_id, body FROM payloads ORDER BY group_id DESC, member")
+    while decode is not None and time.monotonic() < until_s and (row := bodies.fetchone()) is not None:
+        searched += 1
+        if row[0] not in found and text in _sampled_text(row[1], decode):
+            found[row[0]] = None
+    return {"groups": list(found), "searched": searched, "kept": kept}
+
+
+def _sampled_text(body: bytes, decode: Decoder) -> str:
+    outcome = wire.decode(body, Member).outcome
+    segments = outcome.segments if isinstance(outcome, Finished) else ()
+    return "\n".join(decode(one.tokens[one.sampled_mask].tolist()) for one in segments if one.sampled_mask.any())
 
 
 def _like(text: str) -> str:

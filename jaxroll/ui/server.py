@@ -268,7 +268,8 @@ class Dashboard:
     def _rollouts(self, request: Request) -> Any:
         query = request.query_params
         search = rollouts.Search(
-            text=query.get("text", "")[:500], state=query.get("state", ""), holder=query.get("holder", ""),
+            text=query.get("text", "")[:500], answer=query.get("answer", "")[:500], state=query.get("state", ""),
+            holder=query.get("holder", ""),
             step=_whole(query, "step"), order=query.get("order", "newest"), offset=_whole(query, "offset") or 0,
             reward_from=_number(query, "reward_from"), reward_to=_number(query, "reward_to"),
             limit=_whole(query, "limit") or rollouts.PAGE,
@@ -276,7 +277,7 @@ class Dashboard:
         with self.runs.reading(self.runs.path(query.get("run", ""))) as db:
             if db is None:
                 return {"total": 0, "offset": 0, "limit": search.limit, "groups": [], "states": {}}
-            return rollouts.page(db, search)
+            return rollouts.page(db, search, self.runs.decoder(query.get("run", ""))[0] if search.answer else None)
 
     def _rollout(self, request: Request) -> Any:
         group = _whole(request.query_params, "group")

@@ -241,6 +241,10 @@ def test_rollouts_are_found_by_what_is_known_of_them(user: TestClient) -> None:
     assert ids() == [1, 0] and ids(order="oldest") == [0, 1]
     assert ids(text="question 1") == [1] and ids(text=HOSTILE) == [1, 0] and ids(text="scorer raised") == [0]
     assert ids(text="100%") == [] and ids(text="question_1") == [] and ids(text="1") == [1] and ids(text="h0") == [0]
+    answer = "".join(ALPHABET[token - 4] for token in SAMPLED[1:])
+    assert ids(answer=answer) == [1, 0] and ids(answer=answer, text="1") == [1] and ids(answer="question") == []
+    searched = get(user, "rollouts", run=HOSTILE_NAME, answer=answer)
+    assert (searched["searched"], searched["kept"]) == (6, 6)
     assert ids(state="EXPIRED") == [1] and ids(text="filtered") == [1] and ids(holder="sampler-1") == []
     assert ids(reward_from=0.3, reward_to=0.4) == [1, 0] and ids(reward_from=0.5) == []
     assert ids("a", step=2, order="oldest") == [8, 9, 10, 11] and ids("a", state="DURABLE", limit=2) == [79, 78]

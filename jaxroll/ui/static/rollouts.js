@@ -32,6 +32,7 @@ export class Rollouts {
     this.states = h("select", { name: "state" }, h("option", { value: "" }, "any"));
     const form = h("form", { class: "search card", role: "search", onsubmit: event => { event.preventDefault(); this.submit(); }, onchange: () => this.submit() },
       field("text", "text", { type: "search", placeholder: "prompt, reason, error, group", class: "wide" }),
+      field("answer", "answer", { type: "search", placeholder: "text of the model", class: "wide" }),
       h("label", {}, h("span", {}, "state"), this.states),
       field("step", "step", { type: "number", min: 0 }), field("holder", "sampler", { type: "text", placeholder: "sampler-0" }),
       field("reward_from", "reward from", { type: "number", step: "any" }), field("reward_to", "to", { type: "number", step: "any" }),
@@ -67,6 +68,7 @@ export class Rollouts {
     const page = h("div", { class: "pages" },
       h("button", { type: "button", disabled: this.offset === 0, onclick: () => this.turn(-PAGE) }, "← previous"),
       h("span", { role: "status" }, found.total ? `${number(this.offset + 1)} to ${number(Math.min(found.total, this.offset + PAGE))} of ${number(found.total)} groups` : "no group matches"),
+      known(found.searched) && found.searched < found.kept ? h("span", {}, `(answers of the newest ${number(found.searched)} of ${number(found.kept)} kept rollouts were searched)`) : null,
       h("button", { type: "button", disabled: this.offset + PAGE >= found.total, onclick: () => this.turn(PAGE) }, "next →"));
     const rows = found.groups.map(group => this.row(group));
     const focus = document.activeElement?.dataset?.group;
