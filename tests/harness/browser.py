@@ -32,6 +32,7 @@ class Browser:
         self._process, self._out, self._in = process, to_browser, from_browser
         self._read, self._id, self._session = b"", 0, ""
         self.errors: list[str] = []
+        self.width = 0  # as `size` has set it
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -107,6 +108,7 @@ class Browser:
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Set the size of the window in CSS pixels, and the preferred colours; narrow windows are those of a phone."""
+        self.width = width
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=width < 600)  # fmt: skip
         self.call("Emulation.setEmulatedMedia", features=[

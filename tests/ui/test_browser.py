@@ -54,8 +54,9 @@ def test_texts_of_a_run_are_text(page: Browser) -> None:
     assert page.errors == []
 
 
-def test_every_view_is_readable_on_a_phone(page: Browser) -> None:
-    assert tour(page, "a", PICTURES, sizes=(375,), dark=(True,)) == len(dashboard.FILLED)
+@pytest.mark.soak
+def test_every_view_is_readable_on_a_desk_and_on_a_phone(page: Browser) -> None:
+    assert tour(page, "a", PICTURES) == 4 * len(dashboard.FILLED)
     assert page.errors == []
 
 

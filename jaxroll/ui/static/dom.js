@@ -1,4 +1,6 @@
-// Elements, requests and formats. Text from a run reaches the page only as text nodes and attributes set here.
+// Elements, requests and formats. Text from a run reaches the page only as text nodes and attributes set here, and
+// without control characters and direction marks.
+const MARKED = new Set(["title", "aria-label", "data-heading"]);
 
 export function h(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -7,7 +9,7 @@ export function h(tag, attributes, ...children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (name === "style") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
     else if (name === "value" || name === "checked" || name === "disabled" || name === "hidden") node[name] = value;
-    else node.setAttribute(name, value === true ? "" : String(value));
+    else node.setAttribute(name, value === true ? "" : MARKED.has(name) ? shown(value) : String(value));
   }
   add(node, children);
   return node;
@@ -16,7 +18,7 @@ export function h(tag, attributes, ...children) {
 export function add(node, children) {
   for (const child of children.flat(3)) {
     if (child === null || child === undefined || child === false) continue;
-    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    node.append(child instanceof Node ? child : document.createTextNode(shown(child)));
   }
 }
 
@@ -26,8 +28,8 @@ export function fill(node, ...children) {
   return node;
 }
 
-// Text of a model or a run: isolated, so that its direction marks change nothing around it.
-export const foreign = (text, attributes) => h("bdi", attributes, shown(text));
+// Text of a model or a run: isolated, so that its direction changes nothing around it.
+export const foreign = (text, attributes) => h("bdi", attributes, text);
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 export const shown = text => String(text ?? "").replace(CONTROL, c => c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) : "\u2423");

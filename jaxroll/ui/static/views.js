@@ -336,7 +336,7 @@ export class System {
     const devices = { ...found.about.devices }, store = found.store || {};
     const names = [...new Set([...Object.keys(devices), ...Object.keys(found.roles), ...Object.keys(found.leases)])].filter(name => name !== "store");
     const samplers = names.filter(name => found.roles[name]?.stats), newest = +(store.published || "0.0").split(".")[1];
-    const lag = version => version ? `${version} (${newest - +version.split(".")[1]} behind)` : "none";
+    const lag = version => version ? `${version} (${Math.max(0, newest - +version.split(".")[1])} behind)` : "none";
     const mesh = axes => Object.entries(axes || {}).filter(([, size]) => size !== 1).map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
     fill(this.node,
       card("Processes", null, table(["process", "platform", "devices", "mesh", "restarts", "last report"], names.map(name => {
