@@ -34,7 +34,9 @@ def rows() -> Iterator[dict]:
     for number in range(ROWS):
         step, place = divmod(number, 10)
         t, role = STARTED + step + place / 10, f"sampler-{step % SAMPLERS}"
-        if place < 6:
+        if number == 0:
+            yield {"t": t, "role": "learner", "kind": "event", "text": "the run begins"}
+        elif place < 6:
             what = ("decode", "decode", "decode", "fetch", "weight_swap", "decode")[place]
             yield {"t": t, "role": role, "kind": "span", "what": what, "t0": t - 0.09, "t1": t, "tokens": 100}
         elif place < 8:
