@@ -23,7 +23,7 @@ class ReversalHarness(vf.Harness[ReversalHarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
         """Send the prompt; verifiers records the answer."""
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=100.0) as client:
             messages = [{"role": "user", "content": data.prompt}]
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(0, "", "")

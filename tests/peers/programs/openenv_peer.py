@@ -57,6 +57,7 @@ def serve() -> None:
     app = create_app(Higher, Guess, Reply, env_name="higher", max_concurrent_envs=8)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
+    listening.listen()  # clients may connect from the next line on
     print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="error")).serve(sockets=[listening]))
 
