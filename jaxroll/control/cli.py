@@ -34,6 +34,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("sft", "supervised warm start on worked answers", "jaxroll sft --config=configs/sft_spell.py"),
         Command("sim", "simulate a run on a described cluster, or measure the costs of a cluster in a run",
                 "jaxroll sim --config=configs/demo.py --cluster=cluster.toml --sweep=schedule.alpha=0,1,2"),
+        Command("plan", "compile a config for described hardware: does it fit, and how fast can it be",
+                "jaxroll plan --config=configs/rlvr_qwen3_8b.py --topology=v5p:4x4x4"),
         Command("init", "write a first config for a model, a task and hardware",
                 "jaxroll init mine.py --model=models/Qwen3-0.6B --task=data/train.jsonl --hardware=gpu:8"),
         Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
@@ -282,6 +284,7 @@ def parser() -> argparse.ArgumentParser:
     _weights_options(known["weights"])
     _env_options(known["env"])
     _sim_options(known["sim"])
+    _plan_options(known["plan"])
     _init_options(known["init"])
     _tls_options(known["tls"])
     _launch_options(known["launch"])
@@ -453,6 +456,13 @@ def _sim_options(one: argparse.ArgumentParser) -> None:
         metavar="KEY=V1,V2",
         help="simulate each value of a key of the config, repeatable; `schedule=` takes names",
     )
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _plan_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
+    one.add_argument("--topology", metavar="NAME", default="", help="v5e:8x8, v5p:4x4x4, v6e:8x8 or another slice of "
+                     "TPUs; gpu:8xH100, gpu:8xH200 or gpu:8xA100; cpu:2")  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 

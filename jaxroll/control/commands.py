@@ -239,6 +239,22 @@ def run_sim(options: argparse.Namespace) -> None:
     print(f"Simulated (class S). The run is in {os.path.relpath(path)}.", file=sys.stderr)
 
 
+def run_plan(options: argparse.Namespace) -> int:
+    """`plan`: memory and speed of a config on described hardware; the child compiles, the parent refuses first."""
+    from jaxroll.tools import chips
+
+    topology = chips.topology(options.topology)
+    config = chips.described(_loaded(options), topology)
+    preflight.check_described(config)
+    if options.child:
+        from jaxroll.tools import plan
+
+        folder = program.default_cache_dir(RUNS / "plan", os.environ) / "plan"
+        return plan.main(config, topology, folder, as_json=options.json)
+    env = chips.tpu_environment() if topology.platform != "cpu" else program.cpu_env(topology.count)
+    return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
+
+
 def _on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -480,6 +496,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("sft", "eval", "generate", "serve"), run_offline),
     "compile": run_compile,
     "sim": run_sim,
+    "plan": run_plan,
     "init": lambda options: init.run(options, init.asker()),
     "config": run_config,
     "ui": run_ui,

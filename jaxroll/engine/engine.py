@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.clock import unix_s
-from jaxroll.config import WeightSwap
-from jaxroll.config.derived import page_size
+from jaxroll.config import Config, WeightSwap
+from jaxroll.config.derived import cache_tokens, page_size, support_tokens
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial
@@ -84,6 +84,27 @@ class EngineConfig:
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
 
+    @classmethod
+    def of(cls, config: Config, role: str, *, slots: int, weight_swap: WeightSwap) -> EngineConfig:
+        """The engine of a sampler or of the evaluator (`role`) under `config`."""
+        sampler, samples = config.sampler, role == "sampler"
+        return cls(
+            slots=slots,
+            max_tokens=cache_tokens(config),
+            weight_swap=weight_swap,
+            seed=config.run.seed,
+            prefill_rows=min(sampler.prefill_rows, slots),
+            prefill_buckets=sampler.prefill_buckets,
+            decode_chunk=sampler.decode_chunk,
+            experts=samples and config.learner.routing_replay,
+            prefill_budget=sampler.prefill_budget,
+            page_tokens=sampler.page_tokens,
+            cache_pages=sampler.cache_pages if samples else 0,
+            support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are greedy
+            prefill_attention=sampler.prefill_attention,
+            paged_attention=sampler.paged_attention,
+        )
+
     def sizes(self, shards: int) -> Sizes:
         """The static sizes of the programs, with slots in `shards` shards."""
         return Sizes(
@@ -136,7 +157,7 @@ class Engine:
     ) -> None:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
-        _check_sizes(sizes, config.weight_swap)
+        check_sizes(sizes, config.weight_swap)
         self._sizes, self._weight_swap, self._clock = sizes, config.weight_swap, clock
         self._vocab_size = spec.vocab_size
         self.attention = device.choose_kernels(
@@ -360,7 +381,7 @@ class Engine:
             self._ids.difference_update(ids)
 
 
-def _check_sizes(sizes: Sizes, weight_swap: str) -> None:
+def check_sizes(sizes: Sizes, weight_swap: str) -> None:
     """Raise ConfigError for sizes that cannot work."""
     if weight_swap not in get_args(WeightSwap):
         raise ConfigError(

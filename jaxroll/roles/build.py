@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll.config import Config, MeshConfig, WeightSwap
-from jaxroll.config.derived import cache_tokens, support_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner import lora
@@ -118,22 +117,7 @@ def inference(
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = layouts.build(mesh_config)
-    engine_config = EngineConfig(
-        slots=slots,
-        max_tokens=cache_tokens(config),
-        weight_swap=weight_swap,
-        seed=config.run.seed,
-        prefill_rows=min(config.sampler.prefill_rows, slots),
-        prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk,
-        experts=role == "sampler" and config.learner.routing_replay,
-        prefill_budget=config.sampler.prefill_budget,
-        page_tokens=config.sampler.page_tokens,
-        cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
-        support_tokens=support_tokens(config.sampling) if role == "sampler" else 0,  # evaluations are greedy
-        prefill_attention=config.sampler.prefill_attention,
-        paged_attention=config.sampler.paged_attention,
-    )
+    engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
     engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)

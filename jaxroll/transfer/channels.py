@@ -74,7 +74,7 @@ class PendingCopy:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
+def cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
     """Copies in new buffers: floating-point leaves in `dtype`, routers and others unchanged."""
 
     def one(name: str, leaf: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def keeps_float32(name: str) -> bool:
 
 def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
     """Copies on the devices, in `dtype`. On return the caller may donate `params`: the copy is queued before."""
-    return _cast_and_copy(dict(params), dtype)
+    return cast_and_copy(dict(params), dtype)
 
 
 def begin(params: Params, dtype: str) -> PendingCopy:

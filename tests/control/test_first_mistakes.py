@@ -68,6 +68,14 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("init mine.py --hardware=gpu", ("--hardware", "gpu:8"), "init mine.py --hardware=gpu:8"),
     ("init mine.py --task=chain_sums", ("chain_sums",), ""),
     ("init mine.py --model=models/none", ("models/none", "config.json"), ""),
+    # plans
+    ("plan --config=configs/smoke.py", ("--topology", "v5e:8x8"), ""),
+    ("plan --config=configs/smoke.py --topology=v5e:3x3", ("--topology", "v5e:8x8"), ""),
+    ("plan --topology=v5e:8x8", ("--config", "configs/demo.py"), ""),
+    ("plan --config=configs/smoke.py --topology=v5e:2x2 --config.learner.mesh.fsdp=8", ("learner.",), ""),
+    ("plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:2x4", ("learner.mesh", "16"), ""),
+    ("plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:8x8 --config.sampler.mesh.tensor=24",
+     ("sampler.mesh.tensor", "24"), ""),
     # simulations
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),

@@ -513,7 +513,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
     "learner/peft.py": ("adapters that are not there",),
     "models/pretrained.py::leaves": ("weights of another model", "weights too few"),
-    "engine/engine.py::_check_sizes": RULED,
+    "engine/engine.py::check_sizes": RULED,
     "engine/jetstream.py": CALLED,
     "serving/jetstream_proxy.py": CALLED,
     "rpc/http.py::listen": HERE,

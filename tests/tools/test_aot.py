@@ -7,7 +7,7 @@ import pytest
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.sharding import layout
-from tests.harness import aot
+from jaxroll.tools import aot, chips
 
 MESH = layout.build(MeshConfig(fsdp=2, tensor=2))
 SPLIT = jax.NamedSharding(MESH, jax.P("fsdp", "tensor"))
@@ -42,4 +42,4 @@ def test_a_platform_without_topologies_is_refused():
 
 def test_the_childs_environment_disables_the_search_for_a_tpu_and_its_lock():
     expected = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    assert expected.items() <= aot.tpu_environment().items()
+    assert expected.items() <= chips.tpu_environment().items()

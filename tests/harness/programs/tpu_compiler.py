@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import aot
+from jaxroll.tools import chips
 
 ROOT = Path(__file__).parents[3]
 CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
@@ -28,7 +28,7 @@ NEEDS_LIBTPU = pytest.mark.skipif(
 def compiled(script: str, topology: str, size: str, *, limit_s: float) -> list[dict[str, Any]]:
     """Run `script` from this folder; return the costs of each program that it compiled."""
     command = [sys.executable, str(Path(__file__).with_name(script)), topology, size]
-    environment = aot.tpu_environment() | {"PYTHONPATH": str(ROOT)}  # the script imports tests.harness
+    environment = chips.tpu_environment() | {"PYTHONPATH": str(ROOT)}  # the script imports tests.harness
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
     return [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]

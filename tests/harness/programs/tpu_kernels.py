@@ -23,7 +23,7 @@ from jaxroll.learner import step, trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
-from tests.harness import aot
+from jaxroll.tools import aot
 
 LEAN = ModelSpec("lean", 256, 1, 256, 4, 2, 128, 320, compute_dtype="bfloat16", remat="layer")
 

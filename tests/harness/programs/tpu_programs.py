@@ -19,18 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
-from jaxroll.config.derived import episode_tokens, page_size
-from jaxroll.engine import device
-from jaxroll.engine import programs as engine
-from jaxroll.engine.packets import Sizes
-from jaxroll.learner import step, trainer
-from jaxroll.models import cache, families
+from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
-from tests.harness import aot
+from jaxroll.tools import aot
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
@@ -61,39 +53,13 @@ def rows_of_32k() -> Config:
 
 
 CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k}
-Programs = Iterator[tuple[str, str, jax.stages.Lowered]]
 
 
-def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
-    """The two programs of every optimizer step: (name, implementation of attention, lowered program)."""
-    layout = Layout(aot.topology_mesh(config.learner.mesh, topology), LEARNER)
-    recipe = trainer.recipe(config, spec, layout)
-    programs = step.Programs(recipe)
-    yield "accumulate", str(recipe.attention), programs.lowered("accumulate", config.learner.micro_batch_rows)
-    yield "apply", "", programs.lowered("apply")
-
-
-def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
-    """The same for prefill by bucket (fresh and extending), insert, and a dispatch of decode steps."""
-    mesh = aot.topology_mesh(config.sampler.mesh, topology)
-    sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
-    chosen = device.choose_kernels(
-        spec, mesh, sizes, prefill=config.sampler.prefill_attention, paged=config.sampler.paged_attention
-    )
-    fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
-    for name, lowered in engine.lowered(spec, mesh, SAMPLER, sizes, chosen).items():
-        yield name, fused.get(name.split("_")[0], ""), lowered
-
-
-def engine_sizes(config: Config, shards: int) -> Sizes:
-    """The sizes that `Engine` computes from this config."""
-    sampler, longest = config.sampler, max(episode_tokens(config), config.sampler.prefill_buckets[-1])
-    return Sizes(
-        slots=sampler.slots, max_tokens=longest, rows=sampler.prefill_rows,
-        inserts=max(sampler.prefill_rows, min(sampler.slots // 2, 16)), buckets=sampler.prefill_buckets,
-        chunk=sampler.decode_chunk, max_stops=4, page_tokens=page_size(sampler.page_tokens, longest),
-        logit_rows=max(2 * sampler.prefill_rows, 16), shards=shards,
-    )  # fmt: skip
+def programs_of(config: Config, spec: ModelSpec, topology: str, *, learner_only: bool) -> Iterator[aot.Described]:
+    """The learner's programs and the engine's, each on its mesh in `topology`."""
+    yield from aot.learner_programs(config, spec, aot.topology_mesh(config.learner.mesh, topology))[1]
+    if not learner_only:
+        yield from aot.engine_programs(config, spec, aot.topology_mesh(config.sampler.mesh, topology))[1]
 
 
 def described(text: str) -> dict[str, Any]:
@@ -144,11 +110,10 @@ def main(topology: str, size: str) -> None:
     """Compile all programs and print one line of JSON per program."""
     config = CONFIG[size]()
     spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
-    for programs in (learner_programs,) if size == "rows_of_32k" else (learner_programs, engine_programs):
-        for name, chosen, lowered in programs(config, spec, topology):
-            program, cost = aot.finished(name, lowered)
-            row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": chosen}
-            print(json.dumps(row | described(program.as_text() or "")), flush=True)
+    for one in programs_of(config, spec, topology, learner_only=size == "rows_of_32k"):
+        program, cost = aot.finished(one.name, one.lowered)
+        row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": one.attention}
+        print(json.dumps(row | described(program.as_text() or "")), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,473 @@
+"""`jaxroll plan`: whether a config fits described hardware, and how fast it can be at best. Nothing runs on a device.
+
+The programs of the learner and of a sampler are compiled ahead of time, each on a slice of its own with as many chips
+as its mesh. Their text gives the FLOPs, memory traffic and collectives of one chip (`tools.hlo`), the chip's rates the
+least times (`tools.chips`). Assumed: every answer has its full length; a decoding slot holds on average the prompt and
+half an answer; members of a group share their prompt; rows are packed without gaps.
+
+For GPUs the statistics are those of the programs of a TPU with as much memory, read with the GPU's rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxroll.config import Config, MeshConfig
+from jaxroll.config.derived import channel_of, episode_tokens, memory_fractions, roles_with_devices
+from jaxroll.errors import EXIT_CONFIG, ConfigError
+from jaxroll.models import families, folders
+from jaxroll.models.families import ModelSpec
+from jaxroll.sharding import layout
+from jaxroll.tools import aot, chips, hlo
+from jaxroll.tools.chips import Chip, Times, Topology
+
+GB = 1e9
+_AT_ONCE = 2  # programs compiled at the same time
+_HEARTBEAT_S = 8.0
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role before compilation: what its chips hold all the time, in bytes of one chip by kind, and its programs."""
+
+    name: str
+    chips: int
+    slice: str
+    resident: Mapping[str, int]
+    programs: Iterator[aot.Described]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compiled program with its work on one chip, and the least times. `cost` is None if it does not fit."""
+
+    role: str
+    name: str
+    attention: str
+    cost: aot.ProgramCost | None
+    needed_bytes: int
+    work: hlo.Statistics
+    times: Times
+    cached: bool
+    refusal: str = ""  # of the compiler, if that is not for the chip's main memory
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key of the config to change, the reason, and the remedy."""
+
+    key: str
+    value: object
+    reason: str
+    remedy: str
+
+
+def main(config: Config, topology: Topology, folder: Path, *, as_json: bool) -> int:
+    """Print the plan; the exit code is that of a refused config if it does not fit. `folder` caches programs."""
+    began = time.monotonic()
+    spec = model(config)
+    roles = [learner(config, spec, topology), sampler(config, spec, topology)]
+    rows = compiled(roles, config, topology, folder, _on_stderr)
+    found = report(config, spec, topology, roles, rows)
+    found["plan_s"] = round(time.monotonic() - began, 1)
+    print(json.dumps(found) if as_json else "\n".join(lines(found)), flush=True)
+    for change in found["change"]:
+        error = ConfigError(change["key"], change["value"], change["reason"], change["remedy"])
+        print(f"does not fit: {error}", file=sys.stderr)
+    return EXIT_CONFIG if found["change"] else 0
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def model(config: Config) -> ModelSpec:
+    """The model of the config: of its folder if that is here, else of `model.size`."""
+    if config.model.path:
+        return folders.described(Path(config.model.path).expanduser(), config.model.dtype)
+    return families.spec(config.model.size, compute_dtype=config.model.dtype)
+
+
+# --- roles
+
+
+def _mesh(mesh: MeshConfig, topology: Topology) -> tuple[Mesh, str]:
+    """The mesh of a role on a slice of its own, and the slice's name."""
+    if topology.platform == "cpu":
+        return layout.build(mesh), topology.name
+    name = topology.of_role(mesh.devices)
+    return aot.topology_mesh(mesh, name), name
+
+
+def learner(config: Config, spec: ModelSpec, topology: Topology) -> Role:
+    """The learner on its slice."""
+    mesh, name = _mesh(config.learner.mesh, topology)
+    programs, described = aot.learner_programs(config, spec, mesh)
+    state = programs.state
+    resident = {
+        "parameters": aot.device_bytes((state.params, programs.base)),
+        "optimizer": aot.device_bytes(state.opt_state),
+        "gradients": aot.device_bytes(programs.accumulator.grads),
+    }
+    own = programs.params if programs.recipe.lora is None else state.params
+    if config.learner.reference != "none" and not config.learner.reference_offload:
+        resident["reference"] = aot.device_bytes(own)
+    if config.learner.critic != "none" and not config.learner.critic_offload:
+        resident["critic"] = sum(resident[kind] for kind in ("parameters", "optimizer", "gradients"))
+    size = 2 if config.transfer.dtype == "bfloat16" else 4
+    resident["publication"] = aot.device_bytes(own) * size // 4
+    return Role("learner", mesh.size, name, resident, described)
+
+
+def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
+    """One sampler on its slice. While a new version arrives, it holds two."""
+    mesh, name = _mesh(config.sampler.mesh, topology)
+    programs, described = aot.engine_programs(config, spec, mesh, largest_only=True)
+    state, params = programs.state, aot.served_params(spec, programs)
+    resident = {
+        "parameters": aot.device_bytes(params),
+        "arriving parameters": aot.device_bytes(params),
+        "KV pool": aot.device_bytes((state.cache, state.side)),
+    }
+    resident["slots"] = aot.device_bytes(state) - resident["KV pool"]
+    return Role("sampler", mesh.size, name, resident, described)
+
+
+# --- compilation
+
+
+def compiled(
+    roles: Sequence[Role], config: Config, topology: Topology, folder: Path, progress: Callable[[str], None]
+) -> list[Row]:
+    """Every program of `roles`, compiled two at a time or read from `folder`, in order."""
+    pending: dict[Future[aot.Result], tuple[Role, aot.Described]] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    began, lowering = time.monotonic(), ""
+
+    def say(line: str) -> None:
+        progress(f"plan: {time.monotonic() - began:.0f} s: {line}")
+
+    def still() -> None:
+        names = [f"compiling {role.name} {one.name}" for role, one in list(pending.values())]
+        say(", ".join([f"lowering the programs of the {lowering}"] * bool(lowering) + names))
+
+    def collect(most: int) -> None:
+        while len(pending) > most:
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                role, one = pending.pop(future)
+                result = future.result()
+                rows[role.name, one.name] = _row(role, one, result, config, topology.chip)
+                say(f"{role.name} {one.name} {'read from the cache' if result.cached else 'compiled'}")
+
+    order = []
+    with _repeated(still, _HEARTBEAT_S), ThreadPoolExecutor(_AT_ONCE) as pool:
+        for role in roles:
+            lowering = role.name
+            for one in role.programs:
+                order.append((role.name, one.name))
+                pending[pool.submit(aot.compiled_once, one, one.lowered.as_text(), role.slice, folder)] = role, one
+                collect(_AT_ONCE)
+        lowering = ""
+        collect(0)
+    return [rows[name] for name in order]
+
+
+@contextlib.contextmanager
+def _repeated(call: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `call` from a thread of its own, again and again, while the block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            call()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _row(role: Role, one: aot.Described, result: aot.Result, config: Config, chip: Chip) -> Row:
+    pages = math.ceil(episode_tokens(config) / aot.page_tokens(config))
+    unknown = pages / 2 if one.name.startswith("extend") else 1.0  # its loops are over the pages before the chunk
+    work = hlo.statistics(result.text, unknown_trips=unknown, context_tokens=context_tokens(config))
+    least = chips.times(chip, work.flops, work.memory_bytes, work.sent_bytes)
+    return Row(role.name, one.name, one.attention, result.cost, result.needed_bytes, work, least, result.cached,
+               result.refusal)  # fmt: skip
+
+
+def context_tokens(config: Config) -> float:
+    """The tokens that a decoding slot holds on average: the prompt and half an answer."""
+    return episode_tokens(config) - min(config.sampling.max_tokens, episode_tokens(config)) / 2
+
+
+# --- the report
+
+
+def report(
+    config: Config, spec: ModelSpec, topology: Topology, roles: Sequence[Role], rows: Sequence[Row]
+) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    memory = {role.name: memory_of(role, [row for row in rows if row.role == role.name]) for role in roles}
+    limits = _limits(config, topology)
+    wanted = roles_with_devices(config)
+    change = [refused(config, row) for row in rows if row.refusal] or changes(config, roles, memory, limits)
+    speed = _speed(config, spec, topology, rows)
+    if speed and speed["transfer_s"] > config.transfer.deadline_s:
+        change.append(Change("transfer.deadline_s", config.transfer.deadline_s,
+                             f"a transfer takes at least {speed['transfer_s']:.0f} s",
+                             f"Set it to {math.ceil(2 * speed['transfer_s'])} or more."))  # fmt: skip
+    return {
+        "config": config.run.name,
+        "topology": topology.name,
+        "chip": topology.chip.name,
+        "model": spec.name,
+        "parameters": families.parameter_count(spec),
+        "chips": topology.count,
+        "chips_used": _used(config),
+        "roles": {
+            role.name: {
+                "count": sum(name.partition("-")[0] == role.name for name in wanted) if role.name != "learner" else 1,
+                "chips": role.chips,
+                "slice": role.slice,
+                "limit_bytes": limits[role.name] if math.isfinite(limits[role.name]) else None,
+                "needed_bytes": sum(memory[role.name].values()),
+                "memory": memory[role.name],
+            }
+            for role in roles
+        },
+        "programs": [_program(row) for row in rows],
+        "speed": speed,
+        "fits": not change,
+        "change": [asdict(one) for one in change],
+    }
+
+
+def _used(config: Config) -> int:
+    wanted = roles_with_devices(config).values()
+    return max(wanted) if config.placement.colocated else sum(wanted)
+
+
+def _limits(config: Config, topology: Topology) -> dict[str, float]:
+    """The bytes of a chip that each role may use."""
+    usable = topology.chip.usable_bytes
+    shares = {"learner": 1.0, "sampler": 1.0}
+    if topology.platform == "gpu" and not config.placement.colocated and _used(config) > topology.count:
+        shares = {name: memory_fractions(config)[f"{name}{'-0' * (name == 'sampler')}"] for name in shares}
+    return {name: share * usable for name, share in shares.items()}
+
+
+def memory_of(role: Role, rows: Sequence[Row]) -> dict[str, int]:
+    """The bytes of one chip by kind: what is held all the time, and what the most demanding program adds."""
+    held, added, code = dict(role.resident), 0, 0
+    for row in rows:
+        if row.cost is None:  # the compiler names the sum of arguments, results, temporaries and code
+            added = max(added, row.needed_bytes - sum(held.values()))
+        else:
+            new = 0 if row.name == "publish" else row.cost.output_bytes - row.cost.alias_bytes
+            added = max(added, row.cost.temp_bytes + new)
+            code += row.cost.code_bytes
+    return held | {"temporaries": max(0, added), "code": code}
+
+
+def _program(row: Row) -> dict[str, Any]:
+    cost, work = row.cost, row.work
+    return {
+        "role": row.role,
+        "name": row.name,
+        "attention": row.attention,
+        "argument_bytes": cost.argument_bytes if cost else None,
+        "output_bytes": cost.output_bytes - cost.alias_bytes if cost else None,
+        "temporary_bytes": cost.temp_bytes if cost else None,
+        "needed_bytes": row.needed_bytes,
+        "flops": work.flops,
+        "memory_bytes": work.memory_bytes,
+        "sent_bytes": work.sent_bytes,
+        "sent_by_kind": work.by_kind(),
+        "largest_transfers": [asdict(one) for one in work.transfers[:5]],
+        "kernels": work.kernels,
+        "compute_s": row.times.compute_s,
+        "memory_s": row.times.memory_s,
+        "network_s": row.times.network_s,
+        "least_s": row.times.least_s,
+        "bound": row.times.bound,
+        "compile_s": round(cost.compile_s, 1) if cost else None,
+        "cached": row.cached,
+    }
+
+
+def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[Row]) -> dict[str, Any]:
+    """The least seconds of one training step by role, and the bottleneck; empty if a program does not fit."""
+    if any(row.cost is None for row in rows):
+        return {}
+    by_name = {f"{row.role} {row.name.partition('_')[0]}": row for row in rows}
+    least = {name: row.times.least_s for name, row in by_name.items()}
+    schedule, learner, engine = config.schedule, config.learner, config.sampler
+    requests, episode = schedule.groups_per_step * schedule.group_size, episode_tokens(config)
+    answer = min(config.sampling.max_tokens, episode)
+    micro = math.ceil(requests * episode / (learner.micro_batch_rows * learner.row_tokens))
+    learner_s = micro * (least["learner accumulate"] + least.get("learner logprobs", 0.0))
+    learner_s += learner.minibatches * least["learner apply"] + least["learner publish"] / schedule.publish_every
+    bucket, prompt = engine.prefill_buckets[-1], max(1, episode - answer)
+    chunks = math.ceil(prompt / bucket)
+    prefill_s = least["sampler prefill"] + (chunks - 1) * least["sampler extend"]
+    decode_s = least["sampler decode"]
+    sampler_s = requests * answer * decode_s / engine.slots + schedule.groups_per_step * prefill_s / engine.prefill_rows
+    sampler_s /= engine.count
+    size = families.parameter_count(spec) * (2 if config.transfer.dtype == "bfloat16" else 4)
+    receivers = len(roles_with_devices(config)) - config.placement.learner_hosts
+    transfer_s = chips.transfer_s(topology.chip, channel_of(config), size, receivers, learner.mesh.devices)
+    parts = {"learner": learner_s, "sampler": sampler_s, "transfer": transfer_s / schedule.publish_every}
+    alone = schedule.alpha == 0 or config.placement.colocated  # the roles wait for each other
+    step_s = sum(parts.values()) if alone else max(parts.values())
+    slowest = max(parts, key=lambda name: parts[name])
+    decisive = {"learner": "learner accumulate", "sampler": "sampler decode"}.get(slowest)
+    return {
+        "micro_batches": micro,
+        "decode_step_s": decode_s,
+        "learner_s": learner_s,
+        "sampler_s": sampler_s,
+        "transfer_bytes": size,
+        "transfer_receivers": receivers,
+        "transfer_s": transfer_s,
+        "step_s": step_s,
+        "sampled_tokens_s": requests * answer / sampler_s,
+        "trained_tokens_s": requests * episode / learner_s,
+        "tokens_s": requests * episode / step_s,
+        "bottleneck": f"{decisive}: {by_name[decisive].times.bound}" if decisive else slowest,
+    }
+
+
+# --- keys to change
+
+
+def changes(
+    config: Config, roles: Sequence[Role], memory: Mapping[str, Mapping[str, int]], limits: Mapping[str, float]
+) -> list[Change]:
+    """For every role that needs more memory than its chips have, the key that helps most."""
+    found = []
+    if config.placement.colocated:
+        needed, limit = sum(sum(memory[role.name].values()) for role in roles), limits["learner"]
+        if needed > limit >= max(sum(memory[role.name].values()) for role in roles):
+            reason = f"the roles together need {needed / GB:.1f} GB of a chip, which has {limit / GB:.1f}"
+            return [Change("placement.colocated", True, reason, "Set it to False, with chips for each role.")]
+    for role in roles:
+        needed, limit = sum(memory[role.name].values()), limits[role.name]
+        if needed > limit:
+            choose = _learner_change if role.name == "learner" else _sampler_change
+            found.append(choose(config, memory[role.name], limit, needed))
+    return found
+
+
+def refused(config: Config, row: Row) -> Change:
+    """The key to change for a program that the compiler refuses."""
+    reason = f"the compiler refuses {row.role} {row.name}: {row.refusal}"
+    if row.name == "decode":  # page tables in scalar memory
+        size = aot.page_tokens(config)
+        return Change("sampler.page_tokens", config.sampler.page_tokens, reason,
+                      f"Set it to {2 * size} (now {size}), or use fewer sampler.slots.")  # fmt: skip
+    key, value = ("learner.attention", config.learner.attention)
+    if row.role == "sampler":
+        key, value = "sampler.prefill_attention", config.sampler.prefill_attention
+    return Change(key, value, reason, "Set it to 'xla'.")
+
+
+def _why(role: str, kind: str, used: float, needed: float, limit: float) -> str:
+    return f"the {role} needs {needed / GB:.1f} GB of a chip, which has {limit / GB:.1f}; {kind} take {used / GB:.1f}"
+
+
+def _learner_change(config: Config, memory: Mapping[str, int], limit: float, needed: float) -> Change:
+    learner, mesh = config.learner, config.learner.mesh
+    held = needed - memory["temporaries"] - memory["code"]
+    if held > 0.8 * limit:
+        size = 2 ** math.ceil(math.log2(mesh.fsdp * held / (0.7 * limit)))
+        rows = learner.micro_batch_rows
+        more = math.lcm(rows, size * mesh.data * mesh.expert)
+        also = f", and learner.micro_batch_rows to {more}" if more != rows else ""
+        return Change("learner.mesh.fsdp", mesh.fsdp,
+                      _why("learner", "parameters, optimizer, gradients and copies of them", held, needed, limit),
+                      f"Set it to {size}{also}, or train adapters (learner.lora_rank).")  # fmt: skip
+    why = _why("learner", "temporaries", memory["temporaries"], needed, limit)
+    if learner.remat == "none":
+        return Change("learner.remat", "none", why, "Set it to 'layer': layers are computed again, not stored.")
+    if learner.micro_batch_rows > mesh.shards:
+        half = max(mesh.shards, learner.micro_batch_rows // 2 // mesh.shards * mesh.shards)
+        return Change("learner.micro_batch_rows", learner.micro_batch_rows, why, f"Set it to {half}.")
+    if learner.logits_mb > 128:
+        return Change("learner.logits_mb", learner.logits_mb, why, f"Set it to {learner.logits_mb // 4}.")
+    return Change("learner.mesh.sequence", mesh.sequence, why, f"Set it to {2 * mesh.sequence}: rows are divided.")
+
+
+def _sampler_change(config: Config, memory: Mapping[str, int], limit: float, needed: float) -> Change:
+    engine = config.sampler
+    weights, pool = memory["parameters"] + memory["arriving parameters"], memory["KV pool"]
+    free = 0.98 * limit - (needed - pool)
+    longest = math.ceil(episode_tokens(config) / aot.page_tokens(config))
+    pages = engine.cache_pages or (engine.slots * longest + engine.mesh.shards * max(2 * engine.prefill_rows, 16))
+    fitting = int(pages * free / pool) // engine.mesh.shards * engine.mesh.shards
+    if fitting >= engine.mesh.shards * (longest + 1):
+        return Change("sampler.cache_pages", engine.cache_pages, _why("sampler", "KV pages", pool, needed, limit),
+                      f"Set it to {fitting} (now {pages}); requests that find no page wait.")  # fmt: skip
+    if weights > 0.5 * limit:
+        size = 2 ** math.ceil(math.log2(engine.mesh.tensor * weights / (0.5 * limit)))
+        reason = _why("sampler", "its parameters and those of the next version", weights, needed, limit)
+        return Change(
+            "sampler.mesh.tensor", engine.mesh.tensor, reason, f"Set it to {max(size, 2 * engine.mesh.tensor)}."
+        )
+    if memory["temporaries"] > pool:
+        reason = _why("sampler", "temporaries", memory["temporaries"], needed, limit)
+        return Change(
+            "sampler.prefill_rows", engine.prefill_rows, reason, f"Set it to {max(1, engine.prefill_rows // 2)}."
+        )
+    reason = _why("sampler", "KV pages", pool, needed, limit)
+    return Change("sampler.slots", engine.slots, reason, f"Set it to {max(1, engine.slots // 2)}.")
+
+
+# --- text
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The plan for people."""
+    used = (
+        f"{found['chips_used']} of {found['chips']} chips" if found["chips_used"] <= found["chips"] else "shared chips"
+    )
+    out = [f"{found['model']} ({found['parameters'] / GB:.2f} billion parameters) on {found['topology']}, {used}", ""]
+    for name, role in found["roles"].items():
+        limit = f" of {role['limit_bytes'] / GB:.2f}" if role["limit_bytes"] else ""
+        out.append(
+            f"{name}: {role['count']} × {role['chips']} chips; {role['needed_bytes'] / GB:.2f}{limit} GB of each"
+        )
+        out += [f"  {kind:<20}{size / GB:8.2f} GB" for kind, size in role["memory"].items() if size]
+    out += ["", f"{'program':<22}{'TFLOP':>9}{'GB read/written':>17}{'GB sent':>9}{'least ms':>10}  bound", ""]
+    for row in found["programs"]:
+        name = f"{row['role']} {row['name']}"
+        out.append(f"{name:<22}{row['flops'] / 1e12:9.2f}{row['memory_bytes'] / GB:17.2f}{row['sent_bytes'] / GB:9.2f}"
+                   f"{1e3 * row['least_s']:10.2f}  {row['bound']}")  # fmt: skip
+    if speed := found["speed"]:
+        sent = f"{speed['transfer_bytes'] / GB:.1f} GB to {speed['transfer_receivers']}"
+        out += [
+            "",
+            f"step: at least {speed['step_s']:.1f} s, {speed['tokens_s']:,.0f} tokens/s",
+            f"  slowest: {speed['bottleneck']}",
+            f"  learner {speed['learner_s']:.1f} s ({speed['micro_batches']} micro-batches)",
+            f"  samplers {speed['sampler_s']:.1f} s, {speed['sampled_tokens_s']:,.0f} tokens/s",
+            f"  transfer {speed['transfer_s']:.1f} s ({sent})",
+        ]
+    out += ["", "It fits." if found["fits"] else "It does not fit."]
+    return out
