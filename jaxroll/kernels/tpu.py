@@ -19,6 +19,7 @@ from jaxroll.kernels.attention import lengthened
 from jaxroll.kernels.choice import BLOCK
 
 _BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
+_LONG = 2048  # tokens of a row from which padding to the largest block costs less than small blocks
 _PAGED_TOKENS = 512  # keys per block
 
 
@@ -37,18 +38,26 @@ def splash(
     undefined.
     """
     _, T, N, H = q.shape
-    q, k, v = (lengthened(x, BLOCK).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
-    kernel = _kernel(N, q.shape[2], window, interpret)
+    block = block_tokens(T)
+    q, k, v = (lengthened(x, block).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
+    kernel = _kernel(N, q.shape[2], block, window, interpret)
     if segments is None:
         out = jax.vmap(kernel)(q, k, v)
     else:
-        ids = lengthened(segments, BLOCK)
+        ids = lengthened(segments, block)
         out = jax.vmap(lambda q, k, v, own: kernel(q, k, v, segment_ids=kernels.SegmentIds(own, own)))(q, k, v, ids)
     return cast(Array, out).swapaxes(1, 2)[:, :T]
 
 
-def _kernel(heads: int, tokens: int, window: int, interpret: bool) -> kernels.SplashAttentionKernel:
-    block = next(size for size in _BLOCKS if tokens % size == 0)
+def block_tokens(tokens: int) -> int:
+    """The tokens of a block, to a multiple of which rows of `tokens` tokens are padded: from 2,048 tokens on 512."""
+    if tokens >= _LONG:
+        return _BLOCKS[0]
+    padded = -(-tokens // BLOCK) * BLOCK
+    return next(size for size in _BLOCKS if padded % size == 0)
+
+
+def _kernel(heads: int, tokens: int, block: int, window: int, interpret: bool) -> kernels.SplashAttentionKernel:
     sizes = kernels.BlockSizes(
         block_q=block,
         block_kv=block,

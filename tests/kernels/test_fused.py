@@ -52,6 +52,22 @@ def test_packed_rows_equal_the_masked_form_in_value_and_gradient(name: str, wind
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "block"), [(100, 128), (300, 128), (500, 512), (700, 256), (2048, 512), (2176, 512), (16_896, 512)]
+)
+def test_long_rows_on_a_tpu_have_large_blocks(tokens: int, block: int) -> None:
+    assert tpu.block_tokens(tokens) == block
+
+
+def test_a_long_row_that_its_blocks_do_not_divide_equals_the_masked_form() -> None:
+    tokens, rng = 2100, np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, tokens, 1, H)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(np.repeat([1, 2], [1500, 600])[None], jnp.int32)
+    got = jax.jit(partial(tpu.splash, interpret=True))(q, k, v, ids)
+    expected = jax.jit(placed.rows("xla", tokens, ids, LAYOUT))(q, k, v)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", ROW_KERNELS)
 @pytest.mark.usefixtures("interpreted")
 def test_prompts_equal_the_masked_form(name: str) -> None:
