@@ -226,9 +226,9 @@ def sampler_members(config: Config) -> int:
     return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
-def actor_members(config: Config) -> int:
+def actor_members(config: Config, samplers: int) -> int:
     """Maximum episodes that an actor runs concurrently: an equal share of those of all samplers, rounded up."""
-    return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
+    return math.ceil(samplers * sampler_members(config) / config.placement.actors)
 
 
 def memory_fractions(config: Config) -> dict[str, float]:

@@ -186,7 +186,8 @@ class RoleArgs:
     the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
     actor that does not find them in `run_dir`. Traffic beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
     `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
-    `jaxroll.roles.learner`); None resumes.
+    `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no more and has `drain_s` to
+    finish its running members; it returns the others.
     """
 
     config: Config
@@ -199,6 +200,7 @@ class RoleArgs:
     insecure: bool = False
     fork: str | None = None
     coordinator: str | None = None
+    drain_s: float = 0.0
 
     @property
     def paths(self) -> RunPaths:

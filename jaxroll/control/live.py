@@ -241,6 +241,7 @@ class Status:
     _accuracy: tuple[float, int] | None = None
     _last_step_t: float | None = None
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ROWS_KEPT))
+    _supervised: set[str] = field(default_factory=set)  # names of the supervisor's processes, which it reports itself
 
     def take(self, row: Mapping[str, Any]) -> str | None:
         """Update from one row; return the plain line to print for it, if any."""
@@ -264,6 +265,10 @@ class Status:
                 self._waits = {str(who): str(why) for who, why in (row.get("waits") or {}).items()}
             case "compile":
                 return self._compile(row)
+            case "event" if row.get("what") in ("join", "leave"):
+                if row.get("what") == "leave":
+                    self.forget(role)
+                return None if any(lives_in(role, name) for name in self._supervised) else f"{role}: {row.get('text')}"
             case "event":
                 self._lines[role] = (str(row.get("text")), float(row.get("t") or 0.0))
                 if row.get("what") == "stall":
@@ -284,6 +289,7 @@ class Status:
 
     def doing(self, now_unix_s: float, processes: Sequence[ProcessView]) -> str:
         """One sentence about the run's current activity; never empty."""
+        self._supervised = {p.name for p in processes}
         leaving = [f"{p.name} ({p.seconds:.0f} s)" for p in processes if p.state == "stopping"]
         if leaving:
             return f"stopping {', '.join(leaving)}"

@@ -17,6 +17,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import COLOCATED, LEADERS, actor_names, device_processes, learner_names, memory_fractions
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.errors import ConfigError
+from jaxroll.rpc.protocol import address
 from jaxroll.run_paths import RunPaths
 
 
@@ -102,6 +103,18 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
             spec = replace(spec, after=(*spec.after, "learner"))
         found.append(spec)
     return tuple(found)
+
+
+def reachable(specs: Sequence[ProcessSpec], config: Config, host: str, *, insecure: bool) -> tuple[ProcessSpec, ...]:
+    """`specs` of a run that samplers on other machines can join: store and learner listen on `host`."""
+    if config.placement.colocated:
+        raise ConfigError("--host", host, "placement.colocated keeps the weights in one process, so none can join",
+                          "Set placement.colocated to False, or leave --host out.")  # fmt: skip
+    called = {"store": f"--store={address(host, 0)}", "learner": f"--host={host}", "sampler": f"--host={host}"}
+    plain = ("--insecure",) if insecure else ()
+    return tuple(
+        replace(spec, argv=(*spec.argv, called[spec.role], *plain)) if spec.role in called else spec for spec in specs
+    )
 
 
 def compilers(

@@ -114,6 +114,19 @@ def create(path: Path, config: Config, argv: Sequence[str]) -> Path:
             time.sleep(0.05)
 
 
+def shared(folder: str | Path, config: Config, argv: Sequence[str]) -> Path:
+    """The folder of a run that this process is a part of: made here, or made before with the same config. Absolute."""
+    path = checked(folder)
+    try:
+        return create(path, config, argv)
+    except ConfigError:
+        if not RunPaths(path).run_file.exists():
+            raise
+    if configs.digest(load_config(path)) != configs.digest(config):
+        raise ConfigError("--config", str(path), "the run in RUN has another config", "Leave --config out.")
+    return path
+
+
 @contextlib.contextmanager
 def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str], suffix: str = "") -> Iterator[Path]:
     """As `new_run`, in a folder of `parent` that is named by the second it was made in; never one that exists."""

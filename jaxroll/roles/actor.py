@@ -3,8 +3,8 @@
 It runs environments and scoring without JAX, for environments that are too heavy for a sampler's process.
 
 Threads: the main thread handles signals; this module runs on the asyncio loop thread.
-Tasks: follow every sampler's weight version; report the newest of them to the store; the tasks of
-`jaxroll.roles.sampler` (request leases, receive cancellations, renew leases); report metrics every second.
+Tasks: follow every sampler's weight version and report the newest of them to the store; find samplers that join; the
+tasks of `jaxroll.roles.sampler` (request leases, receive cancellations, renew leases); report metrics every second.
 Waits for: leases from the store, and samplers that have weights.
 Stops: when the run is closed or on SIGTERM, after returning unfinished leases. If it dies, its leases expire and the
 store grants them again.
@@ -16,6 +16,7 @@ one, so that the limit on the age of tokens holds.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
@@ -35,6 +36,7 @@ from jaxroll.serving.service import Samplers
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 1.0
+FIND_EVERY_S = 2.0  # between two looks for samplers that have joined or left
 
 
 def main(args: RoleArgs) -> int:
@@ -65,7 +67,9 @@ class ActorLoops:
         self.session, self.config, self.store = session, session.config, session.store
         self.samplers = Samplers(self._clients(), self.config.schedule.group_placement, session.progress)
         self.manager = session.rollout_manager(None, tokenizer, training_params(session, tokenizer))
-        self.members = Members(session, actor_members(self.config), self._version, self._begin)
+        self.members = Members(
+            session, actor_members(self.config, len(self.samplers.names)), self._version, self._begin
+        )
         self.version: Version | None = None  # reported to the store; it never decreases
         self._first = asyncio.Event()
 
@@ -73,7 +77,13 @@ class ActorLoops:
         """Run all tasks until one of them ends, then return unfinished leases."""
         try:
             await until_one_ends(
-                (self.samplers.follow(), self._report_version(), *self.members.loops(), self._report())
+                (
+                    self.samplers.follow(),
+                    self._find_samplers(),
+                    self._report_version(),
+                    *self.members.loops(),
+                    self._report(),
+                )
             )
         finally:
             await self.members.give_back()
@@ -83,15 +93,34 @@ class ActorLoops:
     def _clients(self) -> dict[str, RawClient]:
         args = self.session.args
         files = [args.paths.sampler_address(f"sampler-{index}") for index in range(self.config.sampler.count)]
-        clients = {}
-        for index, address in enumerate(args.samplers or files):
-            clients[f"sampler-{index}"] = client = RawClient(
-                service.SERVICE, address, role="actor", name=self.session.role, token=auth.load(args.run_dir),
-                patience_s=0.0, max_message_bytes=self.config.store.max_message_mb * 2**20,
-                config_digest=args.config_digest, tls=tls.load(args.run_dir),
-            )  # fmt: skip
-            client.run_id = self.store.welcome.run_id
-        return clients
+        return {f"sampler-{index}": self._client(address) for index, address in enumerate(args.samplers or files)}
+
+    def _client(self, address: str | Path) -> RawClient:
+        args = self.session.args
+        client = RawClient(
+            service.SERVICE, address, role="actor", name=self.session.role, token=auth.load(args.run_dir),
+            patience_s=0.0, max_message_bytes=self.config.store.max_message_mb * 2**20,
+            config_digest=args.config_digest, tls=tls.load(args.run_dir),
+        )  # fmt: skip
+        client.run_id = self.store.welcome.run_id
+        return client
+
+    async def _find_samplers(self) -> None:
+        """Use samplers that join the run, until they leave; those that it started with may come back."""
+        started, joined = self.samplers.names, dict[str, str]()
+        while True:
+            serving: dict[str, str] = (await self.store.status())["serving"]
+            for name, address in list(joined.items()):
+                moved = serving.get(name, address) != address
+                if moved or (name not in serving and not self.samplers.is_reachable(name)):
+                    self.samplers.remove(name)
+                    del joined[name]
+            for name in serving.keys() - started - joined.keys():
+                joined[name] = serving[name]
+                self.samplers.add(name, self._client(serving[name]))
+            self.members.capacity = actor_members(self.config, len(self.samplers.names))
+            self.members.room.set()
+            await asyncio.sleep(FIND_EVERY_S)
 
     async def _report_version(self) -> None:
         while True:

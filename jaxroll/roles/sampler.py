@@ -81,16 +81,11 @@ class Members:
         self._failure: BaseException | None = None  # unexpected error of a member's task, which ends the role
         self._failed = asyncio.Event()
         self.room = asyncio.Event()
-        # True if leases for less than a group may be requested. The rest of it may then go to another sampler, so a
-        # group that should stay together waits for room instead. Free capacity of an actor is not an idle slot.
-        actors, placement = self.config.placement.actors, self.config.schedule.group_placement
-        alone = max(self.config.sampler.count, actors) == 1
-        self._in_parts = alone or placement == "spread" or (placement == "auto" and not actors)
         self._plenty = False  # the last lease call was granted as many members as it requested
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """The tasks to run concurrently, forever."""
-        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure())
+        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure(), self._drained())
 
     def counts(self) -> dict[str, int]:
         """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
@@ -103,10 +98,31 @@ class Members:
             "puts_refused": self.refused, "members_lost": self.lost,
         }  # fmt: skip
 
+    @property
+    def _in_parts(self) -> bool:
+        """True if leases for less than a group may be requested.
+
+        The rest of it may then go to another holder, so a group that should stay together waits for room instead,
+        unless there is no other holder. Free capacity of an actor is not an idle slot.
+        """
+        actors, placement = self.config.placement.actors, self.config.schedule.group_placement
+        return self.store.holders <= 1 or placement == "spread" or (placement == "auto" and not actors)
+
+    async def _drained(self) -> None:
+        """Return when the role is to stop and no member is open."""
+        await self.session.stopping.wait()
+        while self.open:
+            self.room.clear()
+            await self.room.wait()
+
     async def _lease(self) -> None:
         while True:
             free = await self._free()
             grants = await self._grants(free)
+            if self.session.stopping.is_set():
+                if unplayed := [(one.group, *member) for one in grants for member in one.members]:
+                    await self.store.release(unplayed)
+                await asyncio.Event().wait()  # it leases no more
             self._plenty = sum(len(grant.members) for grant in grants) == free
             for grant in grants:
                 play = self._begin(grant)
@@ -315,7 +331,7 @@ class Serving:
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """The tasks to run concurrently until the run is closed."""
-        return (self._serve(), self._until_closed())
+        return (self._serve(), self._until_closed(), self._drained())
 
     def counts(self) -> dict[str, int]:
         """Requests of actors: open now, and answered since the start."""
@@ -337,10 +353,15 @@ class Serving:
         try:
             address = protocol.address(args.host, port)
             disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
+            self._session.parts.follower.serves_on = address
             self._session.progress(f"serves actors on {address}")
             await asyncio.Event().wait()
         finally:
             await server.stop(_GRACE_S)
+
+    async def _drained(self) -> None:
+        await self._session.stopping.wait()
+        await self._service.drained()
 
     async def _until_closed(self) -> None:
         while not (await self._session.store.status())["closed"]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
 T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
 STOP_S = 15.0
+HOLDERS = ("sampler", "actor")  # roles with leases
 SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # a closed store lingers for longer than a heartbeat (LINGER_S)
 
 
@@ -64,16 +65,24 @@ class Session:
     ) -> None:
         self._store_at = transport or args.store_address or args.paths.store_address
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
-        self.stopping = asyncio.Event()
+        self.stopping, self._stopped = asyncio.Event(), asyncio.Event()
         self._rows: list[dict] = []
         self.store: StoreClient
         self.executors: Executors
         self._agents: Agents | None = None
         self.progress = Progress(role, self.add_row)
 
-    def request_stop(self) -> None:
-        """Stop soon; callable from any thread and from a signal handler."""
-        self.loop.call_soon_threadsafe(self.stopping.set)
+    def request_stop(self, *, at_once: bool = False) -> None:
+        """Stop soon: at the second request or `at_once` without finishing running members (`RoleArgs.drain_s`).
+
+        Callable from any thread and from a signal handler.
+        """
+        self.loop.call_soon_threadsafe(self._stop, at_once)
+
+    def _stop(self, at_once: bool) -> None:
+        if at_once or self.stopping.is_set():
+            self._stopped.set()
+        self.stopping.set()
 
     def add_row(self, row: dict) -> None:
         """Send one metrics row soon; callable from any thread."""
@@ -99,8 +108,8 @@ class Session:
     async def run(self, ready: Callable[[], Awaitable[None]], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send metric rows, and run `play()` until it ends, the run is closed or a stop is requested.
 
-        `play()` starts when `ready()` is done, which is called after the connection. RestartRequired if hanging
-        environments occupy all executor threads.
+        `play()` starts when `ready()` is done, which is called after the connection. When a stop is requested it has
+        `args.drain_s` to end by itself. RestartRequired if hanging environments occupy all executor threads.
         """
         self.store = await StoreClient.connect(
             self._store_at, role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
@@ -120,6 +129,8 @@ class Session:
             playing = asyncio.ensure_future(play())
             exhausted = asyncio.ensure_future(self.executors.raise_when_worn_out())
             await asyncio.wait([playing, stopping, reporting, exhausted], return_when="FIRST_COMPLETED")
+            if self.stopping.is_set() and self.args.drain_s:
+                await self._drain(playing, reporting, exhausted)
             for job in (playing, reporting, exhausted):
                 if job.done():
                     with contextlib.suppress(Closed):
@@ -135,10 +146,19 @@ class Session:
                 await self._agents.close()
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
+                if self.role.startswith(HOLDERS):
+                    await self.store.leave()
             await self.store.aclose()
         for end in ends:  # a job may fail while it is cancelled
             if isinstance(end, Exception) and not isinstance(end, Closed):
                 raise end
+
+    async def _drain(self, *jobs: asyncio.Future[Any]) -> None:
+        """Wait until a job ends, for `args.drain_s`, or until a second request to stop."""
+        self.progress(f"leaves when its running members end, within {self.args.drain_s:g} s")
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        await asyncio.wait([*jobs, stopped], timeout=self.args.drain_s, return_when="FIRST_COMPLETED")
+        stopped.cancel()
 
     async def _send_rows(self) -> None:
         """Send metric rows as they come, and a heartbeat while there are none.
@@ -304,7 +324,7 @@ class EngineProcess:
             built.set_result(parts)
             parts.host.run()
         finally:
-            session.request_stop()
+            session.request_stop(at_once=True)
             ended(finished, STOP_S)
             self.close()
 

@@ -64,6 +64,7 @@ class WeightFollower:
         self._host, self._arriving, self._progress, self._in_force_s = host, arriving, progress, in_force_s
         self.first = asyncio.Event()
         self.version: Version | None = None
+        self.serves_on = ""  # the address at which this sampler serves actors, which the store tells them
         self._changed = asyncio.Event()
 
     async def load(self, ref: VersionRef) -> None:
@@ -107,7 +108,7 @@ class WeightFollower:
         failing: VersionRef | None = None
         failures, starved, reported = 0, 0, ""
         while True:
-            ref = await store.published(self.version, wait_s, in_turn=True)
+            ref = await store.published(self.version, wait_s, in_turn=True, serves_on=self.serves_on)
             if ref is None:
                 continue
             if ref != failing:

@@ -78,13 +78,21 @@ class Serving:
         self._proxy, self._weights = proxy, weights
         self._run_id, self._config_digest = run_id, config_digest
         self.open = self.served = self.aborted = 0
+        self._leaving = asyncio.Event()
 
     def methods(self) -> dict[str, Method]:
         """Every method with its allowed callers."""
         return {"Generate": Method(self._generate, CALLERS), "Version": Method(self._version, CALLERS, held=True)}
 
+    async def drained(self) -> None:
+        """Take no further requests, and return when none is open. Actors then use other samplers."""
+        self._leaving.set()
+        while self.open:
+            await asyncio.sleep(DRAIN_POLL_S)
+
     async def _generate(self, caller: Caller, body: bytes) -> bytes:
         self._check(caller)
+        self._check_stays()
         call = wire.decode(body, GenerateCall)
         version = self._weights.version
         if version is None or version < call.floor:
@@ -106,7 +114,19 @@ class Serving:
         self._check(caller)
         call = wire.decode(body, VersionCall)
         wait_s = max(0.0, min(call.wait_s, protocol.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
-        return wire.encode(VersionReply(await self._weights.other_than(call.known, wait_s)))
+        found = asyncio.ensure_future(self._weights.other_than(call.known, wait_s))
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait([found, leaving], return_when=asyncio.FIRST_COMPLETED)
+            self._check_stays()
+            return wire.encode(VersionReply(found.result()))
+        finally:
+            found.cancel()
+            leaving.cancel()
+
+    def _check_stays(self) -> None:
+        if self._leaving.is_set():
+            raise InfraError("this sampler leaves the run")
 
     def _check(self, caller: Caller) -> None:
         """Raise StaleClient or Unauthorized for a caller of another run or config."""
@@ -124,6 +144,7 @@ class Serving:
 # dies, the request is repeated at another one, or at the same one after its restart: the episode continues, because key
 # and prompt determine the tokens. Belongs to one event loop.
 
+DRAIN_POLL_S = 0.1
 WAIT_S, CALL_S = 10.0, 10.0  # of one Version call: the longest hold, and the time for its reply
 RETRY_FIRST_S, RETRY_MAX_S = 0.1, 1.0  # between two attempts to reach a sampler
 _REPEATABLE = (InfraError, StaleClient, Unauthorized)  # errors that another sampler, or this one later, may not raise
@@ -144,19 +165,55 @@ class Samplers:
     def __init__(self, clients: Mapping[str, RawClient], replicate: str, report: Callable[[str], object]) -> None:
         self._remotes = {name: _Remote(name, raw) for name, raw in clients.items()}
         self._replicate, self._report = replicate, report
-        self._changed = asyncio.Event()
+        self._changed, self._membership = asyncio.Event(), asyncio.Event()
+        self._gone: list[RawClient] = []  # of removed samplers, which may still answer
         self.repeated = 0  # requests that were made again
 
     async def follow(self) -> None:
-        """Follow every sampler's version, forever."""
-        async with asyncio.TaskGroup() as group:
-            for remote in self._remotes.values():
-                group.create_task(self._follow(remote))
+        """Follow the version of every sampler, of later ones too, forever."""
+        following: dict[_Remote, asyncio.Future[None]] = {}
+        try:
+            while True:
+                for gone in following.keys() - self._remotes.values():
+                    following.pop(gone).cancel()
+                for new in self._remotes.values() - following.keys():
+                    following[new] = asyncio.ensure_future(self._follow(new))
+                self._membership.clear()
+                change = asyncio.ensure_future(self._membership.wait())
+                done, _ = await asyncio.wait([*following.values(), change], return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                for job in done:
+                    job.result()
+        finally:
+            for job in following.values():
+                job.cancel()
+            await asyncio.gather(*following.values(), return_exceptions=True)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the samplers."""
+        return set(self._remotes)
+
+    def is_reachable(self, name: str) -> bool:
+        """True if the sampler has weights and answers."""
+        return self._remotes[name].version is not None
+
+    def add(self, name: str, raw: RawClient) -> None:
+        """Use a further sampler."""
+        self._remotes[name] = _Remote(name, raw)
+        self._membership.set()
+
+    def remove(self, name: str) -> None:
+        """Route no further conversation to this sampler. Requests under way go on."""
+        gone = self._remotes.pop(name)
+        self._gone.append(gone.raw)
+        self._set_version(gone, None)
+        self._membership.set()
 
     async def close(self) -> None:
         """Close the connections."""
-        for remote in self._remotes.values():
-            await remote.raw.close()
+        for raw in (*self._gone, *(remote.raw for remote in self._remotes.values())):
+            await raw.close()
 
     async def newer_than(self, known: Version | None) -> Version:
         """The newest version of all samplers, as soon as it is newer than `known`."""

@@ -22,9 +22,10 @@ from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
-from jaxroll.store.messages import MAX_PUTS, Key, PutAnswer, PutCall, PutReply, Welcome
+from jaxroll.store.messages import MAX_PUTS, Joined, Key, PutAnswer, PutCall, PutReply, Welcome
 
 MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
+JOIN_S = 60.0  # a sampler that joins waits for the store, as for one that is starting
 _CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class StoreClient:
 
     def __init__(self, raw: RawClient, config_digest: str, call_s: float = _CALL_S) -> None:
         self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
+        self.holders = 1  # processes that request leases, as of the last grant
         self._puts = Puts(lambda call: self._call("Put", call, msg.PutReply))
 
     @classmethod
@@ -61,12 +63,7 @@ class StoreClient:
         The default of `token` is JAXROLL_TOKEN or RUN/token; certificates come from JAXROLL_TLS or RUN/tls. RUN is
         `run_dir`, or the address file's folder.
         """
-        if run_dir is None and isinstance(address, Path):
-            run_dir = address.parent
-        raw = RawClient(
-            msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
-            max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
-        )  # fmt: skip
+        raw = _raw_client(address, role, name, token, patience_s, run_dir, config_digest)
         raw.session = session or raw.session
         client = cls(raw, config_digest, call_s)
         async with contextlib.AsyncExitStack() as unless_welcome:
@@ -92,7 +89,9 @@ class StoreClient:
 
         async def ask(left_s: float) -> list[Grant]:
             call = msg.LeaseCall(version, max_members, left_s, request)
-            return list((await self._call("Lease", call, msg.LeaseReply, left_s)).grants)
+            reply = await self._call("Lease", call, msg.LeaseReply, left_s)
+            self.holders = reply.holders
+            return list(reply.grants)
 
         return await _until(ask, wait_s, NoCredit)
 
@@ -109,6 +108,10 @@ class StoreClient:
     async def put(self, member: Member) -> str:
         """Store a member: OK, or SURPLUS if its group ended without it. Raises Conflict, Fenced."""
         return await self._puts.put(wire.encode(member))
+
+    async def leave(self) -> None:
+        """End all leases of this process, granted ones whose reply was lost included, as its last call."""
+        await self._call("Leave", None, msg.Done)
 
     async def release(self, grants: Sequence[Key]) -> None:
         """Return leases."""
@@ -153,9 +156,11 @@ class StoreClient:
         await self._call("Publish", ref, msg.Done)
 
     async def published(
-        self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False
+        self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False, serves_on: str = ""
     ) -> VersionRef | None:
         """The newest published version if it differs from `known`; None after `wait_s` without one.
+
+        `serves_on` tells actors where this sampler serves them.
 
         With `in_turn` the reply waits for the caller's update slot (`schedule.rolling_updates`); its next call
         gives the slot back.
@@ -164,7 +169,8 @@ class StoreClient:
         deadline = now_s() + wait_s
         while True:
             left_s = min(max(0.0, deadline - now_s()), protocol.MAX_WAIT_S)
-            reply = await self._call("Published", msg.PublishedCall(known, left_s, in_turn), msg.PublishedReply, left_s)
+            call = msg.PublishedCall(known, left_s, in_turn, serves_on)
+            reply = await self._call("Published", call, msg.PublishedReply, left_s)
             if reply.snapshot is not None or now_s() >= deadline:
                 return reply.snapshot
 
@@ -205,6 +211,33 @@ class StoreClient:
     async def _call(self, method: str, message: Any, kind: type[T], held_s: float = 0.0) -> T:
         """The reply of type `kind`; the store may hold the call for `held_s`."""
         return wire.decode(await self._raw.call(method, wire.encode(message), held_s + self._call_s), kind)
+
+
+async def joined(address: str, run_dir: Path | None) -> Joined:
+    """The run at `address`, with the number of a new sampler. Credentials are as for `StoreClient.connect`."""
+    raw = _raw_client(address, "sampler", "joining", None, JOIN_S, run_dir)
+    try:
+        body = await raw.call("Join", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, "")), _CALL_S)
+        return wire.decode(body, Joined)
+    finally:
+        await raw.close()
+
+
+def _raw_client(
+    address: str | Path | Transport,
+    role: str,
+    name: str,
+    token: str | None,
+    patience_s: float,
+    run_dir: Path | None,
+    config_digest: str = "",
+) -> RawClient:
+    if run_dir is None and isinstance(address, Path):
+        run_dir = address.parent
+    return RawClient(
+        msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
+        max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
+    )  # fmt: skip
 
 
 async def _until(ask, wait_s: float, not_yet: type[Exception]):

@@ -33,6 +33,14 @@ class Welcome(msgspec.Struct, frozen=True):
     lineages: tuple[Lineage, ...] = ()
 
 
+class Joined(msgspec.Struct, frozen=True):
+    """Reply to Join: the run's id, its config as a JSON object, and the number of the new sampler."""
+
+    run_id: str
+    config: bytes
+    index: int
+
+
 class LeaseCall(msgspec.Struct, frozen=True):
     """Request for leases. A retry carries the same `request` id and gets the same grants."""
 
@@ -43,9 +51,10 @@ class LeaseCall(msgspec.Struct, frozen=True):
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
-    """Granted leases."""
+    """Granted leases; `holders` is the number of processes that request leases."""
 
     grants: tuple[Grant, ...]
+    holders: int = 1
 
 
 class Members(msgspec.Struct, frozen=True):
@@ -140,11 +149,13 @@ class PublishedCall(msgspec.Struct, frozen=True):
     """Wait for published weights other than `known`.
 
     With `in_turn` also wait for an update slot (rolling updates); the caller's previous slot ends with this call.
+    `serves_on` is the address at which the caller serves actors.
     """
 
     known: Version | None
     wait_s: float
     in_turn: bool = False
+    serves_on: Label = ""
 
 
 class PublishedReply(msgspec.Struct, frozen=True):

@@ -76,13 +76,13 @@ def page(db: sqlite3.Connection, search: Search, decode: Decoder | None = None) 
     limit = min(max(1, search.limit), LONGEST_PAGE)
     found = _rows(db, sql, *values, limit, max(0, search.offset))
     for row in found:
-        row["state"] = inspect.shown_state(row["state"])
+        row["state"] = trajectory.shown_state(row["state"])
         row["question"] = inspect.question(row.pop("messages"))[:QUESTION_CHARS]
         row["members"] = _summaries(db, row["id"])
     states = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     return (answers or {}) | {
         "total": total, "offset": search.offset, "limit": limit, "groups": found,
-        "states": {inspect.shown_state(state): count for state, count in states.items()},
+        "states": {trajectory.shown_state(state): count for state, count in states.items()},
     }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def group_facts(db: sqlite3.Connection, group: int) -> Facts:
     rows = _rows(db, "SELECT * FROM groups WHERE id = ?", group)
     if not rows:
         raise ConfigError("group", group, "there is no such group", "The list of rollouts has the groups of the run.")
-    found = rows[0] | {"state": inspect.shown_state(rows[0]["state"])}
+    found = rows[0] | {"state": trajectory.shown_state(rows[0]["state"])}
     members = _rows(db, "SELECT * FROM members WHERE group_id = ? ORDER BY member", group)
     kept = {member for (member,) in db.execute("SELECT member FROM payloads WHERE group_id = ?", (group,))}
     mean = _mean([row["reward"] for row in members if row["state"] == "done" and row["reward"] is not None])

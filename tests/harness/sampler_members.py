@@ -19,6 +19,7 @@ class Store:
         self.grants: asyncio.Queue[list[Grant]] = asyncio.Queue()
         self.endings: asyncio.Queue[list[tuple[int, int, int]]] = asyncio.Queue()
         self.taken = asyncio.Event()
+        self.holders = 1
 
     async def lease(self, version: Version, members: int, wait_s: float) -> list[Grant]:
         self.taken.set()
@@ -34,13 +35,13 @@ class Store:
 def members(
     store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2, group_placement: str = "auto"
 ) -> Members:
+    store.holders = max(samplers, actors)
     config = SimpleNamespace(
         schedule=SimpleNamespace(members_per_group=size, group_placement=group_placement),
-        sampler=SimpleNamespace(count=samplers),
         placement=SimpleNamespace(actors=actors),
         store=SimpleNamespace(lease_s=0.0),
     )
-    session: Any = SimpleNamespace(config=config, store=store, progress=lambda text: None)
+    session: Any = SimpleNamespace(config=config, store=store, progress=lambda text: None, stopping=asyncio.Event())
 
     async def version() -> Version:
         return Version(0, 0)

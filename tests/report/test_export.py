@@ -17,7 +17,7 @@ from msgspec import structs
 from jaxroll import supports, wire
 from jaxroll.control import cli
 from jaxroll.records import Member, Version
-from jaxroll.report.commands import export, inspect, trajectory
+from jaxroll.report.commands import export, trajectory
 from jaxroll.store.log import database
 from tests.harness.run_folder import write_run_file
 from tests.harness.store.recorded_log import ALPHABET, finished, long_run, recorded_run
@@ -148,7 +148,7 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
         first, second = trajectory.facts(db, 3, None)["members"]
     assert [segment.get("supports") for segment in second["segments"]] == [None, of_tokens]
     assert not any("supports" in segment for segment in first["segments"])
-    (text,) = [value for name, value in inspect._member(second).rows if name == "supports"]
+    (text,) = [value for name, value in trajectory._shown_member(second).rows if name == "supports"]
     assert text == "of 3 tokens, 1 to 3 ids, mean 2"
 
 

@@ -30,6 +30,9 @@ class Store:
         self.calls.append("status")
         return {}
 
+    async def leave(self) -> None:
+        self.calls.append("left")
+
     async def aclose(self) -> None:
         self.calls.append("closed")
 

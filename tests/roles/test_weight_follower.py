@@ -20,7 +20,7 @@ class Script:
     def __init__(self, *steps: tuple[VersionRef, Exception | None]) -> None:
         self.steps, self.pauses, self.lines = list(steps), [], []
 
-    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool) -> VersionRef:
+    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool, serves_on: str) -> VersionRef:
         if not self.steps:
             raise asyncio.CancelledError
         return self.steps[0][0]

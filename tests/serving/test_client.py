@@ -299,3 +299,30 @@ def test_unknown_callers_are_refused(tmp_path: Path) -> None:
             await sampler.die()
 
     run(job())
+
+
+def test_a_sampler_that_joins_gets_conversations_and_one_that_leaves_finishes_its_own(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with served(tmp_path, V0, V0) as ((stays, leaves), known, _):
+            known.remove(leaves.file.stem)
+            assert known.names == {"sampler-0"}
+            known.add("sampler-7", client(leaves.file))
+            while not (known.is_reachable("sampler-0") and known.is_reachable("sampler-7")):
+                await asyncio.sleep(0.01)
+            group, keys = known.group(V0), (GenerationKey(4, 1), GenerationKey(4, 2))
+            with group.conversation() as first, group.conversation() as second:
+                first._remote = known._remotes["sampler-7"]
+                first._remote.conversations += 1
+                leaves.engine.go.clear()
+                slow = asyncio.ensure_future(first.generate(PROMPT, keys[0], PARAMS))
+                await leaves.engine.busy.acquire()
+                drained = asyncio.ensure_future(leaves.service.drained())
+                while known.is_reachable("sampler-7"):
+                    await asyncio.sleep(0.01)
+                assert same(await second.generate(PROMPT, keys[1], PARAMS), drawn(PROMPT, keys[1]))
+                assert stays.service.served == 1 and not drained.done()
+                leaves.engine.go.set()
+                assert same(await slow, drawn(PROMPT, keys[0]))
+                await drained
+
+    run(job())

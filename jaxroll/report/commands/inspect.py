@@ -7,6 +7,7 @@ import json
 import re
 import sqlite3
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,17 @@ from jaxroll.store.core.state import State, conservation_residual, held_bytes, o
 from jaxroll.store.log import database, state_checkpoints
 from jaxroll.store.log.replay import rules
 
-LEASES, GROUPS, FAILURES, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
+LEASES, GROUPS, FAILURES, CREW, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     30,
     10,
     8,
+    10,
     6,
     5,
     5,
     20,
 )  # rows shown; the JSON has all leases
 CAUSES, CAUSE_CHARS, FAILURES_COUNTED = 40, 200, 50_000
-NO_TEXT = "(its text is not kept)"
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 Facts = dict[str, Any]
 
@@ -108,11 +109,6 @@ def _rows(db: sqlite3.Connection, sql: str, *values: Any) -> list[Facts]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-def shown_state(state: str) -> str:
-    """The state of a group as users read it: the log calls a group TRIMMED whose training is in a checkpoint."""
-    return "DURABLE" if state == "TRIMMED" else state
-
-
 def _groups(db: sqlite3.Connection, state: State, now: float) -> list[Facts]:
     """One row per state: groups, age of the oldest one, finished and missing members, age of the oldest token."""
     found = _rows(db, "SELECT state, COUNT(*) AS groups, MIN(issued_unix_s) AS since FROM groups GROUP BY state")
@@ -121,7 +117,7 @@ def _groups(db: sqlite3.Connection, state: State, now: float) -> list[Facts]:
     order = ("PENDING", "LEASED", "READY", "CLAIMED", "ACKED", "DURABLE", "EXPIRED", "DEAD")
     for row in found:
         groups = [group for group in alive if group.state == row["state"]]
-        row["state"] = shown_state(row["state"])
+        row["state"] = trajectory.shown_state(row["state"])
         since = row.pop("since")
         row["oldest_s"] = now - since if groups else None
         row["members_done"] = sum(1 for group in groups for _ in group.done())
@@ -269,7 +265,7 @@ def main(
             if group is None:
                 found |= _by_metrics(run_dir, config)
         text = json.dumps(found, indent=2) if as_json else ""
-        sections = [] if as_json else _run_sections(found) if group is None else group_sections(found, why)
+        sections = [] if as_json else _run_sections(found) if group is None else trajectory.sections(found, why)
     if as_json:
         print(text)
         return 0
@@ -278,16 +274,30 @@ def main(
 
 
 def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
-    """Bottleneck of the latest steps and best checkpoint, by the metric rows; None if unknown."""
+    """Bottleneck of the latest steps, best checkpoint, joins and leaves, by the metric rows; None or [] if unknown."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
-        found = activity.bottleneck(activity.latest(metrics.read(RunPaths(run_dir).metrics)), config)
-        return {"bottleneck": asdict(found) if found else None, "best_checkpoint": best_checkpoint(run_dir, config)}
-    return {"bottleneck": None, "best_checkpoint": None}
+        rows = metrics.read(RunPaths(run_dir).metrics)
+        found = activity.bottleneck(activity.latest(rows), config)
+        return {"bottleneck": asdict(found) if found else None, "best_checkpoint": best_checkpoint(run_dir, config),
+                "crew": _crew_facts(rows, time.time())}  # fmt: skip
+    return {"bottleneck": None, "best_checkpoint": None, "crew": []}
+
+
+def _crew_facts(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
+    """The newest joins and leaves of samplers and actors, and restarts by a supervisor, the newest first."""
+    found = []
+    for row in rows:
+        if row.get("kind") == "event" and row.get("what") in ("join", "leave"):
+            found.append({"name": row["role"], "what": row["text"], "ago_s": now - row["t"]})
+        elif row.get("kind") == "restart":
+            how = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
+            found.append({"name": row["process"], "what": how, "ago_s": now - row["t"]})
+    return found[: -CREW - 1 : -1]
 
 
 def _run_sections(f: Facts) -> list[Section]:
     return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f),
-            _holders(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
+            _holders(f), _crew(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
 def _now(f: Facts) -> Section:
@@ -404,6 +414,11 @@ def _holders(f: Facts) -> Section:
     return Section("holders in back-off or with failures", headings, rows, right=frozenset({1, 2, 3}))
 
 
+def _crew(f: Facts) -> Section:
+    rows = [(f"{duration(row['ago_s'])} ago", row["name"], row["what"]) for row in f.get("crew", ())]
+    return Section("newest joins and leaves", ("when", "process", "what"), rows)
+
+
 def _claims(f: Facts) -> Section:
     rows = [
         (f"{row['lineage']}.{row['step']}", row["state"], str(row["groups"]), duration(row["waited_s"]),
@@ -428,7 +443,10 @@ def _weights(f: Facts) -> Section:
 
 def _questions(f: Facts) -> Section:
     numbers = ("mean_reward", "members", "issued", "trained")
-    rows = [(short(row["question"]) or NO_TEXT, *(number(row[name]) for name in numbers)) for row in f["questions"]]
+    rows = [
+        (short(row["question"]) or trajectory.NO_TEXT, *(number(row[name]) for name in numbers))
+        for row in f["questions"]
+    ]
     headings = ("question", "mean reward", "answers", "issued", "trained")
     return Section("hardest questions", headings, rows, right=frozenset({1, 2, 3, 4}))
 
@@ -442,58 +460,3 @@ def _disk(f: Facts) -> Section:
         ("trajectories", f"{disk['kept_groups']} groups that ended are kept ({_mb(disk['kept_bytes'])} MB)"),
     ]  # fmt: skip
     return Section("on disk", (), rows)
-
-
-# --- one trajectory group
-
-
-def group_sections(f: Facts, why_no_text: str) -> list[Section]:
-    """The facts of `trajectory`, for a person."""
-    group, task = f["group"], f["task"]
-    again = f", to replace group {group['reissue_of']}" if group["reissue_of"] is not None else ""
-    rows = [
-        ("state", shown_state(group["state"]) + (f": {group['reason']}" if group["reason"] else "")),
-        *([] if task else [("question", NO_TEXT)]),
-        ("issued", f"{duration(group['issued_ago_s'])} ago{again}"),
-    ]
-    if f["claim"]:
-        claim = f["claim"]
-        rows.append(("claim", f"step {claim['step']} of lineage {claim['lineage']}, {duration(claim['ago_s'])} ago"))
-    if group["ended_ago_s"] is not None:
-        rows.append(("ended", f"{duration(group['ended_ago_s'])} ago"))
-    if task:
-        rows.append(("environment", f"{task['env']} {json.dumps(task['env_args'])}"))
-        rows += [(message["role"], message["content"]) for message in task["messages"]]
-    sections = [Section(f"group {group['id']}", (), rows, why_no_text)]
-    sections += [_member(member) for member in f["members"]]
-    failures = [(duration(r["ago_s"]), f"{r['member']}.{r['attempt']}", r["kind"], r["error"]) for r in f["failures"]]
-    sections.append(Section("failures" if failures else "", ("ago", "member", "kind", "error"), failures))
-    events = [(str(e["position"]), duration(e["ago_s"]), e["kind"], e["what"]) for e in f["events"]]
-    sections.append(Section("what happened", ("record", "ago", "kind", ""), events, right=frozenset({0})))
-    return sections
-
-
-def _member(m: Facts) -> Section:
-    title = f"member {m['member']}: {m['state']}, attempt {m['attempt']}, {m['holder']}"
-    rows = []
-    if m["took_s"] is not None:
-        rows.append(("took", duration(m["took_s"])))
-    elif m["leased_ago_s"] is not None:
-        rows.append(("leased", f"{duration(m['leased_ago_s'])} ago"))
-    if "segments" not in m:
-        return Section(title, (), rows, m.get("gone", ""))
-    parts = ", ".join(f"{name} {number(value)}" for name, value in m["reward_parts"].items())
-    rows += [
-        ("reward", f"{number(m['reward'])} ({parts})" if parts else number(m["reward"])),
-        *([("extracted", m["extracted"])] if m["extracted"] is not None else []),
-        ("finish", m["finish"] + (f", age {m['age']}" if m["age"] is not None else "")),
-        ("versions", ", ".join(f"{run['tokens']} tokens at {run['version']}" for run in m["versions"])),
-    ]
-    for segment in m["segments"]:
-        words = segment.get("text", " ".join(map(str, segment["tokens"])))
-        begins = "other conversation: " if segment.get("branch") else ""
-        rows.append((f"{begins}{segment['source']}, {len(segment['tokens'])}", words))
-        if sizes := [len(ids) for ids in segment.get("supports", ()) if ids]:
-            text = f"of {len(sizes)} tokens, {min(sizes)} to {max(sizes)} ids, mean {number(sum(sizes) / len(sizes))}"
-            rows.append(("supports", text))
-    return Section(title, (), rows)

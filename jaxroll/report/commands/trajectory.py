@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,12 @@ from jaxroll import supports, wire
 from jaxroll.config import parse
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.report.formats import Section, duration, number
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.text import tokenizers
 
+NO_TEXT = "(its text is not kept)"
 Facts = dict[str, Any]
 Decoder = Callable[[list[int]], str]
 
@@ -219,3 +222,63 @@ def _listed(members: Iterable[int]) -> str:
 
 def _runs(event: ev.Put) -> str:
     return " + ".join(f"{run.count} tokens at {run.version}" for run in event.runs)
+
+
+# --- for a person
+
+
+def sections(f: Facts, why_no_text: str) -> list[Section]:
+    """The facts of a group, for a person."""
+    group, task = f["group"], f["task"]
+    again = f", to replace group {group['reissue_of']}" if group["reissue_of"] is not None else ""
+    rows = [
+        ("state", shown_state(group["state"]) + (f": {group['reason']}" if group["reason"] else "")),
+        *([] if task else [("question", NO_TEXT)]),
+        ("issued", f"{duration(group['issued_ago_s'])} ago{again}"),
+    ]
+    if f["claim"]:
+        claim = f["claim"]
+        rows.append(("claim", f"step {claim['step']} of lineage {claim['lineage']}, {duration(claim['ago_s'])} ago"))
+    if group["ended_ago_s"] is not None:
+        rows.append(("ended", f"{duration(group['ended_ago_s'])} ago"))
+    if task:
+        rows.append(("environment", f"{task['env']} {json.dumps(task['env_args'])}"))
+        rows += [(message["role"], message["content"]) for message in task["messages"]]
+    sections = [Section(f"group {group['id']}", (), rows, why_no_text)]
+    sections += [_shown_member(member) for member in f["members"]]
+    failures = [(duration(r["ago_s"]), f"{r['member']}.{r['attempt']}", r["kind"], r["error"]) for r in f["failures"]]
+    sections.append(Section("failures" if failures else "", ("ago", "member", "kind", "error"), failures))
+    events = [(str(e["position"]), duration(e["ago_s"]), e["kind"], e["what"]) for e in f["events"]]
+    sections.append(Section("what happened", ("record", "ago", "kind", ""), events, right=frozenset({0})))
+    return sections
+
+
+def _shown_member(m: Facts) -> Section:
+    title = f"member {m['member']}: {m['state']}, attempt {m['attempt']}, {m['holder']}"
+    rows = []
+    if m["took_s"] is not None:
+        rows.append(("took", duration(m["took_s"])))
+    elif m["leased_ago_s"] is not None:
+        rows.append(("leased", f"{duration(m['leased_ago_s'])} ago"))
+    if "segments" not in m:
+        return Section(title, (), rows, m.get("gone", ""))
+    parts = ", ".join(f"{name} {number(value)}" for name, value in m["reward_parts"].items())
+    rows += [
+        ("reward", f"{number(m['reward'])} ({parts})" if parts else number(m["reward"])),
+        *([("extracted", m["extracted"])] if m["extracted"] is not None else []),
+        ("finish", m["finish"] + (f", age {m['age']}" if m["age"] is not None else "")),
+        ("versions", ", ".join(f"{run['tokens']} tokens at {run['version']}" for run in m["versions"])),
+    ]
+    for segment in m["segments"]:
+        words = segment.get("text", " ".join(map(str, segment["tokens"])))
+        begins = "other conversation: " if segment.get("branch") else ""
+        rows.append((f"{begins}{segment['source']}, {len(segment['tokens'])}", words))
+        if sizes := [len(ids) for ids in segment.get("supports", ()) if ids]:
+            text = f"of {len(sizes)} tokens, {min(sizes)} to {max(sizes)} ids, mean {number(sum(sizes) / len(sizes))}"
+            rows.append(("supports", text))
+    return Section(title, (), rows)
+
+
+def shown_state(state: str) -> str:
+    """The state of a group as users read it: the log calls a group TRIMMED whose training is in a checkpoint."""
+    return "DURABLE" if state == "TRIMMED" else state

@@ -27,6 +27,14 @@ class Arrive:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """Last request of a process called `name`: all its leases end, those of lost replies included."""
+
+    name: str
+    session: str
+
+
+@dataclass(frozen=True)
 class Lease:
     """Request for up to `max_members` leases by a sampler at `version`. `prompts` are those that the feeder has ready.
 
@@ -168,8 +176,8 @@ class Open:
 
 
 Request = (
-    Arrive | Lease | Renew | Release | PutMember | ClaimStep | Begin | Publish | Ack | Durable | Tick | EndData | Close
-    | Open
+    Arrive | Leave | Lease | Renew | Release | PutMember | ClaimStep | Begin | Publish | Ack | Durable | Tick | EndData
+    | Close | Open
 )  # fmt: skip
 
 
@@ -356,7 +364,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """A process joined under `name` with this session."""
+    """A process joined under `name` with this session; '' if the process of that name left."""
 
     name: str
     session: str

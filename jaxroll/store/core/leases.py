@@ -60,12 +60,23 @@ def arrive(settings: Settings, state: State, r: ev.Arrive, now_s: float) -> Deci
     """Register a new process under its name and end the leases of an earlier process with that name."""
     if state.sessions.get(r.name) == r.session:
         return Decision()
-    events: list[ev.Event] = [ev.Arrived(r.name, r.session)]
+    return Decision([ev.Arrived(r.name, r.session), *_ended_leases(state, r.name, "holder restarted", r.session)])
+
+
+def leave(settings: Settings, state: State, r: ev.Leave, now_s: float) -> Decision:
+    """End the leases of a process that leaves; nothing if its name belongs to another process by now."""
+    if state.sessions.get(r.name) != r.session:
+        return Decision()
+    return Decision([ev.Arrived(r.name, ""), *_ended_leases(state, r.name, "released")])
+
+
+def _ended_leases(state: State, name: str, reason: str, but: str = "") -> list[ev.Event]:
+    """The end of all leases of the processes called `name`, but those of the session `but`."""
+    events: list[ev.Event] = []
     for group in state.index.lacking.values():
-        lost = [m for m, s in group.missing() if s.status == LEASED and s.holder == r.name and s.session != r.session]
-        if lost:
-            events.append(ev.LeaseEnded(group.id, tuple(lost), "holder restarted"))
-    return Decision(events)
+        if lost := [m for m, s in group.missing() if s.status == LEASED and s.holder == name and s.session != but]:
+            events.append(ev.LeaseEnded(group.id, tuple(lost), reason))
+    return events
 
 
 # --- leases

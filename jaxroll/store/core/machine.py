@@ -37,6 +37,7 @@ from jaxroll.store.core.state import (
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
     ev.Arrive: leases.arrive,
+    ev.Leave: leases.leave,
     ev.Lease: leases.lease,
     ev.Renew: leases.renew,
     ev.Release: leases.release,
@@ -327,6 +328,9 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
     state.sessions[e.name] = e.session  # newest last
+    if not e.session:  # it left: no other holder waits for it or leaves work to it
+        for known in (state.seen_s, state.hungry, state.rooms, state.idle_s):
+            known.pop(e.name, None)
     state.failing.pop(e.name, None)
     if (health := state.holders.get(e.name)) is not None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was

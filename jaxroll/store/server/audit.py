@@ -1,4 +1,4 @@
-"""Audit trail: changes to the run by caller, in the table `audit` of its database.
+"""Audit trail: changes to the run by caller, in the table `audit` of its database; metric rows that a caller may write.
 
 Every begin, publish, ack, durable, close and dead group is one row, in the transaction of its decision or the next.
 Refused callers are rows too, at most `AT_ONCE` per minute: one further row counts the others of that minute, and only
@@ -8,11 +8,14 @@ the newest `KEPT` refusals are kept, so that refused callers cannot fill the dis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from jaxroll.clock import unix_s
 from jaxroll.errors import StoreRefusal
+from jaxroll.metrics import checked_row
 
 if TYPE_CHECKING:  # readers of the tables do not need the RPC package
     from jaxroll.rpc.server import Caller
@@ -79,3 +82,49 @@ class Audit:
     def _write(self, who: str, role: str, peer: str, what: str, detail: str, outcome: str, times: int = 1) -> None:
         texts = (_UNUSUAL.sub("?", text)[:_MAX_CHARS] for text in (who, role, peer, what, detail, outcome))
         self._append([(_INSERT, (unix_s(), *texts, times))])
+
+
+# --- metric rows: each role may write only its own kinds
+
+_ALL = frozenset({"span", "compile", "devices", "warm", "event"})
+# Right of the caller → kinds that it may report. The store and the supervisor write theirs without a call.
+KINDS: Mapping[str, frozenset[str]] = {
+    "learner": _ALL | {"step"},
+    "sampler": _ALL | {"stats", "members"},
+    "observer": _ALL | {"eval"},
+    "admin": _ALL | {"step", "stats", "members", "eval", "restart"},
+}
+KNOWN = frozenset().union(*KINDS.values()) | {"store"}
+_ROLES: Mapping[str, frozenset[str]] = {  # right of the caller → roles that a row may name; admin: any
+    "learner": frozenset({"learner"}),
+    "sampler": frozenset({"sampler", "actor"}),
+    "observer": frozenset({"evaluator", "observer", "report"}),
+}
+
+
+def rows_of(lines: Iterable[bytes], right: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The well-formed rows in `lines`, and the reasons why the others are left out.
+
+    StoreRefusal (for all of them) if one is not a JSON object, or a caller with this right may not write it.
+    """
+    rows, left_out = [], []
+    for place, line in enumerate(lines):
+        row = _row(line, place, right)
+        if checked_row(row) is not None:
+            rows.append(row)
+        else:
+            left_out.append(f"a {row.get('kind')!r:.40} row lacks a field, or has one of another type")
+    return rows, left_out
+
+
+def _row(line: bytes, place: int, right: str) -> dict[str, Any]:
+    try:
+        row = msgspec.json.decode(line, type=dict)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise StoreRefusal(f"row {place} of a report is not a JSON object: {error}") from error
+    kind, role = row.get("kind"), row.get("role")
+    if isinstance(kind, str) and kind in KNOWN and kind not in KINDS[right]:
+        raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write {kind} rows")
+    if role is not None and right in _ROLES and str(role).partition("-")[0] not in _ROLES[right]:
+        raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write as {role!r:.40}")
+    return row

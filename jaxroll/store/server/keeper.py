@@ -1,4 +1,4 @@
-"""Keeper: state machine and log together; also update slots, handshake checks, wake-ups and the cancellation inbox.
+"""Keeper: state machine and log together; update slots, handshake checks, wake-ups, cancellation inbox and crew.
 
 Nothing in this file but the keeper's state survives a restart of the store.
 """
@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.clock import Clock, unix_s
+from jaxroll.config import Config
 from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.protocols import Tracker
 from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
@@ -26,7 +32,7 @@ from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import CommitLog
-from jaxroll.store.messages import MAX_KEYS, Hello
+from jaxroll.store.messages import MAX_KEYS, Done, Hello, Joined
 
 # --- update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served
 #
@@ -92,18 +98,19 @@ _Handler = Callable[[Caller, bytes], Awaitable[Any]]
 class HandshakeCheck:
     """Check that refuses callers of other runs and configs, and limits the rate of arrivals."""
 
-    def __init__(self, keeper: Keeper, config_digest: str) -> None:
-        self._keeper, self._run_id, self._config_digest = keeper, keeper.run_id, config_digest
+    def __init__(self, keeper: Keeper, config_digest: str, called: Callable[[Caller], None]) -> None:
+        self._keeper, self._run_id, self._config_digest, self._called = keeper, keeper.run_id, config_digest, called
         self.last_call_s = keeper.now_s()
         self._arrivals = Credit(_ARRIVALS, _ARRIVALS_PER_S)
 
     def answering(self, method: str, handler: _Handler) -> Callable[[Caller, bytes], Awaitable[bytes]]:
-        """Wrap the handler of an RPC method: note the time, check the caller (except for Hello), encode the answer."""
+        """Wrap the handler of an RPC method: note the time, check a caller that has joined, encode the answer."""
 
         async def answer(caller: Caller, body: bytes) -> bytes:
             self.last_call_s = self._keeper.now_s()
-            if method != "Hello":
+            if method not in ("Hello", "Join"):
                 self.check_call(caller, caller.right not in WITH_LEASES or self._greeted(caller.name))
+                self._called(caller)
             return wire.encode(await handler(caller, body))
 
         return answer
@@ -115,12 +122,17 @@ class HandshakeCheck:
 
     def check_hello(self, caller: Caller, hello: Hello) -> None:
         """Raise Unauthorized unless `caller` may join."""
-        if hello.protocol != wire.PROTOCOL_VERSION:
+        self.check_protocol(hello.protocol)
+        self._check_config(caller, hello.config_digest)
+
+    @staticmethod
+    def check_protocol(protocol: int) -> None:
+        """Raise Unauthorized unless the caller uses the store's protocol."""
+        if protocol != wire.PROTOCOL_VERSION:
             raise Unauthorized(
-                f"the store uses protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}: "
+                f"the store uses protocol {wire.PROTOCOL_VERSION}, the caller {protocol}: "
                 "install the same JaxRoll on both sides"
             )
-        self._check_config(caller, hello.config_digest)
 
     def count_arrival(self) -> None:
         """Raise TooManyCalls if more processes join than a run can have, as when one restarts in a loop."""
@@ -360,3 +372,104 @@ class CancellationInbox:
     def take(self, session: str) -> tuple[Key, ...]:
         """Remove and return the ended leases of the session."""
         return tuple(self._by_session.pop(session, ()))
+
+
+# --- crew: samplers and actors in touch with the store, their joins, leaves and silence; numbers of new samplers
+#
+# After a restart of the store a process is known again at its first call. Joins and leaves become metric rows, for the
+# live view and `jaxroll inspect`.
+
+RIGHT = "sampler"  # of samplers and actors
+SILENCE_S = 30.0  # three heartbeats: a process that starts or waits calls no more often
+_SAMPLER = re.compile(r"sampler-(\d{1,9})")
+
+
+@dataclass
+class _Process:
+    session: str
+    called_s: float
+    leases: bool = False  # it has requested leases
+    serves_on: str = ""  # HOST:PORT at which it serves actors
+
+
+class Crew:
+    """The samplers and actors that have called within `silence_s`."""
+
+    def __init__(self, config: Config, keeper: Keeper, metrics: Tracker) -> None:
+        self._config, self._keeper, self._metrics = config, keeper, metrics
+        self._silence_s = max(SILENCE_S, config.store.lease_s)
+        self._present: dict[str, _Process] = {}
+        self._silent: dict[str, str] = {}  # name → session of a process that was reported as silent
+
+    @property
+    def holders(self) -> int:
+        """The number of processes that request leases."""
+        return sum(one.leases for one in self._present.values())
+
+    @property
+    def serving(self) -> dict[str, str]:
+        """Addresses of the samplers that serve actors, by name."""
+        return {name: one.serves_on for name, one in self._present.items() if one.serves_on}
+
+    def called(self, caller: Caller) -> None:
+        """Note a call of a sampler or actor."""
+        if caller.right != RIGHT or self._keeper.state.sessions.get(caller.name) != caller.session:
+            return
+        one = self._present.get(caller.name)
+        if one is None or one.session != caller.session:
+            one = self._present[caller.name] = _Process(caller.session, 0.0)
+            if self._silent.pop(caller.name, "") == caller.session:
+                self._row(caller.name, "join", "is back")
+        one.called_s = self._keeper.now_s()
+
+    def arrived(self, caller: Caller) -> None:
+        """Note that a process joined; its session is new."""
+        self._silent.pop(caller.name, None)
+        self.called(caller)
+        if caller.right == RIGHT:
+            self._row(caller.name, "join", "joined")
+
+    def leases(self, caller: Caller) -> None:
+        """Note that the process requests leases."""
+        if (one := self._present.get(caller.name)) is not None:
+            one.leases = True
+
+    def serves(self, caller: Caller, address: str) -> None:
+        """Note the address at which the process serves actors; '' if it does not, or no longer."""
+        if (one := self._present.get(caller.name)) is not None:
+            one.serves_on = address
+
+    def tick(self) -> None:
+        """Report processes that have fallen silent, and forget them."""
+        now_s = self._keeper.now_s()
+        for name, one in list(self._present.items()):
+            if now_s - one.called_s > self._silence_s:
+                del self._present[name]
+                self._silent[name] = one.session
+                self._row(name, "leave", f"is silent: no call for {now_s - one.called_s:.0f} s")
+
+    async def join(self, caller: Caller, body: bytes) -> Joined:
+        """The config and the number of a sampler that starts; no other one gets that number."""
+        HandshakeCheck.check_protocol(wire.decode(body, Hello).protocol)
+        if self._config.placement.colocated:
+            raise StoreRefusal("placement.colocated keeps the weights of this run in one process: no sampler can join")
+        sessions = self._keeper.state.sessions
+        mine = next((name for name, session in sessions.items() if session == caller.session), "")  # a repeated call
+        numbers = [int(found[1]) for name in sessions if (found := _SAMPLER.fullmatch(name))]
+        name = mine or f"sampler-{max([self._config.sampler.count - 1, *numbers]) + 1}"
+        await self._keeper.answer(ev.Arrive(name, caller.session))
+        config = json.dumps(configs.to_dict(self._config)).encode()
+        return Joined(self._keeper.run_id, config, int(name.rpartition("-")[2]))
+
+    async def leave(self, caller: Caller, body: bytes) -> Done:
+        """End the leases of a process that leaves."""
+        was_there = self._keeper.state.sessions.get(caller.name) == caller.session
+        await self._keeper.answer(ev.Leave(caller.name, caller.session))
+        self._present.pop(caller.name, None)
+        if was_there:
+            self._row(caller.name, "leave", "left")
+        return Done()
+
+    def _row(self, name: str, what: str, text: str) -> None:
+        row: dict[str, Any] = {"t": unix_s(), "role": name, "kind": "event", "what": what}
+        self._metrics.log(row | {"text": f"{text}; {len(self._present)} samplers and actors are there"})

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
-from jaxroll.metrics import JsonlTracker, checked_row
+from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import best
 from jaxroll.records import Finished, Member, Task, Version, VersionRef, ages
 from jaxroll.rpc import protocol
@@ -27,7 +27,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import checkpoint_wanted, over, status
 from jaxroll.store.core.state import Batch
-from jaxroll.store.server.audit import Audit
+from jaxroll.store.server.audit import Audit, rows_of
 from jaxroll.store.server.keeper import (
     CLAIM,
     ENDED,
@@ -35,6 +35,7 @@ from jaxroll.store.server.keeper import (
     NAMES_KEPT,
     PUBLISHED,
     WITH_LEASES,
+    Crew,
     HandshakeCheck,
     Keeper,
     RecentMap,
@@ -167,15 +168,16 @@ class StoreService:
         config_digest: str,
         page_bytes: int,
         turns: UpdateSlots,
+        crew: Crew,
         vocab_size: Callable[[], int],
         keep_best: str = "",
     ) -> None:
         self._keep_best = keep_best
         self._measured = best.measured(metrics.written() if keep_best else (), keep_best)
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
-        self._page_bytes, self._turns = page_bytes, turns
+        self._page_bytes, self._turns, self._crew = page_bytes, turns, crew
         self._run_id = keeper.run_id
-        self.handshake = HandshakeCheck(keeper, config_digest)
+        self.handshake = HandshakeCheck(keeper, config_digest, crew.called)
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
@@ -186,6 +188,8 @@ class StoreService:
         """The methods by name, each with the rights that may call it."""
         table: dict[str, tuple[Callable[[Caller, bytes], Awaitable[Any]], frozenset[str]]] = {
             "Hello": (self._hello, EVERYONE),
+            "Join": (self._join, WORKERS),
+            "Leave": (self._crew.leave, WORKERS),
             "Lease": (self._lease, WORKERS),
             "Renew": (self._renew, WORKERS),
             "Ended": (self._ended, WORKERS),
@@ -217,17 +221,24 @@ class StoreService:
         hello = wire.decode(body, msg.Hello)
         self.handshake.check_hello(caller, hello)
         if caller.right in WITH_LEASES:
-            if self._keeper.state.sessions.get(caller.name) != caller.session:
+            if is_new := self._keeper.state.sessions.get(caller.name) != caller.session:
                 self.handshake.count_arrival()
             await self._keeper.answer(ev.Arrive(caller.name, caller.session))
+            if is_new:
+                self._crew.arrived(caller)
         state = self._keeper.state
         lines = tuple(state.lineages)
         return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, lines)
+
+    async def _join(self, caller: Caller, body: bytes) -> msg.Joined:
+        self.handshake.count_arrival()
+        return await self._crew.join(caller, body)
 
     async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
         call = wire.decode(body, msg.LeaseCall)
         if not protocol.NAME.fullmatch(call.request):
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
+        self._crew.leases(caller)
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
         count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
 
@@ -247,7 +258,7 @@ class StoreService:
             return reply
 
         leases = await self._keeper.answer_when_ready(ask, LEASE, self._wait_s(caller, call.wait_s))
-        return msg.LeaseReply(leases.grants)
+        return msg.LeaseReply(leases.grants, self._crew.holders)
 
     async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
         members = wire.decode(body, msg.Members).members
@@ -345,6 +356,7 @@ class StoreService:
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
         call = wire.decode(body, msg.PublishedCall)
         in_turn = call.in_turn and caller.right in WORKERS
+        self._crew.serves(caller, call.serves_on)
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
             self._keeper.wakeups.notify(LEASE)  # a lease call that was refused for its older weights may be granted now
@@ -401,6 +413,7 @@ class StoreService:
         keeper = self._keeper
         report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
         report["paused"] = self.paused
+        report["serving"] = self._crew.serving
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
         return msg.StatusReply(json.dumps(report).encode())
@@ -429,7 +442,7 @@ class StoreService:
         return reply
 
 
-# --- validation of metric rows that callers send, and masking of stale tokens in claims
+# --- masking of stale tokens in claims
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:
@@ -453,49 +466,3 @@ def masked(body: bytes, step: int, max_age: int) -> bytes:
         segments.append(msgspec.structs.replace(segment, loss_mask=mask, sampled=segment.loss_mask))
     kept = msgspec.structs.replace(outcome, segments=tuple(segments))
     return wire.encode(msgspec.structs.replace(member, outcome=kept))
-
-
-# --- metric rows: each role may write only its own kinds
-
-_ALL = frozenset({"span", "compile", "devices", "warm", "event"})
-# Right of the caller → kinds that it may report. The store and the supervisor write theirs without a call.
-KINDS: Mapping[str, frozenset[str]] = {
-    "learner": _ALL | {"step"},
-    "sampler": _ALL | {"stats", "members"},
-    "observer": _ALL | {"eval"},
-    "admin": _ALL | {"step", "stats", "members", "eval", "restart"},
-}
-KNOWN = frozenset().union(*KINDS.values()) | {"store"}
-_ROLES: Mapping[str, frozenset[str]] = {  # right of the caller → roles that a row may name; admin: any
-    "learner": frozenset({"learner"}),
-    "sampler": frozenset({"sampler", "actor"}),
-    "observer": frozenset({"evaluator", "observer", "report"}),
-}
-
-
-def rows_of(lines: Iterable[bytes], right: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The well-formed rows in `lines`, and the reasons why the others are left out.
-
-    StoreRefusal (for all of them) if one is not a JSON object, or a caller with this right may not write it.
-    """
-    rows, left_out = [], []
-    for place, line in enumerate(lines):
-        row = _row(line, place, right)
-        if checked_row(row) is not None:
-            rows.append(row)
-        else:
-            left_out.append(f"a {row.get('kind')!r:.40} row lacks a field, or has one of another type")
-    return rows, left_out
-
-
-def _row(line: bytes, place: int, right: str) -> dict[str, Any]:
-    try:
-        row = msgspec.json.decode(line, type=dict)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise StoreRefusal(f"row {place} of a report is not a JSON object: {error}") from error
-    kind, role = row.get("kind"), row.get("role")
-    if isinstance(kind, str) and kind in KNOWN and kind not in KINDS[right]:
-        raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write {kind} rows")
-    if role is not None and right in _ROLES and str(role).partition("-")[0] not in _ROLES[right]:
-        raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write as {role!r:.40}")
-    return row

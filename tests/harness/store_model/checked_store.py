@@ -196,7 +196,7 @@ class Store:
     def check_told(self, request: Any, before: set[tuple], told: list[tuple]) -> None:
         """Check that holders are notified of lost leases at once, but not of those that expired or that they ended."""
         gone = before - self.ref.leases()
-        if isinstance(request, ev.Release | ev.Tick | ev.Arrive):
+        if isinstance(request, ev.Release | ev.Tick | ev.Arrive | ev.Leave):
             gone = set()
         elif isinstance(request, ev.PutMember):
             gone = {lease for lease in gone if lease[1][:2] != (request.group, request.member)}

@@ -40,6 +40,18 @@ class Reference(Sharing):
             if health := self.health.get(r.name):
                 health |= {"failures": 0, "at": None}
 
+    def on_Leave(self, r: ev.Leave, reply: Any, now: float) -> None:
+        if self.sessions.get(r.name) != r.session:
+            return
+        self.asked.pop(r.session, None)
+        self.sessions[r.name] = ""
+        self.free(lambda m: m["name"] == r.name)
+        self.failing.pop(r.name, None)
+        if health := self.health.get(r.name):
+            health |= {"failures": 0, "at": None}
+        for known in (self.idle, self.rooms, self.seen):
+            known.pop(r.name, None)
+
     def on_Renew(self, r: ev.Renew, reply: Any, now: float) -> None:
         for key in r.members:
             if held := self.holds(r.session, key):

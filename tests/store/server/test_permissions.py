@@ -37,7 +37,7 @@ TRAIN = {"learner", "admin"}
 ALL = {"sampler", "learner", "admin", "observer"}
 RIGHTS = {
     "Hello": ALL, "Published": ALL, "Report": ALL, "Status": ALL,
-    "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK, "Ended": WORK,
+    "Join": WORK, "Leave": WORK, "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK, "Ended": WORK,
     "Claim": TRAIN, "Begin": TRAIN, "Publish": TRAIN, "Ack": TRAIN, "Durable": TRAIN, "Close": TRAIN,
     "Control": {"admin"},
 }  # fmt: skip
@@ -58,7 +58,8 @@ def raw(address: str | Path, role: str, token: str | None, **options: Any) -> Ra
 def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """With a token of each role, and under every name that a role can be claimed by."""
     config, secret = small.configured(), auth.create(tmp_path)
-    methods = StoreService.methods(SimpleNamespace(handshake=SimpleNamespace(answering=lambda *_: None), **_handlers()))
+    parts = {"handshake": SimpleNamespace(answering=lambda *_: None), "_crew": SimpleNamespace(leave=None)}
+    methods = StoreService.methods(SimpleNamespace(**parts, **_handlers()))
     assert {name: set(method.rights) for name, method in methods.items()} == RIGHTS
 
     async def tries() -> None:

@@ -1,0 +1,187 @@
+"""Samplers that join and leave a running run, in virtual time: the real loops run unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll import wire
+from jaxroll.config import Config
+from jaxroll.errors import StoreRefusal, Unauthorized
+from jaxroll.records import Version
+from jaxroll.rpc.client import RawClient
+from jaxroll.sim.virtual_time import run
+from jaxroll.store import messages as msg
+from jaxroll.store.server.keeper import SILENCE_S
+from tests.harness.store.builders import configured
+from tests.harness.virtual_run import Behaviour, VirtualRun
+
+STEPS = 15
+
+
+def small(**changes: object) -> Config:
+    """2 groups of 2 a step, with leases shorter than an answer may take, so that an unreturned lease delays the run."""
+    config = configured(**{"steps": STEPS, "lease_s": 10.0, "rpc_deadline_s": 3.0} | changes)
+    evaluator = replace(config.evaluator, every=0)
+    return replace(
+        config, sft=replace(config.sft, steps=0), evaluator=evaluator, sampler=replace(config.sampler, slots=4)
+    )
+
+
+def holders(at: VirtualRun) -> set[str]:
+    """The names that hold a lease."""
+    return {slot.holder for group in at.store.keeper.state.open.values() for slot in group.slots
+            if slot.status == "leased"}  # fmt: skip
+
+
+def changes(at: VirtualRun) -> list[tuple[str, str]]:
+    """Joins and leaves in the metrics, with the first word of each."""
+    rows = [row for row in at.store.metrics.written() if row.get("what") in ("join", "leave")]
+    return [(row["role"], row["text"].partition(";")[0].partition(":")[0]) for row in rows]
+
+
+async def joined(at: VirtualRun, session: str = "", config: Config | None = None) -> msg.Joined:
+    """The reply to a sampler that joins."""
+    raw = RawClient(msg.SERVICE, at.transport("joining"), role="sampler", name="joining", token=None, patience_s=10.0,
+                    max_message_bytes=2**20)  # fmt: skip
+    raw.session = session or raw.session
+    return wire.decode(await raw.call("Join", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, "")), 5.0), msg.Joined)
+
+
+async def fleet(at: VirtualRun, rng: random.Random, log: list[str]) -> None:
+    """Random joins, leaves, impatient leaves and kills, down to no sampler at all for a while."""
+    alive: list[int] = []
+    while True:
+        await asyncio.sleep(rng.expovariate(0.25))
+        act = rng.choice(("join", "join", "leave", "hurry", "kill")) if alive else "join"
+        if act == "join":
+            if len(alive) == 4:
+                continue
+            index = (await joined(at)).index
+            assert index not in alive
+            answer_s = rng.choice((0.3, 2.0, 6.0))
+            at.sampler(index, Behaviour(lambda key, s=answer_s: s, fetch_s=rng.choice((0.1, 3.0))))
+            alive.append(index)
+        else:
+            index = alive.pop(rng.randrange(len(alive)))
+            name = f"sampler-{index}"
+            if act == "kill":
+                await at.kill(name)
+            else:
+                at.sessions[name].request_stop(at_once=act == "hurry")
+        log.append(f"{asyncio.get_running_loop().time():.1f} {act} {index}")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 60))])
+def test_samplers_may_join_and_leave_at_any_time(tmp_path: Path, seed: int) -> None:
+    async def job() -> None:
+        rng, log = random.Random(seed), list[str]()
+        placement = rng.choice(("auto", "together", "spread"))
+        async with VirtualRun(small(alpha=rng.choice((0.0, 1.0, 2.0)), group_placement=placement), tmp_path) as at:
+            at.args = replace(at.args, drain_s=rng.choice((0.0, 1.0, 8.0)))
+            at.sampler()
+            changing = asyncio.ensure_future(fleet(at, rng, log))
+            training = at.learner()
+            await asyncio.wait([training, changing], return_when="FIRST_COMPLETED")
+            assert not changing.done(), changing.exception()
+            changing.cancel()
+            assert training.result() == 0, log
+            trained = [one.step for one in at.trained]
+            groups = [group for one in at.trained for group in one.groups]
+            assert trained == list(range(STEPS)) and len(groups) == len(set(groups)) == 2 * STEPS, log
+            assert max(one.age for one in at.trained) <= at.config.schedule.alpha, log
+            status = at.store.status()
+            assert status["conservation_residual"] == 0 and not status["counts"].get("dead"), (status, log)
+
+    run(job(), 3600.0)
+
+
+@pytest.mark.parametrize(("drain_s", "finishes"), [(30.0, True), (1.0, False), (0.0, False)])
+def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_the_others(
+    tmp_path: Path, drain_s: float, finishes: bool
+) -> None:
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            at.args = replace(at.args, drain_s=drain_s)
+            leaving = at.sampler(0, Behaviour(lambda key: 5.0))
+            at.learner()
+            while holders(at) != {"sampler-0"}:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
+            attempts = {(group.id, m): slot.attempt for group in at.store.keeper.state.open.values()
+                        for m, slot in enumerate(group.slots) if slot.status == "leased"}  # fmt: skip
+            asked_s, issued = asyncio.get_running_loop().time(), at.store.keeper.state.issued
+            at.sessions["sampler-0"].request_stop()
+            await leaving
+            assert asyncio.get_running_loop().time() - asked_s <= drain_s + 0.5 and holders(at) == set()
+            state = at.store.keeper.state
+            assert state.issued == issued, "a sampler that leaves takes no further work"
+            groups = [group for gid in {gid for gid, _ in attempts} if (group := state.find(gid)) is not None]
+            slots = [slot for group in groups for slot in group.slots]
+            assert {slot.status for slot in slots} == {"done" if finishes else "free"}
+            assert changes(at) == [("sampler-0", "joined"), ("sampler-0", "left")]
+
+    run(job())
+
+
+def test_a_lease_whose_reply_was_lost_ends_when_its_holder_leaves(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            at.learner()
+            lost = await at.client("sampler", "sampler-5")
+            while not holders(at):
+                await asyncio.sleep(0.1)
+                published = at.store.keeper.state.published
+                if published is not None:
+                    await lost.lease(published.version, 2)
+            await lost.leave()
+            assert holders(at) == set()
+            with pytest.raises(StoreRefusal):
+                await lost.lease(Version(0, 0), 1)
+
+    run(job())
+
+
+def test_a_silent_sampler_is_reported_once_and_again_when_it_is_back(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with VirtualRun(small(steps=200), tmp_path) as at:
+            at.sampler(0)
+            at.sampler(1)
+            at.learner()
+            await asyncio.sleep(5.0)
+            at.network.cut("sampler-1")
+            await asyncio.sleep(SILENCE_S + 5.0)
+            at.network.heal("sampler-1")
+            await asyncio.sleep(20.0)
+            await at.kill("sampler-0")
+            await asyncio.sleep(SILENCE_S + 5.0)
+            first = {("sampler-0", "joined"), ("sampler-1", "joined")}
+            assert set(changes(at)[:2]) == first
+            assert changes(at)[2:] == [("sampler-1", "is silent"), ("sampler-1", "is back"), ("sampler-0", "is silent")]
+
+    run(job())
+
+
+def test_the_store_gives_config_and_number_to_a_sampler_that_joins(tmp_path: Path) -> None:
+    async def job() -> None:
+        config = small()
+        async with VirtualRun(config, tmp_path) as at:
+            first, again, second = await joined(at, "one"), await joined(at, "one"), await joined(at, "two")
+            assert (first.index, again.index, second.index) == (1, 1, 2), "a repeated call gets the same number"
+            assert configs.digest(configs.parse(json.loads(first.config))) == configs.digest(config)
+            await at.client("sampler", "sampler-7")
+            assert (await joined(at)).index == 8
+        colocated = replace(config, placement=replace(config.placement, colocated=True))
+        async with VirtualRun(colocated, tmp_path) as at:
+            with pytest.raises(StoreRefusal, match="colocated"):
+                await joined(at)
+            with pytest.raises(Unauthorized):
+                await at.client("sampler", "sampler-1", config_digest="other")
+
+    run(job())
