@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "roles": (
         Command("store", "run the store alone", "jaxroll store runs/a --store=127.0.0.1:7077"),
         Command("learner", "run the learner alone", "jaxroll learner runs/a --store=127.0.0.1:7077"),
-        Command("sampler", "run one sampler alone", "jaxroll sampler runs/a --store=127.0.0.1:7077 --index=0"),
+        Command("sampler", "run one sampler alone, or one more for a running run",
+                "jaxroll sampler --join=store.example:7077"),
         Command("actor", "run one actor alone: it plays episodes and calls the samplers' engines",
                 "jaxroll actor runs/a --store=127.0.0.1:7077 --index=0"),
         Command("evaluator", "run the evaluator alone", "jaxroll evaluator runs/a --store=127.0.0.1:7077"),
@@ -82,8 +84,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll env check my_module:MyEnv"),
         Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
                 "jaxroll tls runs/a --host=learner.example"),
-        Command("launch", "print the commands that start the roles on other machines (used by launch/*.sh)",
-                "jaxroll launch --config=configs/rlvr_qwen3_0p6b.py --target=gpu --devices-per-host=8 --dry-run"),
+        Command("launch", "start the roles with an engine: ssh, Slurm, JobSet, SkyPilot, TPU VMs",
+                "jaxroll launch --on=slurm --config=configs/rlvr_qwen3_0p6b.py --accelerator=gpu:h100 --dry-run"),
     ),
 }  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
@@ -234,6 +236,8 @@ class _Top(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
+    from jaxroll.control import launchers
+
     top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
                description="Asynchronous RL for language models in JAX.")  # fmt: skip
     top.add_argument("--version", action="version", version=f"jaxroll {__version__}")
@@ -254,6 +258,8 @@ def parser() -> argparse.ArgumentParser:
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
+    known["train"].add_argument("--host", metavar="NAME", help="the name by which samplers on other machines join")
+    known["train"].add_argument("--insecure", action="store_true", help="allow plain text to them, without TLS")
     known["compile"].add_argument(
         "--role", choices=COMPILED, required=True, help="the role whose programs are compiled, on its own mesh"
     )
@@ -287,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     _plan_options(known["plan"])
     _init_options(known["init"])
     _tls_options(known["tls"])
-    _launch_options(known["launch"])
+    launchers.add_options(known["launch"])
     return top
 
 
@@ -320,16 +326,26 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         _fork_option(one)
     if role in ("sampler", "actor"):
         one.add_argument("--index", type=int, default=0, help=f"the number of this {role}, from 0")
+    if role in ("sampler", "actor"):
+        one.add_argument("--drain", type=_seconds, default=0.0, metavar="SECONDS",
+                         help="on SIGTERM finish running members for so long (default: 0)")  # fmt: skip
     if role == "sampler":
-        one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
         one.add_argument(
-            "--port", type=int, default=0, help="the port on which it listens for actors (0: any free port)"
+            "--join", metavar="HOST:PORT|RUN", help="join a running run: its store's address, or its folder"
         )
+        one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
+        one.add_argument("--port", type=int, default=0, help="the port on which it listens for actors (0: any)")
     if role == "actor":
         one.add_argument(
             "--sampler", action="append", default=[], metavar="HOST:PORT",
-            help="the address of a sampler, once for each (default: those in RUN)",
+            help="the address of a sampler that the run starts with, once for each (default: those in RUN)",
         )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def _generate_options(one: argparse.ArgumentParser) -> None:
@@ -481,21 +497,3 @@ def _fork_option(one: argparse.ArgumentParser) -> None:
         help="discard the training after the checkpoint of STEP (or LINEAGE.STEP; default: the newest checkpoint) and "
         "continue from it in a new lineage",
     )  # fmt: skip
-
-
-def _launch_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--target", choices=("tpu_vm", "gpu"), required=True, help="the kind of machine")
-    one.add_argument("--on", action="append", default=[], metavar="ROLE=HOST",
-                     help="the host of a role, repeatable: store=a, learner=b, sampler-0=c")  # fmt: skip
-    one.add_argument("--workdir", default=".", help="the checkout on the hosts (default: .)")
-    one.add_argument("--python", default="python3", help="the interpreter on the hosts (default: python3)")
-    one.add_argument("--port", type=int, default=7077, help="the port of the store (default: 7077)")
-    one.add_argument(
-        "--devices-per-host", type=int, default=0, help="TPU chips or GPUs of a host that runs several roles"
-    )
-    one.add_argument("--gpu-memory-mb", type=int, default=0, help="memory of one GPU that several roles share")
-    one.add_argument("--zone", default="", help="zone of the TPU VMs")
-    one.add_argument("--project", default="", help="project of the TPU VMs")
-    one.add_argument("--insecure", action="store_true", help="send plain text between the hosts, on a trusted network")
-    one.add_argument("--tls", default="", metavar="DIR", help="folder of the certificates on each host")
-    one.add_argument("--dry-run", action="store_true", help="print host, command and environment of each role")

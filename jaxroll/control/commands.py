@@ -22,7 +22,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import init, preflight, program, run_dir, train
+from jaxroll.control import init, joining, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.protocols import Progress
@@ -35,6 +35,7 @@ def run_train(options: argparse.Namespace) -> int:
     """`train`: start a new run, or continue one."""
     if options.fork is not None and not options.resume:
         raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
+    exposed = {"host": options.host, "insecure": options.insecure}
     if options.resume:
         if not options.run:
             raise ConfigError("--resume", True, "no run named", "Add RUN (`jaxroll list` shows the runs).")
@@ -45,14 +46,14 @@ def run_train(options: argparse.Namespace) -> int:
         run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is not a run
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
-            return train.train(config, path, train.find_inventory(config), fork=options.fork)
+            return train.train(config, path, train.find_inventory(config), fork=options.fork, **exposed)
     if options.run:  # before the config is checked: that may import a library for seconds
         run_dir.check_free(run_dir.checked(options.run))
     config = _config_of_file(options)
     inventory = train.find_inventory(config)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
-        return train.train(config, path, inventory)
+        return train.train(config, path, inventory, **exposed)
 
 
 def _checked_here(config: Config) -> None:
@@ -65,6 +66,8 @@ def run_role(options: argparse.Namespace) -> int:
     faulthandler.register(
         signal.SIGUSR1, file=sys.__stderr__ or sys.stderr
     )  # `kill -USR1` prints where every thread is
+    if getattr(options, "join", None):
+        return joining.join(options, RUNS)
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)
@@ -85,8 +88,9 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     config, path = _config_and_run(options, name)
     if options.command == "learner" and index >= (hosts := config.placement.learner_hosts):
         raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
-    words = ("host", "port", "insecure", "fork", "coordinator")
-    given = {key: getattr(options, key) for key in words if hasattr(options, key)}
+    words = {"host": "host", "port": "port", "insecure": "insecure", "fork": "fork", "coordinator": "coordinator",
+             "drain": "drain_s"}  # fmt: skip
+    given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
 
@@ -409,14 +413,24 @@ def run_tls(options: argparse.Namespace) -> None:
     print(tls.make_certificates(run_dir.checked(options.folder, "RUN"), options.host, options.days))
 
 
-def run_launch(options: argparse.Namespace) -> None:
-    """`launch`: prints what launch/*.sh runs."""
+def run_launch(options: argparse.Namespace) -> int:
+    """`launch`: start the roles with an engine, or print what launch/*.sh runs."""
     from jaxroll.control import launchers
 
+    engine = launchers.engine_of(options)
+    if engine == "local" and not options.dry_run:
+        options.resume = options.fork = options.host = None
+        return run_train(options)
     config = _loaded(options)
     preflight.check_described(config)  # the files it names are on the hosts
     run_dir.checked(os.path.join("/", options.run or ""))
-    print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
+    if engine in launchers.engines.ENGINES:
+        return launchers.hand_over(config, engine, options, _absolute(options.run or launchers.Target.run))
+    target = launchers.target_of(options)
+    if engine == "ssh" and not options.dry_run:
+        return train.over_ssh(config, run_dir.shared(target.run, config, options.words), target)
+    print(launchers.text(config, target, dry_run=options.dry_run))
+    return 0
 
 
 def _config_of_file(options: argparse.Namespace, report: Progress | None = None) -> Config:
@@ -439,7 +453,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
         config = _config_of_file(options)
         _check_role(options, config)
         if folder:
-            return config, _joined_run(folder, config, options.words)
+            return config, run_dir.shared(folder, config, options.words)
         return config, run_dir.create_unique(RUNS, name, config, options.words)
     if not folder:
         raise ConfigError("RUN", None, "no run named", "Name an existing run, or give --config=FILE.")
@@ -462,22 +476,6 @@ def _check_role(options: argparse.Namespace, config: Config) -> None:
     if not config.placement.actors:
         raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves",
                           "Set it to how many actors there are, for every role of the run.")  # fmt: skip
-    if (named := options.sampler) and len(named) != config.sampler.count:
-        raise ConfigError("--sampler", ",".join(named), f"the run has sampler.count={config.sampler.count}",
-                          "Give the address of each of them once, in their order.")  # fmt: skip
-
-
-def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
-    """The folder of a run that this process is a part of: made here, or made before with the same config."""
-    path = run_dir.checked(folder)
-    try:
-        return run_dir.create(path, config, words)
-    except ConfigError:
-        if not RunPaths(path).run_file.exists():
-            raise
-    if configs.digest(run_dir.load_config(path)) != configs.digest(config):
-        raise ConfigError("--config", str(path), "the run in RUN has another config", "Leave --config out.")
-    return path
 
 
 def _new_run(options: argparse.Namespace, name: str, config: Config) -> AbstractContextManager[Path]:

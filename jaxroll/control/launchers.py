@@ -1,27 +1,37 @@
 """The same roles on other machines: host, command and environment per role, as values and as shell lines.
 
 A host with one role gives it all its devices; a host with several splits them as `placement` does. The store listens
-on loopback when everything is on one host. launch/*.sh run the lines; nothing here opens a connection.
+on loopback when everything is on one host. launch/*.sh run the lines, and so does a supervisor with `--on=ssh`; other
+engines get files.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import shlex
+import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from jaxroll import disk
 from jaxroll.config import Config
 from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
-from jaxroll.control import program
-from jaxroll.control.program import role_words
-from jaxroll.errors import ConfigError
+from jaxroll.control import engines, program
+from jaxroll.control.program import ProcessSpec, role_words
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.rpc import auth
 from jaxroll.rpc.auth import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
+from jaxroll.run_paths import RunPaths
 
 LOCAL = "localhost"
 CACHE = ".cache/jax"
+KNOWN = ("local", "ssh", *engines.ENGINES)  # what `--on` may name besides hosts
 
 
 @dataclass(frozen=True)
@@ -59,17 +69,51 @@ class Launch:
     workers: str = "0"
 
 
+OPTIONS = {
+    "name": ("", "NAME", "the name of the job (default: run.name)"),
+    "accelerator": ("", "TYPE", "in the engine's words: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
+                    "(SkyPilot), v5litepod-8 (TPU VM); none: CPU hosts"),
+    "image": ("", "IMAGE", "the container image of pods (JobSet)"),
+    "queue": ("", "NAME", "the partition (Slurm) or local queue (Kueue)"),
+    "scratch": ("", "DIR", "a folder on the store's own disk, where RUN is shared (Slurm, TPU VM)"),
+    "runtime": ("", "VERSION", "the software version of TPU VMs"),
+    "zone": ("", "ZONE", "zone of the TPU VMs"),
+    "project": ("", "PROJECT", "project of the TPU VMs"),
+    "tls": ("", "DIR", "folder of the certificates on each host (ssh)"),
+    "workdir": (".", "DIR", "the checkout on the hosts (default: .)"),
+    "python": ("python3", "FILE", "the interpreter on the hosts (default: python3)"),
+    "port": (7077, "PORT", "the port of the store (default: 7077)"),
+    "devices-per-host": (0, "N", "TPU chips or GPUs of a host that runs several roles"),
+    "gpu-memory-mb": (0, "MB", "memory of one GPU that several roles share"),
+}  # fmt: skip
+
+
+def add_options(one: argparse.ArgumentParser) -> None:
+    """Add the options of `jaxroll launch`."""
+    one.add_argument("--target", choices=("tpu_vm", "gpu"), help="print lines for this kind of machine (launch/*.sh)")
+    one.add_argument("--on", action="append", default=[], metavar="ENGINE|ROLE=HOST",
+                     help="local, ssh, slurm, jobset, skypilot or tpu-vm; or the host of a role, repeatable: store=a, "
+                     "learner=b, sampler-0=c")  # fmt: skip
+    for name, (default, metavar, text) in OPTIONS.items():
+        one.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=text)
+    one.add_argument("--spot", action="store_true", help="samplers use preemptible machines")
+    one.add_argument("--insecure", action="store_true", help="send plain text between the hosts, on a trusted network")
+    one.add_argument("--dry-run", action="store_true", help="print files or commands, and start nothing")
+
+
 def target_of(options: argparse.Namespace) -> Target:
     """The target that the command line of `jaxroll launch` describes."""
     hosts = {}
     for word in options.on:
+        if word in KNOWN:
+            continue
         name, equals, host = word.partition("=")
         if not equals or not host:
             raise ConfigError("--on", word, "not ROLE=HOST", "Write for example --on learner=tpu-a.")
         hosts[name] = host
     if options.target == "tpu_vm" and any(host != LOCAL for host in hosts.values()) and not options.zone:
         raise ConfigError("--zone", "", "TPU VMs are found by their zone", "Add --zone=ZONE.")
-    return Target(options.target, options.config, tuple(options.overrides), hosts, options.run or Target.run,
+    return Target(options.target or "gpu", options.config, tuple(options.overrides), hosts, options.run or Target.run,
                   options.workdir, options.python, options.port, options.devices_per_host, options.gpu_memory_mb,
                   options.zone, options.project, options.insecure, options.tls)  # fmt: skip
 
@@ -149,6 +193,8 @@ def _launch(name: str, target: Target, env: Mapping[str, str], address: str, bet
 def _device_envs(config: Config, target: Target) -> dict[str, program.Env]:
     wanted = _with_devices(config, target)
     envs: dict[str, program.Env] = dict.fromkeys(("store", *actor_names(config)), program.cpu_env())
+    if config.placement.platform == "cpu":
+        return envs | {name: program.cpu_env(count, config.placement.cpu_threads) for name, count in wanted.items()}
     for host in dict.fromkeys(map(target.host, wanted)):
         here = {name: count for name, count in wanted.items() if target.host(name) == host}
         if target.kind == "tpu_vm":
@@ -198,10 +244,10 @@ def describe(one: Launch) -> str:
     return f"{one.name}\n  host: {host}\n  command: {shlex.join(one.argv)}\n  environment:\n{env}"
 
 
-def shell_line(one: Launch, target: Target) -> str:
-    """The shell line that starts one role on its host and stays until the role ends."""
+def shell_line(one: Launch, target: Target, before: str = "") -> str:
+    """The shell line that starts one role on its host, after `before`, and stays until the role ends."""
     assignments = [f"{key}={value}" for key, value in sorted(one.env.items())]
-    inner = f"cd {shlex.quote(target.workdir)} && exec env {shlex.join(assignments)} {shlex.join(one.argv)}"
+    inner = f"cd {shlex.quote(target.workdir)} && {before}exec env {shlex.join(assignments)} {shlex.join(one.argv)}"
     if one.host == LOCAL:
         return inner
     if target.kind == "tpu_vm":
@@ -218,3 +264,94 @@ def shell_line(one: Launch, target: Target) -> str:
         words += [f"--project={target.project}"] if target.project else []
         return shlex.join([*words, f"--command={inner}"])
     return shlex.join(["ssh", "-tt", one.host, inner])  # -tt: closing the connection ends the role
+
+
+# --- `--on=ENGINE`: the engine starts the roles, and starts them again
+
+
+def engine_of(options: argparse.Namespace) -> str:
+    """The engine that `--on` names; '' with --target. ConfigError for two engines, none, or an unknown one."""
+    named = [word for word in options.on if "=" not in word]
+    unknown = [word for word in named if word not in KNOWN]
+    if unknown or len(named) > 1 or not (named or options.target):
+        raise ConfigError("--on", " ".join(unknown or named), "names no engine, or not one",
+                          f"Engines: {', '.join(KNOWN)}.")  # fmt: skip
+    return named[0] if named else ""
+
+
+def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
+    """The files of an engine other than local and ssh, by name."""
+    request = engines.Request(
+        options.config, tuple(options.overrides), _name(config, options), options.run or Target.run,
+        options.scratch, options.workdir, options.python, options.port, options.accelerator, options.image,
+        options.queue, options.zone, options.runtime, options.spot, options.insecure,
+    )  # fmt: skip
+    return engines.ENGINES[engine].render(engines.program_of(config, request), request)
+
+
+def _name(config: Config, options: argparse.Namespace) -> str:
+    return options.name or config.run.name.replace("_", "-").lower()  # a DNS name, for Kubernetes and clouds
+
+
+def hand_over(config: Config, engine: str, options: argparse.Namespace, run_dir: Path) -> int:
+    """Write the engine's files into RUN/launch, with mode 0600, and run its commands; the exit code of the last one.
+
+    The run's secret is made if there is none. A dry run prints the files, which hold no secret.
+    """
+    files, folder = files_of(config, engine, options), run_dir / "launch"
+    if options.dry_run:
+        print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    secret = auth.create(run_dir)
+    if engine == "jobset":
+        files["secret.json"] = engines.secret_manifest(_name(config, options), _secrets(run_dir))
+    for name, content in files.items():
+        with disk.replaced(folder / name) as draft:
+            draft.touch(mode=0o600)
+            draft.write_text(content, encoding="utf-8")
+    for command in engines.ENGINES[engine].commands:
+        words = [str(folder / word) if word in files else word for word in command]
+        print(shlex.join(words), flush=True)
+        if code := subprocess.run(words, env={**os.environ, TOKEN_VARIABLE: secret}, check=False).returncode:
+            return code
+    return 0
+
+
+def _secrets(run_dir: Path) -> dict[str, bytes]:
+    """Token and certificates of the run, by name; never the key of the authority."""
+    paths = RunPaths(run_dir)
+    found = {"token": paths.token, **{name: paths.tls / name for name in engines.CERTIFICATES}}
+    return {name: path.read_bytes() for name, path in found.items() if path.exists()}
+
+
+def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
+    """The roles as processes of a supervisor here: shells, or ssh, whose connection ends the role on the other side."""
+    found = []
+    for one in plan(config, target):
+        is_learner = program.role_of(one.name) == "learner"
+        warm = engines.warm_start(config, one.argv, target.run) if one.name == "learner" else ""
+        gang = "learner" if is_learner and config.placement.learner_hosts > 1 else ""
+        command = ("bash", "-c", shell_line(one, target, warm))
+        found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang))
+    return tuple(found)
+
+
+def send_secrets(target: Target, run_dir: Path) -> None:
+    """Copy token and certificates into the run's folder on every other host, through the standard input of ssh.
+
+    InfraError if a host does not take them.
+    """
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in _secrets(run_dir).items():
+            info = tarfile.TarInfo(name if name == "token" else f"tls/{name}")
+            info.size, info.mode = len(content), 0o600
+            archive.addfile(info, io.BytesIO(content))
+    folder = shlex.quote(target.run)
+    inner = f"umask 077 && cd {shlex.quote(target.workdir)} && mkdir -p {folder} && tar -xpf - -C {folder}"
+    for host in sorted(set(target.hosts.values()) - {LOCAL}):
+        done = subprocess.run(["ssh", host, inner], input=packed.getvalue(), capture_output=True, check=False)
+        if done.returncode:
+            why = done.stderr.decode(errors="replace").strip()[-500:]
+            raise InfraError(f"{host} does not take the secrets of the run (exit code {done.returncode}): {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.derived import LEADERS
 from jaxroll.config.rules import Inventory, check_inventory
-from jaxroll.control import preflight, program, run_dir
+from jaxroll.control import launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -34,10 +35,19 @@ def find_inventory(config: Config) -> Inventory:
     return inventory
 
 
-def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None = None) -> int:
+def train(
+    config: Config,
+    path: Path,
+    inventory: Inventory,
+    *,
+    fork: str | None = None,
+    host: str | None = None,
+    insecure: bool = False,
+) -> int:
     """Run `config` in the run folder `path`, whose lock the caller holds; the exit code.
 
     `fork` names the checkpoint of an earlier process to fork at ("": the newest); None continues where it ended.
+    `host` is the name by which samplers on other machines reach this one; None: there are none.
     """
     began = time.monotonic()
     cache_dir = program.default_cache_dir(path, os.environ)
@@ -45,6 +55,8 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
     if fork is not None:
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
+    if host is not None:
+        specs = program.reachable(specs, config, host, insecure=insecure)
     auth.create(path)
     view = open_view(path, config.schedule.steps, configs.to_dict(config))
     try:
@@ -75,6 +87,21 @@ def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: V
     restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
     environ = {**os.environ, **run_dir.config_environment(path, config)}
     return Supervisor(specs, path, restarts, view, leader=leader, environ=environ).run()
+
+
+def over_ssh(config: Config, path: Path, target: launchers.Target) -> int:
+    """Run `config` with its roles on the hosts of `target`, supervised from here; the exit code.
+
+    Starts and restarts are in RUN/metrics.jsonl here, so the store's host is the best place.
+    """
+    specs = launchers.supervised(config, target)
+    auth.create(path)
+    launchers.send_secrets(target, path)
+    with (
+        run_dir.locked(path),
+        contextlib.closing(open_view(path, config.schedule.steps, configs.to_dict(config))) as view,
+    ):
+        return Supervisor(specs, path, config.supervisor, view, leader="learner").run()
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:

@@ -20,7 +20,6 @@ from jaxroll.lifeline import PARENT_ENV
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
-ACTOR = ["actor", f"--config={SMOKE}", "--run=r", "--config.placement.actors=1"]
 
 
 @pytest.fixture
@@ -71,7 +70,6 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         (["sampler", f"--config={SMOKE}", "--run=r", "--index=-1"], 64, "--index"),
         (["actor", f"--config={SMOKE}", "--run=r"], 64, "placement.actors"),
         (["colocated", f"--config={SMOKE}", "--run=r"], 64, "placement.colocated"),
-        ([*ACTOR, "--sampler=h:1", "--sampler=h:2"], 64, "sampler.count=1"),
     ],
 )
 def test_bad_arguments_end_with_a_sentence_and_leave_no_files(
@@ -139,8 +137,8 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         found[role] = words - common
     assert found == {
         "store": {"--store", "--insecure"},
-        "sampler": {"--store", "--index", "--host", "--port", "--insecure"},
-        "actor": {"--store", "--index", "--sampler"},
+        "sampler": {"--store", "--index", "--host", "--port", "--insecure", "--join", "--drain"},
+        "actor": {"--store", "--index", "--sampler", "--drain"},
         "learner": {"--store", "--host", "--insecure", "--fork", "--index", "--coordinator"},
         "evaluator": {"--store"},
         "colocated": {"--store", "--fork"},

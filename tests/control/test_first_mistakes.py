@@ -116,8 +116,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "0"), ""),
     ("actor begun", ("placement.actors",), ""),
     ("store begun --store=localhost", ("--store", "HOST:PORT"), ""),
-    ("launch --config=configs/smoke.py", ("--target",), "launch --config=configs/smoke.py --target=gpu --dry-run "
-     "--devices-per-host=8"),
+    ("launch --config=configs/smoke.py", ("--on", "slurm"), "launch --config=configs/smoke.py --on=skypilot --dry-run"),
 ]  # fmt: skip
 
 
