@@ -13,5 +13,5 @@ Read `engine` first (the public interface), then `scheduler` (which sequences ru
     programs         jitted prefill, insert, decode and page moves
     ledger           the tokens of running requests on the host
     stats            counters and latencies
-    jetstream        an adapter with JetStream's interface
+    jetstream, jetstream_programs   an adapter with JetStream's interface
 """

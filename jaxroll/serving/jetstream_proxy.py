@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.config import Config
-from jaxroll.engine.jetstream import PROMPT_BUCKETS
+from jaxroll.engine.jetstream_programs import PROMPT_BUCKETS
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine.jetstream import NO_BOS, DecodeState, Serving, SlotPrograms
+from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Serving, SlotPrograms
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams

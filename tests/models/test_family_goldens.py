@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.models import cache, folders, hf_config, hf_names, params, pretrained, transformer
+from jaxroll.models import cache, folders, hf_config, params, pretrained, transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Message
 from jaxroll.sharding import layout
@@ -36,7 +36,7 @@ def golden(variant: str) -> tuple[ModelSpec, params.Params, dict[str, np.ndarray
     spec = folders.described(GOLDEN / variant)
     made = {}
     for ours, leaf in params.abstract(spec).items():
-        one = leaf.shape[hf_names.of_experts(ours) :]
+        one = leaf.shape[hf_config.of_experts(ours) :]
         stored = functools.partial(tensor, shape=pretrained.shape(ours, one), offset=spec.norm_offset)
         made[ours] = jax.numpy.asarray(pretrained.leaf(spec, ours, leaf.shape, stored))
     return spec, made, dict(np.load(GOLDEN / variant / "expected.npz"))

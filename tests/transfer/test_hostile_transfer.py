@@ -21,6 +21,7 @@ from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channels
+from jaxroll.transfer import manifest as manifests
 from tests.harness.resource_bounds import bounded, check_refusal
 
 VERSION = Version(0, 1)
