@@ -469,4 +469,4 @@ def _encoded(value: "Any", objects: "list[Any]", depth: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    main(settings)  # pyright: ignore[reportUndefinedVariable] - a name of `programs._START`
+    main(settings)  # noqa: F821  # pyright: ignore[reportUndefinedVariable] - a name of `programs._START`

@@ -12,6 +12,7 @@ import pytest
 
 from jaxroll.records import Version
 from jaxroll.transfer import channels
+from jaxroll.transfer import manifest as manifests
 
 VERSION = Version(0, 3)
 
