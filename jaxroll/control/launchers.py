@@ -343,7 +343,7 @@ def send_secrets(target: Target, run_dir: Path) -> None:
     InfraError if a host does not take them.
     """
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with tarfile.open(fileobj=packed, mode="w:") as archive:
         for name, content in _secrets(run_dir).items():
             info = tarfile.TarInfo(name if name == "token" else f"tls/{name}")
             info.size, info.mode = len(content), 0o600

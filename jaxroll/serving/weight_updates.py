@@ -137,7 +137,7 @@ class WeightUpdates:
         if self._files is not None:
             parts = sorted(self._files.glob("part-*.safetensors"))
             held = {name: part.name for part in parts for name in tensor_files.opened(part)}
-            (self._files / tensor_files.INDEX).write_text(json.dumps({"weight_map": held}))
+            (self._files / tensor_files.INDEX).write_text(json.dumps({"weight_map": held}), encoding="utf-8")
             folder = self._files
         assert folder is not None
         return dict(self._read(folder))

@@ -24,7 +24,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     of_run = paths.run_file.exists()
     secret = auth.load_secret(args.run_dir) if of_run else None
     token_file = Path(options.token_file) if options.token_file else (
-        paths.http_token if of_run else http.user_token_file("http.token")
+        paths.http_token if of_run else http.user_token_file(paths.http_token.name)
     )  # fmt: skip
     token = http.token(None if options.token_file else secret, token_file)
     longest = max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)

@@ -118,14 +118,14 @@ def test_a_version_removed_while_it_is_read_is_gone(kit, monkeypatch) -> None:
 
     publisher = kit.publisher("tensorstore")
     announced = publisher.offer(kit.host_snapshot(Version(0, 1), kit.values(0)))
-    checked = ends.manifest.check
+    checked = ends.manifests.check
 
     def newer_versions_come(*given: object) -> None:
         checked(*given)
         for step in (2, 3):
             publisher.offer(kit.host_snapshot(Version(0, step), kit.values(step)))
 
-    monkeypatch.setattr(ends.manifest, "check", newer_versions_come)
+    monkeypatch.setattr(ends.manifests, "check", newer_versions_come)
     with pytest.raises(VersionGone, match=r"0\.1"):
         _fetch(kit, announced)
 
