@@ -93,7 +93,7 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
-from jaxroll.store.core import requests as rq
+from jaxroll.store.core import events as rq
 from tests.harness.store.recorded_log import *
 
 async def main():
