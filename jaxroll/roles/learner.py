@@ -316,7 +316,8 @@ class LearnerSession:
         await self._settle_durable(wait=True)
         if version.step < self.config.schedule.steps and self._end == FINISHED:
             return EXIT_INTERRUPTED
-        await self._await_evaluator(version, self.config.supervisor.final_eval_s)
+        if not await self._await_evaluator(version, self.config.supervisor.final_eval_s):
+            return EXIT_INTERRUPTED  # a closed run would not be served again: no evaluator could fetch the last weights
         await self.store.close_run(self._end)
         return 0
 
@@ -464,16 +465,22 @@ class LearnerSession:
         held = status["holders"].get("evaluator")
         return [version for version in self.checkpoints.versions() if version == found or str(version) == held]
 
-    async def _await_evaluator(self, version: Version, limit_s: float) -> None:
-        """Wait up to `limit_s` until the evaluator has fetched `version`: only this process can serve it."""
+    async def _await_evaluator(self, version: Version, limit_s: float) -> bool:
+        """Wait up to `limit_s` until the evaluator has fetched `version`, which only this process can serve.
+
+        False if a stop request ends the wait.
+        """
         if not self.config.evaluator.every:
-            return
+            return True
         self.progress(f"waiting until the evaluator has version {version}")
         deadline_s = self._loop.time() + limit_s
         while (await self.store.status())["holders"].get("evaluator") != str(version):
             await asyncio.sleep(HOLDER_POLL_S)
-            if self._stop.is_set() or self._loop.time() > deadline_s:
-                return
+            if self._stop.is_set():
+                return False
+            if self._loop.time() > deadline_s:
+                break
+        return True
 
 
 def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config
-from jaxroll.errors import InfraError
+from jaxroll.errors import EXIT_INTERRUPTED, InfraError
 from jaxroll.records import Message, Task, Version
 from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.sim.network import REPLIES, REQUESTS
@@ -255,5 +255,27 @@ def test_an_evaluator_scores_every_due_version_and_a_partition_holds_nobody_up(t
             rows = [row for row in at.store.metrics.rows if row.get("kind") == "eval"]
             assert [row["step"] for row in rows][:2] == [0, 10] and rows[-1]["step"] == 40
             assert all(row["accuracy"] == 1.0 and row["n"] == 4 for row in rows)
+
+    run(job())
+
+
+def test_a_run_stopped_before_its_last_evaluation_makes_it_when_it_is_resumed(tmp_path: Path) -> None:
+    tasks = [Task(0, (Message("user", "a"),), ENV, "{}", 0, f"{0:016x}")]
+    config = replace(small(steps=6), evaluator=replace(small().evaluator, every=10))
+
+    async def job() -> None:
+        async with VirtualRun(config, tmp_path) as at:
+            at.sampler()
+            training = at.learner()
+            await until_acked(at, 6)
+            await asyncio.sleep(5.0)
+            assert not training.done(), "it serves the last weights until the evaluator has them"
+            at.stop.set()
+            assert await training == EXIT_INTERRUPTED
+            at.stop.clear()
+            resumed, evaluating = at.learner(), at.evaluator(tasks)
+            assert await resumed == 0
+            await evaluating
+            assert [row["step"] for row in at.store.metrics.rows if row.get("kind") == "eval"] == [6]
 
     run(job())
