@@ -216,3 +216,12 @@ def test_a_decode_step_and_a_prefill_are_told_apart_by_their_counts() -> None:
     assert found is not None
     assert (found.step_overhead_s, found.prefill_overhead_s) == (pytest.approx(0.01), pytest.approx(0.2))
     assert calibrate.engine_costs(rows[:1]) is None
+
+
+def test_rollouts_that_the_store_decodes_on_its_thread_are_simulated() -> None:
+    base = config(alpha=0.0, steps=2)
+    long = replace(
+        base, task=replace(base.task, max_episode_tokens=4096), learner=replace(base.learner, row_tokens=4096)
+    )
+    cluster = replace(CLUSTER, workload=Workload(answer_tokens=Law(mean=TOKENS), turns=Law(mean=60)))
+    assert figures(long, cluster)["step_s"] == pytest.approx(60 * ANSWER_S + 3.0, rel=0.02)
