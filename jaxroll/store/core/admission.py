@@ -260,9 +260,11 @@ def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -
     """True if a failure is put down to `name` and not to its member, because others may do better.
 
     That is so if many of its last members failed while those of another holder succeed. It is also so if `name` has
-    never put a member and one of the expected holders has failed nothing lately: that one may not be ready yet.
+    never put a member and one of the expected holders has failed nothing lately: that one may not be ready yet. A
+    holder that left is not waited for.
     """
-    if name not in state.member_s and len(state.failing.keys() | {name}) < settings.holders:
+    left = {known for known, session in state.sessions.items() if not session}
+    if name not in state.member_s and len(state.failing.keys() | left | {name}) < settings.holders:
         return True
     if state.failing.get(name, 0.0) < BROKEN:
         return False

@@ -62,7 +62,8 @@ class Holders(LearnerSide):
 
     def is_broken_alone(self, name: str, now: float) -> bool:
         """True if a third of its members fail, or all, and another holder's do not or have not yet."""
-        if len({*self.failing, name}) < self.rules.holders and name not in self.proved:
+        left = {known for known, session in self.sessions.items() if not session}
+        if len({*self.failing, *left, name}) < self.rules.holders and name not in self.proved:
             return True
         return self.failing.get(name, 0.0) >= 0.3 and any(not self.fails(o) for o in self.helpers(name, now))
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxroll.config import Config, ScheduleConfig, StoreConfig
 from jaxroll.errors import Closed, NoCredit
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from tests.harness.store.machine import Machine
 
@@ -35,6 +36,21 @@ def test_a_run_whose_groups_all_die_is_closed_with_the_environment_and_the_cause
         m.lease(2)
     with pytest.raises(Closed, match="'env' fails"):
         m.claim(0)
+
+
+def test_a_run_of_two_samplers_of_which_one_left_is_closed_when_the_other_always_fails() -> None:
+    m = started(dead_groups=5, holders=2)
+    m.ask(ev.Arrive("B", "B-1"))
+    key = m.lease(2)[0]
+    m.fail(key, "DATA")
+    assert m.states() != {"DEAD": 1}, "B may do better"
+    m.ask(ev.Leave("B", "B-1"))
+    for _ in range(100):
+        if m.state.closed:
+            break
+        m.now += 60.0
+        m.fail(m.lease(2)[0], "DATA")
+    assert "store.dead_limit" in m.state.closed
 
 
 def test_a_claim_forgives_those_that_died_before_it() -> None:
