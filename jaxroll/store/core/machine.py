@@ -30,7 +30,6 @@ from jaxroll.store.core.state import (
     base_step,
     keep_newest,
     note_seen,
-    rebased,
     recent_mean_s,
     touch,
 )
@@ -79,6 +78,27 @@ class Core:
             decision.ended += ended_by(self.state, event)
             apply(self.state, event, now_s)
         return decision
+
+
+def rebased(state: State, now_s: float, lease_s: float) -> State:
+    """Move `state` to a clock that shows `now_s` and return it: leases get their full time, rests and waits end."""
+    for group in state.open.values():
+        if group.leased_at_s is not None:
+            group.leased_at_s = now_s
+        for slot in group.slots:
+            slot.rests_until_s = slot.avoided_until_s = 0.0
+            slot.leased_at_s = None
+            if slot.status == LEASED:
+                slot.deadline_s = now_s + lease_s
+    state.moved_at_s = now_s
+    state.claimed_at_s = state.awaited_at_s = None
+    state.hungry.clear()
+    state.rooms.clear()
+    state.idle_s.clear()
+    state.seen_s.clear()
+    for health in state.holders.values():
+        health.rested_at_s = None
+    return state
 
 
 # --- leases that the store ends early (abort)

@@ -276,7 +276,7 @@ def recent_mean_s(before_s: float, now_s: float) -> float:
 # --- the state
 #
 # `State` encodes to MessagePack: compaction of the log writes it. Times are seconds of the store's monotonic clock and
-# have no meaning in another process: after a restart `rebased` gives every open lease its full time again.
+# have no meaning in another process: after a restart `machine.rebased` gives every open lease its full time again.
 
 NAMES_KNOWN = 10_000
 HOLDERS_KEPT = 1000  # entries of each table by holder
@@ -452,27 +452,6 @@ def next_deadline_s(state: State, now_s: float) -> float | None:
     due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
     due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
     return min(due, default=None)
-
-
-def rebased(state: State, now_s: float, lease_s: float) -> State:
-    """Move `state` to a clock that shows `now_s` and return it: leases get their full time, rests and waits end."""
-    for group in state.open.values():
-        if group.leased_at_s is not None:
-            group.leased_at_s = now_s
-        for slot in group.slots:
-            slot.rests_until_s = slot.avoided_until_s = 0.0
-            slot.leased_at_s = None
-            if slot.status == LEASED:
-                slot.deadline_s = now_s + lease_s
-    state.moved_at_s = now_s
-    state.claimed_at_s = state.awaited_at_s = None
-    state.hungry.clear()
-    state.rooms.clear()
-    state.idle_s.clear()
-    state.seen_s.clear()
-    for health in state.holders.values():
-        health.rested_at_s = None
-    return state
 
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:

@@ -21,7 +21,7 @@ from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import state as st
 from jaxroll.store.core.admission import Settings
-from jaxroll.store.core.machine import Core, decide
+from jaxroll.store.core.machine import Core, decide, rebased
 from jaxroll.store.core.state import Index
 from tests.harness.store_model.books import Broken, Fact, Rules, broken
 from tests.harness.store_model.reference import Reference
@@ -232,7 +232,7 @@ class Store:
 
     def check_same(self, before: bytes) -> None:
         """A process that died and lost nothing comes back as it was, on another clock."""
-        expected = timeless(st.rebased(wire.decode(before, st.State), self.now, self.settings.lease_s))
+        expected = timeless(rebased(wire.decode(before, st.State), self.now, self.settings.lease_s))
         found = timeless(wire.decode(wire.encode(self.core.state), st.State))
         wrong = [name for name in st.State.__struct_fields__ if getattr(expected, name) != getattr(found, name)]
         if wrong:
