@@ -1,4 +1,7 @@
-"""One supervised process: own session, output in a log file, ended as a whole group; and its restart policy."""
+"""One supervised process: own session, output in a log file, ended as a whole group; and its restart policy.
+
+`run_foreground` runs a child without a supervisor, in this process's terminal.
+"""
 
 from __future__ import annotations
 
@@ -152,3 +155,19 @@ def how(code: int) -> str:
     if code == EXIT_WORN:
         return f"with exit code {code}, worn out by environments that hang in its threads"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+
+def run_foreground(argv: list[str], env: dict[str, str]) -> int:
+    """Run a child that has this process's terminal and return its exit code.
+
+    Interrupts reach it through the terminal; SIGTERM is passed on.
+    """
+    child = subprocess.Popen(argv, env=child_env(os.environ, {**env, PARENT_ENV: str(os.getpid())}))
+    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: child.terminate()}
+    previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        code = child.wait()
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    return code if code >= 0 else 128 - code

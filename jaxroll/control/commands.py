@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import init, joining, preflight, program, run_dir, train
+from jaxroll.control import init, launchers, preflight, program, run_dir, train
+from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
-from jaxroll.lifeline import PARENT_ENV
 from jaxroll.protocols import Progress
 from jaxroll.run_paths import RunPaths
 
@@ -63,11 +62,10 @@ def _checked_here(config: Config) -> None:
 
 def run_role(options: argparse.Namespace) -> int:
     """A role in this process: under a supervisor, or alone."""
-    faulthandler.register(
-        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr
-    )  # `kill -USR1` prints where every thread is
+    # `kill -USR1` prints where every thread is.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
     if getattr(options, "join", None):
-        return joining.join(options, RUNS)
+        return train.join(options, RUNS)
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)
@@ -192,19 +190,6 @@ def _check_trained(path: Path) -> None:
     if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
         raise ConfigError("RUN", str(path), "has neither checkpoints nor a warm start",
                           f"Train first: jaxroll train {os.path.relpath(path)} --resume")  # fmt: skip
-
-
-def run_foreground(argv: list[str], env: dict[str, str]) -> int:
-    """The exit code of a child that has our terminal; it gets interrupts through the terminal, and SIGTERM from us."""
-    child = subprocess.Popen(argv, env=program.child_env(os.environ, {**env, PARENT_ENV: str(os.getpid())}))
-    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: child.terminate()}
-    previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-    try:
-        code = child.wait()
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-    return code if code >= 0 else 128 - code
 
 
 def run_config(options: argparse.Namespace) -> None:
@@ -367,8 +352,6 @@ def run_list(options: argparse.Namespace) -> None:
 
 def run_demo(options: argparse.Namespace) -> int:
     """`demo`."""
-    from jaxroll.control import train
-
     return train.demo(options.config, options.seed, options.overrides, options.words)
 
 
@@ -395,8 +378,6 @@ def run_env(options: argparse.Namespace) -> int:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """`doctor`."""
-    from jaxroll.control import preflight
-
     return preflight.main()
 
 
@@ -415,8 +396,6 @@ def run_tls(options: argparse.Namespace) -> None:
 
 def run_launch(options: argparse.Namespace) -> int:
     """`launch`: start the roles with an engine, or print what launch/*.sh runs."""
-    from jaxroll.control import launchers
-
     engine = launchers.engine_of(options)
     if engine == "local" and not options.dry_run:
         options.resume = options.fork = options.host = None

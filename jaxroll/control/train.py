@@ -1,7 +1,9 @@
-"""One run on one machine: warm start, then all roles under the supervisor. The demo is such a run."""
+"""A run from this machine: warm start, then all roles under the supervisor. Also the demo, and samplers that join."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import os
 import shutil
@@ -11,6 +13,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 import jaxroll
 from jaxroll import config as configs
@@ -26,6 +30,8 @@ from jaxroll.report import trackers
 from jaxroll.report.figures import record, summary
 from jaxroll.rpc import auth
 from jaxroll.run_paths import RunPaths
+from jaxroll.store import client
+from jaxroll.store.messages import Joined
 
 
 def find_inventory(config: Config) -> Inventory:
@@ -143,6 +149,58 @@ def own_command() -> str:
         return "jaxroll"
     near = os.path.relpath(beside)
     return str(beside) if near.startswith("..") else near
+
+
+# --- `jaxroll sampler --join`: one more sampler for a running run, started on any machine
+
+
+def join(options: argparse.Namespace, runs: Path) -> int:
+    """Replace this process by a sampler of the run that `--join` names. ConfigError if it cannot work here.
+
+    `--join` is the address of the run's store, or the run's folder on this machine. Without that folder the sampler
+    gets one of its own, RUN or a new one in `runs`. Token and certificates are in the environment or in the folder.
+    The store sends the run's config and a number that no other sampler has.
+    """
+    for name, value in (("--config", options.config), ("--store", options.store), ("--index", options.index)):
+        if value:
+            raise ConfigError(name, value, "a sampler that joins gets it from the store", f"Leave {name} out.")
+    shared = Path(os.path.abspath(options.join)) if os.path.isdir(options.join) else None
+    if shared is not None and options.run:
+        raise ConfigError("RUN", options.run, f"{options.join} is the folder of this sampler", "Leave RUN out.")
+    address = options.join if shared is None else _store_address(shared)
+    own = Path(os.path.abspath(options.run)) if options.run else None
+    joined = asyncio.run(client.joined(address, shared or own))
+    config = _config_of(joined)
+    preflight.check(config)
+    path = shared or _own_folder(own, config, joined, options.words, runs)
+    words = ["sampler", f"--run={path}", f"--store={address}", f"--index={joined.index}", f"--drain={options.drain}"]
+    words += [f"--host={options.host}", f"--port={options.port}", *(["--insecure"] if options.insecure else [])]
+    print(f"sampler-{joined.index} joins run {joined.run_id} at {address}; its folder is {path}", flush=True)
+    # A sampler starts its scoring pool before anything else, so this process is replaced instead of going on.
+    os.execv(sys.executable, [sys.executable, "-m", "jaxroll", *words])
+
+
+def _store_address(shared: Path) -> str:
+    try:
+        return RunPaths(shared).store_address.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError("--join", str(shared), "no store has written its address here",
+                          "Start the run first, or give the address of its store.") from error  # fmt: skip
+
+
+def _config_of(joined: Joined) -> Config:
+    values = msgspec.json.decode(joined.config)
+    try:
+        return configs.parse(values)
+    except ConfigError as error:
+        remedy = "Install the same JaxRoll, and the files and modules that the config names."
+        raise ConfigError("--join", joined.run_id, f"the run's config is refused here: {error}", remedy) from error
+
+
+def _own_folder(own: Path | None, config: Config, joined: Joined, words: list[str], runs: Path) -> Path:
+    if own is None:
+        return run_dir.create_unique(runs, f"sampler-{joined.index}", config, words)
+    return run_dir.shared(own, config, words)
 
 
 # --- demo: a new run of configs/demo.py, its link `runs/demo`, its report
