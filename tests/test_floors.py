@@ -1,4 +1,4 @@
-"""The packages of jaxroll/ import only packages of lower floors, and some of them load without JAX.
+"""The packages of jaxroll/ import only packages of lower floors, and some of them load without JAX; files are short.
 
 docs/design.md shows the table. A package imports only from floors below it. The modules of floor 0
 may import one another, without a cycle. Imports are read from the source, also inside functions.
@@ -83,6 +83,7 @@ PARTS: Mapping[str, Room] = {
     "store.core": Room(5, "none", forbidden=PURE),
 }
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
+MAX_LINES = 500  # of a file
 NAMES_WITHOUT_MEANING = ("utils", "common", "helpers", "misc")
 
 
@@ -148,6 +149,8 @@ def complaints(root: Path, rooms: Mapping[str, Room] = ROOMS) -> list[str]:
         for place in (relative, *relative.parents):
             if place.stem in NAMES_WITHOUT_MEANING:
                 found.append(f"{place}: {place.stem!r} says nothing about what is inside; find its name")
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES:
+            found.append(f"{relative}: {lines} lines, at most {MAX_LINES}: move what belongs elsewhere")
         if not (path.parent / "__init__.py").exists():
             found.append(
                 f"{relative}: its folder has no __init__.py, so it is neither packaged nor loaded by this test"
@@ -326,6 +329,7 @@ def _plant(root: Path, files: Mapping[str, str]) -> Path:
         ),
         pytest.param({"store/log.py": "from jaxroll import __version__\nimport jaxroll\n"}, id="the package itself"),
         pytest.param({"models/layers.py": "import jax, flax.nnx\n"}, id="jax where it belongs"),
+        pytest.param({"store/log.py": "\n" * 500}, id="500 lines"),
         pytest.param({"data/tasks.py": "import jax\n"}, id="data may import jax"),
         pytest.param({"__main__.py": "from jaxroll.control.cli import main\n"}, id="the command"),
     ],
@@ -397,6 +401,7 @@ def test_checker_accepts(tmp_path: Path, files: dict[str, str]) -> None:
             id="files of one package in a circle",
         ),
         pytest.param({"store/core/a.py": "import sqlite3\n"}, ["store.core must not import sqlite3"], id="a pure part"),
+        pytest.param({"store/a.py": "\n" * 501}, ["store/a.py: 501 lines, at most 500"], id="a long file"),
     ],
 )
 def test_checker_refuses(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
