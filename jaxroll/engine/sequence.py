@@ -1,11 +1,14 @@
-"""Sequences of the scheduler, and the pages of the KV cache that hold them: block allocator, prefix cache. Pure."""
+"""Sequences of the scheduler, and the pages of the KV cache that hold them: block allocator, prefix cache.
+
+No arrays, no clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-# --- Pages of the KV cache: the block allocator and the prefix cache. Pure: no arrays, no clock
+# --- Pages of the KV cache: the block allocator and the prefix cache
 
 
 class BlockAllocator:
@@ -150,7 +153,7 @@ class PrefixCache:
         return tuple(self._known.values())
 
 
-# --- Sequences of the scheduler, and the pages of the KV cache that hold them
+# --- Sequences of the scheduler
 
 
 @dataclass(frozen=True)

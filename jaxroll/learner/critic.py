@@ -27,7 +27,6 @@ from jaxtyping import Array, Float
 from jaxroll.algorithms import advantages
 from jaxroll.config import LearnerConfig
 from jaxroll.learner import packing, step
-from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
@@ -52,7 +51,7 @@ def abstract(learner: LearnerConfig, spec: ModelSpec, layout: Layout) -> TrainSt
     """
     if learner.critic == "none":
         return None
-    transform = optimizer.of_critic(learner).transform
+    transform = states.of_critic(learner).transform
     state = states.abstract(dataclasses.replace(spec, value_head=True), layout, transform)
     return jax.tree.map(_in_host_memory, state) if learner.critic_offload else state
 
@@ -64,7 +63,7 @@ class Critic:
         self.recipe = dataclasses.replace(
             policy,
             spec=dataclasses.replace(policy.spec, value_head=True),
-            optimizer=optimizer.of_critic(learner),
+            optimizer=states.of_critic(learner),
             added=(),
             lora=None,
             routers=None,

@@ -26,7 +26,6 @@ from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner import critic, lora, minibatch, packing, sharing, step_metrics
-from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
@@ -304,7 +303,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
         spec=dataclasses.replace(spec, remat=spec.remat if remat == "auto" else remat, scan=config.learner.scan_layers),
         layout=layout,
         token_loss=algorithm.objective,
-        optimizer=optimizer.build(config.learner),
+        optimizer=states.build(config.learner),
         temperature=config.sampling.temperature,
         row_tokens=rows.row_tokens if rows else config.learner.row_tokens,
         age_buckets=max_age(config.schedule.alpha) + 1,

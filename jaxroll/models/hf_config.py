@@ -1,4 +1,4 @@
-"""Conversion between ModelSpec and Hugging Face's config.json. No JAX."""
+"""Hugging Face's names of parameters, and conversion between ModelSpec and its config.json. No JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.models.families import FAMILIES, IMAGES, METADATA, MOE, ROPE, TEXT_PARTS, Family
 from jaxroll.models.spec import ModelSpec, RopeScaling, check_flag, check_number, check_size
 
-# --- Hugging Face's names of JaxRoll's parameters, and the check of a checkpoint's names. Strings only, no JAX
+# --- Hugging Face's names of JaxRoll's parameters, and the check of a checkpoint's names
 
 _TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _SCORE = "score.weight"  # of a model for sequence classification
@@ -131,7 +131,7 @@ def of_text_model(held: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# --- Conversion between ModelSpec and Hugging Face's config.json. No JAX
+# --- Conversion between ModelSpec and Hugging Face's config.json
 
 LONGEST_CONTEXT = 40_960  # Qwen3's value; the decoder does not depend on it
 FULL, SLIDING = "full_attention", "sliding_attention"

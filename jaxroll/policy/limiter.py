@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from jaxroll.errors import ConfigError
 
-# --- Curriculum: admit or skip the next prompt of the stream by the results of its question so far. Pure
+# --- Curriculum: admit or skip the next prompt of the stream by the results of its question so far
 #
 # With r̄ the mean reward of the question's members so far and s the next claim, a question is admitted if
 #

@@ -94,7 +94,7 @@ MODES: Mapping[str, Callable[[str], str]] = MappingProxyType({
 })  # fmt: skip
 
 
-# --- Answers of completions, and the values of reward parts
+# --- Values of reward parts
 
 MATH_LIBRARY = "math_verify"
 MAX_MATH_CHARS = 2000

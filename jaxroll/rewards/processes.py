@@ -1,4 +1,4 @@
-"""A scoring process from the parent's side: start, non-blocking writes and reads, kill."""
+"""A scoring process: its messages, its program, and the parent's side (start, non-blocking writes and reads, kill)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxroll.rewards.code import CodeScorer
 from jaxroll.rewards.programs import Programs, ServerLost
 from jaxroll.rewards.sandbox import Restrictions
 
-# --- A scoring worker, and its messages with the pool: length-prefixed MessagePack over pipes
+# --- Messages between a scoring process and the pool: length-prefixed MessagePack over pipes
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20

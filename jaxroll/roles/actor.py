@@ -4,7 +4,7 @@ It runs environments and scoring without JAX, for environments that are too heav
 
 Threads: the main thread handles signals; this module runs on the asyncio loop thread.
 Tasks: follow every sampler's weight version and report the newest of them to the store; find samplers that join; the
-tasks of `jaxroll.roles.sampler` (request leases, receive cancellations, renew leases); report metrics every second.
+tasks of `sampler.Members` (request leases, receive cancellations, renew leases); report metrics every second.
 Waits for: leases from the store, and samplers that have weights.
 Stops: when the run is closed or on SIGTERM, after returning unfinished leases. If it dies, its leases expire and the
 store grants them again.

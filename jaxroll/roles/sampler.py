@@ -2,8 +2,8 @@
 
 Threads: the main thread runs JAX (in a colocated run, a thread of its own); this module runs on the asyncio loop thread
 (`jaxroll.roles.session`).
-Tasks: follow new weights; the tasks of `jaxroll.roles.sampler` (request leases, receive cancellations, renew leases);
-report metrics every second.
+Tasks: follow new weights; the tasks of `Members` (request leases, receive cancellations, renew leases); report metrics
+every second.
 Waits for: leases from the store, and the learner's first weights before its first token.
 Stops: when the run is closed or on SIGTERM, after returning unfinished leases.
 
@@ -311,7 +311,7 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
     }  # fmt: skip
 
 
-# --- Sampler role
+# --- Sampler role: the service for actors, the HTTP front end
 
 STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5

@@ -259,7 +259,7 @@ def extension(piece: Piece, wanted: Wanted) -> dict[str, Any]:
 
 
 class Layout:
-    """The JSON objects of a request's"""
+    """The JSON objects of the answer to a request: whole, or as the events of a stream."""
 
     object = ""
 

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,7 +22,6 @@ from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, weights
-from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
@@ -34,10 +32,6 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
-
-if TYPE_CHECKING:
-    from jaxroll.serving.engine_thread import EngineProxy
-
 
 OFFLINE_LIMIT_S = 3600.0
 
@@ -105,7 +99,7 @@ def newest_params(
     checkpoints = Checkpoints(RunPaths(run_dir).checkpoints, config.learner.checkpoints_kept)
     latest = checkpoints.latest()
     if latest is not None:
-        transform, adapters = optimizer.build(config.learner).transform, Lora.of(config.learner)
+        transform, adapters = states.build(config.learner).transform, Lora.of(config.learner)
         base = _initial_params(config, spec, run_dir, layout) if adapters else {}
         digest = lora.digest(base) if adapters else ""
         held = states.abstract(spec, layout, transform, adapters)

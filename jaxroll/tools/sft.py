@@ -25,7 +25,6 @@ from jaxroll.config.derived import sample_tokens
 from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, packing, samples, step_metrics, trainer, weights
-from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Params
@@ -147,12 +146,12 @@ def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens:
 
 def _recipe(config: Config, spec: families.ModelSpec, layout: layouts.Layout) -> Recipe:
     # No decay: a model that has settled in a sharp minimum forgets more in the first RL steps than it learns.
-    schedule = optimizer.learning_rate(config.sft.learning_rate, min(20, max(config.sft.steps // 10, 1)), 0)
+    schedule = states.learning_rate(config.sft.learning_rate, min(20, max(config.sft.steps // 10, 1)), 0)
     return Recipe(
         spec=spec,
         layout=layout,
         token_loss=SUPERVISED.objective,
-        optimizer=optimizer.adamw(schedule, config.learner.weight_decay, MAX_GRAD_NORM),
+        optimizer=states.adamw(schedule, config.learner.weight_decay, MAX_GRAD_NORM),
         temperature=1.0,
         row_tokens=sample_tokens(config.learner),
         attention=trainer.attention(config, spec, layout),

@@ -1,4 +1,4 @@
-"""Manifests of snapshots, with a checksum per leaf that does not depend on its sharding; transfer plans.
+"""Manifests of snapshots, with a checksum per leaf that does not depend on its sharding; transfer plans (boxes).
 
 The checksum is additive over disjoint boxes, so any partition of a leaf gives the same sum:
 
@@ -20,26 +20,21 @@ Cost: one multiply-add per element (np.einsum over the last axis, which releases
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-
-if TYPE_CHECKING:
-    import jax
-import functools
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import ml_dtypes
 import msgspec
+import numpy as np
 
 from jaxroll import records, wire
 from jaxroll.errors import DigestMismatch, TransferError, VersionMixed
 from jaxroll.records import Version
 
-# --- Transfer plans: intersections of the boxes of source shards with those of target shards. Pure; touches no array
+# --- Transfer plans: intersections of the boxes of source shards with those of target shards; no arrays
 #
 # A *box* is a tuple of (start, stop) per axis of the whole leaf; a scalar's box is `()`. A sharding gives one box per
 # device; replicas share a box, which is fetched once.

@@ -1,4 +1,6 @@
-"""The executor of each environment, by its declared place; episodes call all environments as coroutines.
+"""The executor of each environment, by its declared place, and the executor for threads.
+
+Episodes call all environments as coroutines.
 
 place      for                                               if a call hangs
 loop       coroutines; functions that return at once         only the member fails (a coroutine can be cancelled)

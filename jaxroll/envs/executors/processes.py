@@ -1,7 +1,8 @@
-"""Executor that runs environments in processes, which are reused, and killed and replaced when they hang or die.
+"""Environments in processes: the executor, the program of a process, and the messages between them.
 
-Everything here runs on one event loop. A process plays one episode at a time, so a crash fails only one member. An
-episode waits while no process is free; the time limit of a call begins when it is sent to a process.
+The executor runs on one event loop. It reuses processes; those that hang or die are killed and replaced. A process
+plays one episode at a time, so a crash fails only one member. An episode waits while no process is free; the time limit
+of a call begins when it is sent to a process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment, StepResult, Traits, described
 from jaxroll.records import Message, Task
 
-# --- An environment process, and the messages between it and its parent: length-prefixed MessagePack over pipes
+# --- Messages between an environment process and its parent: length-prefixed MessagePack over pipes
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20

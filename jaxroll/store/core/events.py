@@ -181,7 +181,7 @@ Request = (
 )  # fmt: skip
 
 
-# --- Requests to the state machine, its answers, and the events that it logs
+# --- Events: the changes of the state
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
