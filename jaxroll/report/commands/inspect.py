@@ -28,7 +28,7 @@ from jaxroll.store.core.state import State, conservation_residual, held_bytes, o
 from jaxroll.store.log import database, state_checkpoints
 from jaxroll.store.log.replay import rules
 
-LEASES, GROUPS, FAILURES, CREW, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
+LEASES, GROUPS, FAILURES, JOINS, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     30,
     10,
     8,
@@ -279,11 +279,11 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
         rows = metrics.read(RunPaths(run_dir).metrics)
         found = activity.bottleneck(activity.latest(rows), config)
         return {"bottleneck": asdict(found) if found else None, "best_checkpoint": best_checkpoint(run_dir, config),
-                "crew": _crew_facts(rows, time.time())}  # fmt: skip
-    return {"bottleneck": None, "best_checkpoint": None, "crew": []}
+                "joins_and_leaves": _joins_and_leaves(rows, time.time())}  # fmt: skip
+    return {"bottleneck": None, "best_checkpoint": None, "joins_and_leaves": []}
 
 
-def _crew_facts(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
+def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
     """The newest joins and leaves of samplers and actors, and restarts by a supervisor, the newest first."""
     found = []
     for row in rows:
@@ -292,12 +292,12 @@ def _crew_facts(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
         elif row.get("kind") == "restart":
             how = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
             found.append({"name": row["process"], "what": how, "ago_s": now - row["t"]})
-    return found[: -CREW - 1 : -1]
+    return found[: -JOINS - 1 : -1]
 
 
 def _run_sections(f: Facts) -> list[Section]:
     return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f),
-            _holders(f), _crew(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
+            _holders(f), _joins(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
 def _now(f: Facts) -> Section:
@@ -414,8 +414,8 @@ def _holders(f: Facts) -> Section:
     return Section("holders in back-off or with failures", headings, rows, right=frozenset({1, 2, 3}))
 
 
-def _crew(f: Facts) -> Section:
-    rows = [(f"{duration(row['ago_s'])} ago", row["name"], row["what"]) for row in f.get("crew", ())]
+def _joins(f: Facts) -> Section:
+    rows = [(f"{duration(row['ago_s'])} ago", row["name"], row["what"]) for row in f.get("joins_and_leaves", ())]
     return Section("newest joins and leaves", ("when", "process", "what"), rows)
 
 

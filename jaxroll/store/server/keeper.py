@@ -1,4 +1,4 @@
-"""Keeper: state machine and log together; update slots, handshake checks, wake-ups, cancellation inbox and crew.
+"""Keeper: state machine and log together; update slots, handshake checks, wake-ups, cancellation inbox, workers.
 
 Nothing in this file but the keeper's state survives a restart of the store.
 """
@@ -374,7 +374,7 @@ class CancellationInbox:
         return tuple(self._by_session.pop(session, ()))
 
 
-# --- crew: samplers and actors in touch with the store, their joins, leaves and silence; numbers of new samplers
+# --- workers: samplers and actors that call the store; their joins, leaves and silence; numbers of new samplers
 #
 # After a restart of the store a process is known again at its first call. Joins and leaves become metric rows, for the
 # live view and `jaxroll inspect`.
@@ -392,7 +392,7 @@ class _Process:
     serves_on: str = ""  # HOST:PORT at which it serves actors
 
 
-class Crew:
+class Workers:
     """The samplers and actors that have called within `silence_s`."""
 
     def __init__(self, config: Config, keeper: Keeper, metrics: Tracker) -> None:
@@ -435,7 +435,7 @@ class Crew:
             one.leases = True
 
     def serves(self, caller: Caller, address: str) -> None:
-        """Note the address at which the process serves actors; '' if it does not, or no longer."""
+        """Note the address at which the process serves actors; '' if it serves none."""
         if (one := self._present.get(caller.name)) is not None:
             one.serves_on = address
 
@@ -472,4 +472,4 @@ class Crew:
 
     def _row(self, name: str, what: str, text: str) -> None:
         row: dict[str, Any] = {"t": unix_s(), "role": name, "kind": "event", "what": what}
-        self._metrics.log(row | {"text": f"{text}; {len(self._present)} samplers and actors are there"})
+        self._metrics.log(row | {"text": f"{text}; {len(self._present)} samplers and actors are present"})

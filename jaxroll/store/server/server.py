@@ -28,7 +28,7 @@ from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.keeper import CLAIM, LEASE, Crew, Keeper, UpdateSlots
+from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, Feeder, PromptBuffer, StoreService
 
 ROW_EVERY_S = 2.0
@@ -122,7 +122,7 @@ class _Store:
         )
         page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
-        self._crew = Crew(config, keeper, metrics)
+        self._workers = Workers(config, keeper, metrics)
         self.service = StoreService(
             keeper,
             self._prompts,
@@ -133,7 +133,7 @@ class _Store:
             turns=UpdateSlots(
                 config.schedule.rolling_updates, 2 * config.transfer.deadline_s
             ),  # the fetch and the swap
-            crew=self._crew,
+            workers=self._workers,
             vocab_size=vocab_size,
             keep_best=config.learner.keep_best,
         )
@@ -179,7 +179,7 @@ class _Store:
             self._wake_for_time(last_s, now_s)
             self._watch(now_s)
             self.audit.tick()
-            self._crew.tick()
+            self._workers.tick()
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:

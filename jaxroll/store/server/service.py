@@ -35,11 +35,11 @@ from jaxroll.store.server.keeper import (
     NAMES_KEPT,
     PUBLISHED,
     WITH_LEASES,
-    Crew,
     HandshakeCheck,
     Keeper,
     RecentMap,
     UpdateSlots,
+    Workers,
 )
 from jaxroll.store.server.puts import PutPipeline
 
@@ -168,16 +168,16 @@ class StoreService:
         config_digest: str,
         page_bytes: int,
         turns: UpdateSlots,
-        crew: Crew,
+        workers: Workers,
         vocab_size: Callable[[], int],
         keep_best: str = "",
     ) -> None:
         self._keep_best = keep_best
         self._measured = best.measured(metrics.written() if keep_best else (), keep_best)
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
-        self._page_bytes, self._turns, self._crew = page_bytes, turns, crew
+        self._page_bytes, self._turns, self._workers = page_bytes, turns, workers
         self._run_id = keeper.run_id
-        self.handshake = HandshakeCheck(keeper, config_digest, crew.called)
+        self.handshake = HandshakeCheck(keeper, config_digest, workers.called)
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
@@ -189,7 +189,7 @@ class StoreService:
         table: dict[str, tuple[Callable[[Caller, bytes], Awaitable[Any]], frozenset[str]]] = {
             "Hello": (self._hello, EVERYONE),
             "Join": (self._join, WORKERS),
-            "Leave": (self._crew.leave, WORKERS),
+            "Leave": (self._workers.leave, WORKERS),
             "Lease": (self._lease, WORKERS),
             "Renew": (self._renew, WORKERS),
             "Ended": (self._ended, WORKERS),
@@ -225,20 +225,20 @@ class StoreService:
                 self.handshake.count_arrival()
             await self._keeper.answer(ev.Arrive(caller.name, caller.session))
             if is_new:
-                self._crew.arrived(caller)
+                self._workers.arrived(caller)
         state = self._keeper.state
         lines = tuple(state.lineages)
         return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, lines)
 
     async def _join(self, caller: Caller, body: bytes) -> msg.Joined:
         self.handshake.count_arrival()
-        return await self._crew.join(caller, body)
+        return await self._workers.join(caller, body)
 
     async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
         call = wire.decode(body, msg.LeaseCall)
         if not protocol.NAME.fullmatch(call.request):
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
-        self._crew.leases(caller)
+        self._workers.leases(caller)
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
         count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
 
@@ -258,7 +258,7 @@ class StoreService:
             return reply
 
         leases = await self._keeper.answer_when_ready(ask, LEASE, self._wait_s(caller, call.wait_s))
-        return msg.LeaseReply(leases.grants, self._crew.holders)
+        return msg.LeaseReply(leases.grants, self._workers.holders)
 
     async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
         members = wire.decode(body, msg.Members).members
@@ -356,7 +356,7 @@ class StoreService:
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
         call = wire.decode(body, msg.PublishedCall)
         in_turn = call.in_turn and caller.right in WORKERS
-        self._crew.serves(caller, call.serves_on)
+        self._workers.serves(caller, call.serves_on)
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
             self._keeper.wakeups.notify(LEASE)  # a lease call that was refused for its older weights may be granted now
@@ -413,7 +413,7 @@ class StoreService:
         keeper = self._keeper
         report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
         report["paused"] = self.paused
-        report["serving"] = self._crew.serving
+        report["serving"] = self._workers.serving
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
         return msg.StatusReply(json.dumps(report).encode())

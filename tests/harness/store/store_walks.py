@@ -23,7 +23,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.keeper import Crew, Keeper, UpdateSlots
+from jaxroll.store.server.keeper import Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, PromptBuffer, StoreService
 from tests.harness.store.builders import configured, finished, snapshot
 from tests.harness.walks import Recorder
@@ -72,7 +72,7 @@ def store(
     audit = Audit(log.append, keeper.now_s)
     service = StoreService(
         keeper, prompts, metrics, audit, config_digest=digest(config), page_bytes=PAGE_BYTES, turns=UpdateSlots(0, 1.0),
-        crew=Crew(config, keeper, metrics), vocab_size=lambda: 0,
+        workers=Workers(config, keeper, metrics), vocab_size=lambda: 0,
     )  # fmt: skip
     try:
         yield service, prompts, keeper

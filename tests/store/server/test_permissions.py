@@ -58,7 +58,7 @@ def raw(address: str | Path, role: str, token: str | None, **options: Any) -> Ra
 def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """With a token of each role, and under every name that a role can be claimed by."""
     config, secret = small.configured(), auth.create(tmp_path)
-    parts = {"handshake": SimpleNamespace(answering=lambda *_: None), "_crew": SimpleNamespace(leave=None)}
+    parts = {"handshake": SimpleNamespace(answering=lambda *_: None), "_workers": SimpleNamespace(leave=None)}
     methods = StoreService.methods(SimpleNamespace(**parts, **_handlers()))
     assert {name: set(method.rights) for name, method in methods.items()} == RIGHTS
 
