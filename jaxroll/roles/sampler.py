@@ -361,7 +361,7 @@ class Serving:
 
     async def _drained(self) -> None:
         await self._session.stopping.wait()
-        await self._service.drained()
+        await self._service.drain()
 
     async def _until_closed(self) -> None:
         while not (await self._session.store.status())["closed"]:

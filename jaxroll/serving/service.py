@@ -84,7 +84,7 @@ class Serving:
         """Every method with its allowed callers."""
         return {"Generate": Method(self._generate, CALLERS), "Version": Method(self._version, CALLERS, held=True)}
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Take no further requests, and return when none is open. Actors then use other samplers."""
         self._leaving.set()
         while self.open:

@@ -1,4 +1,4 @@
-"""`jaxroll env serve`: an environment of JaxRoll behind the protocol of OpenEnv, for its clients and other trainers.
+"""`jaxroll env serve`: an environment of JaxRoll behind OpenEnv's protocol, for its clients and other trainers.
 
 A session of `/ws` is one instance of the environment. Its reset takes `seed`: the number of the task in the training
 range of the config. The action is {"answer": text}; an observation has the new `messages`, and `parts` at the end.
@@ -71,7 +71,7 @@ class Session:
             raise _Refused("VALIDATION_ERROR", f"seed = {str(seed)[:40]}: a number from 0 on is needed")
         await self.close()
         task = self._server.task(self._server.next_task() if seed is None else seed)
-        self._env = self._server.made()
+        self._env = self._server.create()
         messages = await self._server.calls.reset(self._env, task)
         self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
         self._over = False
@@ -110,7 +110,7 @@ class Server:
         self._name, self._candidates, self.calls = name, Candidates(config), EnvironmentCalls()
         self._executors, self._numbers, self._open = Executors(pool, config), itertools.count(), 0
         self._described = (registry.factory(name).__doc__ or "").strip().partition("\n")[0]
-        self._alone = Session(self)  # of the endpoints without a session
+        self._alone = Session(self)  # for the HTTP endpoints, which have no session
         self.app = Starlette(routes=[
             Route("/health", self._answers({"status": "healthy"})),
             Route("/metadata", self._answers({"name": name, "description": self._described, "version": __version__})),
@@ -120,7 +120,7 @@ class Server:
             WebSocketRoute("/ws", self._session),
         ], exception_handlers={_Refused: _refused, JaxRollError: _refused})  # fmt: skip
 
-    def made(self) -> Environment:
+    def create(self) -> Environment:
         """A fresh instance."""
         return self.calls.make(self._executors.create, self._name)
 

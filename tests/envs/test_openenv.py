@@ -86,13 +86,13 @@ def test_it_is_an_environment_with_tasks(url: str) -> None:
 def test_messages_and_actions_that_are_refused(url: str) -> None:
     session = openenv_env.Session(openenv_env.Settings(url=url).address)
     try:
-        assert session.asked("step", {"answer": "left"})["code"] == "EXECUTION_ERROR"  # before the reset
-        assert session.asked("dance")["code"] == "UNKNOWN_TYPE"
-        assert session.asked("reset", {"seed": -1})["code"] == "VALIDATION_ERROR"
-        assert session.asked("reset", {"seed": 1, "episode_id": "mine"})["done"] is False
-        assert session.asked("step", {"answer": 1})["code"] == "VALIDATION_ERROR"
-        assert session.asked("step", {"answer": "left", "speed": 2})["code"] == "VALIDATION_ERROR"
-        assert session.asked("state") == {"episode_id": "mine", "step_count": 0, "task": 1}
+        assert session.ask("step", {"answer": "left"})["code"] == "EXECUTION_ERROR"  # before the reset
+        assert session.ask("dance")["code"] == "UNKNOWN_TYPE"
+        assert session.ask("reset", {"seed": -1})["code"] == "VALIDATION_ERROR"
+        assert session.ask("reset", {"seed": 1, "episode_id": "mine"})["done"] is False
+        assert session.ask("step", {"answer": 1})["code"] == "VALIDATION_ERROR"
+        assert session.ask("step", {"answer": "left", "speed": 2})["code"] == "VALIDATION_ERROR"
+        assert session.ask("state") == {"episode_id": "mine", "step_count": 0, "task": 1}
         session._socket.send("no json")
         assert json.loads(session._socket.recv(DEADLINE_S))["data"]["code"] == "INVALID_JSON"
     finally:

@@ -40,9 +40,9 @@ def serving(*command: str) -> Iterator[str]:
 
 def test_openenv_validate_passes_and_its_client_plays(peer) -> None:
     with serving(sys.executable, "-m", "jaxroll", *OURS) as url:
-        said = subprocess.run([BIN / "openenv", "validate", "--url", url], capture_output=True, text=True, check=False)
-        assert said.returncode == 0, said.stdout + said.stderr
-        found = json.loads(said.stdout)
+        done = subprocess.run([BIN / "openenv", "validate", "--url", url], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout)
         assert found["passed"] and found["mode"] == "simulation" and found["summary"]["failed_criteria"] == []
         played = peer("openenv", "openenv_peer.py", "play", url)
     assert played["same"] and "VALIDATION_ERROR" in played["refused"]

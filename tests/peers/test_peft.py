@@ -54,10 +54,10 @@ def test_adapters_that_peft_saves_give_the_same_logits_here(tmp_path: Path, peer
     """Experts are left out, because PEFT saves their adapters in a format of its own (the test below)."""
     chosen = ATTENTION if "moe" in variant else ATTENTION | MLP
     tokens = base_of(tmp_path, variant)
-    said = peer("trl", "peft_adapters.py", "write", *map(str, (tmp_path / "base", tmp_path / "adapters")),
-                *chosen.values())  # fmt: skip
+    report = peer("trl", "peft_adapters.py", "write", *map(str, (tmp_path / "base", tmp_path / "adapters")),
+                  *chosen.values())  # fmt: skip
     spec = golden(variant)[0]
-    assert said == {"peft": "0.21.0", "adapted": spec.layers * len(chosen)}
+    assert report == {"peft": "0.21.0", "adapted": spec.layers * len(chosen)}
     learner = dataclasses.replace(LEARNER, lora_path=str(tmp_path / "adapters"), lora_targets=tuple(chosen))
     peft.check(learner, spec)
     found = adapted_logits(variant, learner, peft.read(learner, spec), tokens)
@@ -71,8 +71,8 @@ def test_adapters_of_a_run_give_the_same_logits_in_peft(tmp_path: Path, peer, va
     adapters = {name: value * np.float32(0.3) for name, value in adapters_of(variant).items()}
     (tmp_path / "adapters").mkdir()
     peft.write(tmp_path / "adapters", LEARNER, spec, adapters, FLOAT32, str(tmp_path / "base"))
-    said = peer("trl", "peft_adapters.py", "read", *map(str, (tmp_path / "base", tmp_path / "adapters")))
-    assert said["adapted"] == spec.layers * (6 if spec.experts else 7), "gate and up of experts are one weight there"
+    report = peer("trl", "peft_adapters.py", "read", *map(str, (tmp_path / "base", tmp_path / "adapters")))
+    assert report["adapted"] == spec.layers * (6 if spec.experts else 7), "gate and up of experts are one weight there"
     found = adapted_logits(variant, LEARNER, adapters, tokens)
     assert np.abs(found - np.load(tmp_path / "adapters.logits.npy")).max() < CLOSE
 

@@ -53,8 +53,8 @@ def test_roles_on_other_hosts_are_started_again_by_the_supervisor(tmp_path: Path
                 sampler.send_signal(signal.SIGKILL)
                 killed = True
             pause.wait(0.1)
-        said = (tmp_path / "out").read_text() + "".join(f.read_text()[-2000:] for f in (run / "logs").glob("*.log"))
-        assert process.poll() == 0, said
+        output = (tmp_path / "out").read_text() + "".join(f.read_text()[-2000:] for f in (run / "logs").glob("*.log"))
+        assert process.poll() == 0, output
         seen += rows.rows(closed=True)
         assert last_step(seen) == 40 and [row["process"] for row in seen if row.get("kind") == "restart"] == [
             "sampler-0"

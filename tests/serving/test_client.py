@@ -316,7 +316,7 @@ def test_a_sampler_that_joins_gets_conversations_and_one_that_leaves_finishes_it
                 leaves.engine.go.clear()
                 slow = asyncio.ensure_future(first.generate(PROMPT, keys[0], PARAMS))
                 await leaves.engine.busy.acquire()
-                drained = asyncio.ensure_future(leaves.service.drained())
+                drained = asyncio.ensure_future(leaves.service.drain())
                 while known.is_reachable("sampler-7"):
                     await asyncio.sleep(0.01)
                 assert same(await second.generate(PROMPT, keys[1], PARAMS), drawn(PROMPT, keys[1]))

@@ -1,4 +1,4 @@
-"""Environments behind a server of OpenEnv, one session of its WebSocket `/ws` for each episode.
+"""Environments of an OpenEnv server, one session of its WebSocket `/ws` for each episode.
 
 Messages are JSON objects of `type` and `data`: reset (seed), step (the action), state, close. The server answers with
 an observation (`observation`, `reward`, `done`), the state, or an error with a code.
@@ -21,7 +21,7 @@ exceptions = library("websockets.exceptions", "websockets", "openenv")
 
 OPEN_S, ANSWER_S = 10.0, 60.0
 MAX_BYTES = 16 << 20
-_MODELS_FAULT = "VALIDATION_ERROR"  # an action that the server cannot read
+_UNREADABLE = "VALIDATION_ERROR"  # an action that the server cannot read
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Settings:
     """Settings of `task.args`.
 
     `url` is the server's (http://… or ws://…). `action` is the field of the action that gets the answer; empty: the
-    answer is the action as JSON. `observation` is the field that is shown; empty: `messages` if there are any, a single
-    text, or all as JSON. `reset` is sent with every reset, in addition to the seed. The reward is the sum of the
+    answer is the action as JSON. `observation` is the field that the model sees; empty: `messages` if there are any, a
+    single text, or all as JSON. `reset` is sent with every reset, in addition to the seed. The reward is the sum of the
     server's rewards. `moves` are answers that the teacher of the warm start draws at random. `rules` precedes the first
     observation in full prompts; `hidden` says that different seeds can begin with the same observation.
     """
@@ -45,11 +45,11 @@ class Settings:
 
     @property
     def address(self) -> str:
-        """The URL of the WebSocket. ConfigError if `url` is none."""
+        """The URL of the WebSocket. ConfigError if `url` is not a URL."""
         scheme, _, rest = self.url.rstrip("/").partition("://")
         if scheme not in ("http", "https", "ws", "wss") or not rest:
             raise ConfigError(
-                "task.args.url", self.url, "it is not a URL", "Give the server's, as http://127.0.0.1:8000."
+                "task.args.url", self.url, "it is not a URL", "Give the server's, such as http://127.0.0.1:8000."
             )
         return f"{scheme.replace('http', 'ws')}://{rest}/ws"
 
@@ -66,7 +66,7 @@ class Session:
             reason = f"the OpenEnv server {address} cannot be reached: {error}"
             raise InfraError(f"{reason}. Start it, or correct task.args.url") from error
 
-    def asked(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The `data` of the answer to a message, or {"error": message, "code": code}."""
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         try:
@@ -106,7 +106,7 @@ class OpenEnvGame(Game):
         """The first observation after a reset with `seed`."""
         self.close()
         self._session, self._reward = Session(self._address), 0.0
-        self._last = self._shown(self._session.asked("reset", {"seed": seed, **self.settings.reset}), "reset")
+        self._last = self._shown(self._session.ask("reset", {"seed": seed, **self.settings.reset}), "reset")
         return self._last
 
     def play(self, answer: str) -> View:
@@ -119,8 +119,8 @@ class OpenEnvGame(Game):
                 action = json.loads(answer)
             except ValueError:
                 action = None
-        found = self._session.asked("step", action) if isinstance(action, dict) else {"code": _MODELS_FAULT}
-        if found.get("code") == _MODELS_FAULT and "observation" not in found:
+        found = self._session.ask("step", action) if isinstance(action, dict) else {"code": _UNREADABLE}
+        if found.get("code") == _UNREADABLE and "observation" not in found:
             return View(f"{UNREAD}\n{self._last}", reward=self._reward, misread=True)
         self._last = self._shown(found, "step")
         reward = found.get("reward") or 0.0
@@ -128,11 +128,11 @@ class OpenEnvGame(Game):
             raise DataError(f"the OpenEnv server gave the reward {one_line(repr(reward), 80)}")
         self._reward += float(reward)
         over = found.get("done") is True
-        parts = {"steps": float(self._session.asked("state").get("step_count", 0))} if over else {}
+        parts = {"steps": float(self._session.ask("state").get("step_count", 0))} if over else {}
         return View(self._last, over, self._reward, parts)
 
     def choices(self) -> Sequence[str]:
-        """`moves`."""
+        """The answers that the teacher of the warm start draws: `moves`."""
         return self.settings.moves
 
     def close(self) -> None:
@@ -169,6 +169,6 @@ class OpenEnv(GameEnvironment):
 
 
 class OpenEnvSource(GameSource):
-    """Sessions by seed."""
+    """Tasks of the server: the number of a task is the seed of its reset."""
 
     name, game = "openenv", OpenEnvGame

@@ -1,7 +1,7 @@
-"""Environments of the package verifiers, unmodified, as agents: a worker program plays them against the member's URL.
+"""Environments of the package verifiers, unmodified, as agents: a worker plays them against the URL of a member.
 
-verifiers needs other versions of some packages, so it has an environment of its own. The worker runs there, one for
-each environment process, and ends with it. Its calls go to `/inference/v1/generate`, or to OpenAI's chat.
+verifiers needs other versions of some packages, so it has an environment of its own. A worker program runs there
+for each environment process, and ends with it. It calls `/inference/v1/generate`, or OpenAI's chat.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 class Settings:
     """`task.args`. `env` is the config of the environment as verifiers reads it, such as {"taskset": {"id": …}}.
 
-    The worker runs `python` with the folders `path` on its search path. `tokenizer` is the folder with which the client
-    renders, and `renderer` its settings for it. `tasks` bounds the number of tasks.
+    The worker runs `python` with the folders `path` on its module search path. `tokenizer` is the model's folder, with
+    which the client renders messages; `renderer` has its settings. `tasks` bounds the number of tasks.
     """
 
     python: str
@@ -73,7 +73,7 @@ class _Worker:
             raise ConfigError("task.args.python", settings.python, f"it does not start: {error}",
                               "Run `make venv-verifiers`, and name its Python.") from error  # fmt: skip
 
-    def asked(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `job`; DataError for one that failed, and for a worker that ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -99,7 +99,7 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # a job that it has not read
+            with contextlib.suppress(BrokenPipeError):  # closing flushes a job that the worker has not read
                 pipe.close()
 
 
@@ -113,7 +113,7 @@ def play(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, Any]:
         _workers[named] = _Worker(Settings(**row["verifiers"]))
     worker = _workers[named]
     with worker.lock:
-        return worker.asked({"idx": row["idx"], "base_url": base_url, "api_key": api_key})
+        return worker.ask({"idx": row["idx"], "base_url": base_url, "api_key": api_key})
 
 
 class VerifiersSource:
@@ -126,7 +126,7 @@ class VerifiersSource:
         self._settings = settings_of(Settings, cfg.args)
         worker = _Worker(self._settings)
         try:
-            self._tasks: list[dict[str, Any]] = worker.asked({})["tasks"]
+            self._tasks: list[dict[str, Any]] = worker.ask({})["tasks"]
         except DataError as error:
             raise ConfigError("task.args.env", dict(self._settings.env), str(error),
                               "Run the environment with verifiers' own `eval` first.") from error  # fmt: skip

@@ -1,7 +1,7 @@
 """Program that plays environments of verifiers; `verifiers_env` starts it with the Python that has verifiers.
 
-It imports nothing of JaxRoll. Its argument is the JSON object `task.args`. It reads jobs as JSON lines and answers each
-with one: `{}` lists the tasks; a job with `idx`, `base_url` and `api_key` plays that task against the endpoint.
+It imports nothing from JaxRoll. Its argument is the JSON object `task.args`. It reads jobs as JSON lines and answers
+each with one line: `{}` lists the tasks; a job with `idx`, `base_url` and `api_key` plays that task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 KEY = "JAXROLL_MEMBER_KEY"  # the environment variable from which verifiers reads the key of the endpoint
-EPISODES = 64  # verifiers keeps a client for every endpoint until the environment stops serving
+EPISODES = 64  # then the environment serves again: until it stops, verifiers keeps a client for every endpoint
 
 
 def library() -> SimpleNamespace:
@@ -47,12 +47,12 @@ class Player:
         self._kind = vf.TrainClientConfig if settings["client"] == "train" else vf.EvalClientConfig
         self._serving, self._played = AsyncExitStack(), 0
 
-    def listed(self) -> dict[str, Any]:
+    def task_list(self) -> dict[str, Any]:
         """The data of the tasks, without the keys that have no value."""
         return {"tasks": [task.data.model_dump(mode="json", exclude_none=True) for task in self._tasks]}
 
-    async def played(self, idx: int, base_url: str, api_key: str) -> dict[str, Any]:
-        """Reward and parts of one episode: the mean over its traces. RuntimeError if it failed."""
+    async def play(self, idx: int, base_url: str, api_key: str) -> dict[str, Any]:
+        """Play task `idx` and return reward and parts: means over its traces. RuntimeError if the episode failed."""
         if self._played % EPISODES == 0:
             await self._serving.aclose()
             await self._serving.enter_async_context(self._env.serving())
@@ -80,15 +80,15 @@ class Player:
         await self._serving.aclose()
 
 
-async def answered(jobs: AsyncIterator[bytes], settings: dict[str, Any], out: Any) -> None:
+async def answer_jobs(jobs: AsyncIterator[bytes], settings: dict[str, Any], out: Any) -> None:
     """Answer every job with one line on `out`."""
     player = Player(settings)
     try:
         async for line in jobs:
             job = json.loads(line)
             try:
-                found = await player.played(**job) if job else player.listed()
-            except Exception as error:  # noqa: BLE001 - environments raise anything
+                found = await player.play(**job) if job else player.task_list()
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; it fails only this episode
                 found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
             out.write(json.dumps(found) + "\n")
             out.flush()
@@ -100,7 +100,7 @@ async def main(out: Any) -> None:
     """Answer the jobs of the standard input until it ends."""
     reader = asyncio.StreamReader(limit=1 << 26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await answered(reader, json.loads(sys.argv[1]), out)
+    await answer_jobs(reader, json.loads(sys.argv[1]), out)
 
 
 def end_with(parent: int) -> None:
@@ -113,5 +113,5 @@ def end_with(parent: int) -> None:
 if __name__ == "__main__":
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what environments print
+    os.dup2(2, 1)  # environments that print do not write among the answers
     asyncio.run(main(answers))

@@ -21,7 +21,7 @@ def started(spare: int = 1, **rules) -> Machine:
     return m
 
 
-def told(m: Machine, request: ev.Request) -> list:
+def cancelled(m: Machine, request: ev.Request) -> list:
     return m.core.handle(request, m.now).ended
 
 
@@ -50,7 +50,7 @@ def test_the_holders_of_what_is_let_go_are_told_and_nobody_else() -> None:
     m.lease(2, name="A")
     m.lease(2, name="B")
     m.put((0, 0, 1))
-    ended = told(m, ev.PutMember(0, 1, 1, "d", 100, m.state.open[0].slots[0].runs))
+    ended = cancelled(m, ev.PutMember(0, 1, 1, "d", 100, m.state.open[0].slots[0].runs))
     assert ended == [("B-1", (0, 2, 1))]
     assert m.ask(ev.Renew("B-1", ((0, 2, 1),))) == ((0, 2, 1),), "a holder that missed it learns it when it renews"
 
@@ -62,18 +62,18 @@ def test_a_rewind_a_surplus_and_a_dead_group_are_told_but_no_lease_that_ran_out(
     m.lease(2, name="B")
     m.put((0, 0, 1))
     m.put((0, 1, 1))
-    assert told(m, ev.ClaimStep("L", 0, 0)) == [("B-1", (1, 0, 1)), ("B-1", (1, 1, 1))]
+    assert cancelled(m, ev.ClaimStep("L", 0, 0)) == [("B-1", (1, 0, 1)), ("B-1", (1, 1, 1))]
     m.publish(Version(0, 1))
     m.ask(ev.Ack("L", V0))
     keys = m.lease(2, Version(0, 1), name="C")
     m.now = 11.0
-    assert told(m, ev.Tick()) == []
+    assert cancelled(m, ev.Tick()) == []
     assert m.put(keys[0]) == "OK", "its put still counts"
     (again,) = m.lease(1, Version(0, 1), name="C")
-    assert told(m, ev.Begin("L2", V0)) == [("C-1", again)]
+    assert cancelled(m, ev.Begin("L2", V0)) == [("C-1", again)]
     m.publish(Version(1, 0), "L2")
     *_, left, right = m.lease(4, Version(1, 0), name="D")
-    assert told(m, ev.PutMember(*left, "f", 10, failure=("DATA", "it broke"))) == [("D-1", right)]
+    assert cancelled(m, ev.PutMember(*left, "f", 10, failure=("DATA", "it broke"))) == [("D-1", right)]
 
 
 def test_a_member_that_breaks_for_good_is_let_go_while_the_group_can_spare_it() -> None:
