@@ -388,7 +388,7 @@ def _serve_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--port", type=int, default=8000, help="the port (default: 8000; 0: any free port)")
     one.add_argument("--name", help="the name of the model (default: that of the folder)")
     one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token, or "
-                     "jaxroll/http.token in your folder of states)")  # fmt: skip
+                     "jaxroll/http.token in your state folder)")  # fmt: skip
     one.add_argument("--slots", type=int, default=8, help="slots of the engine (default: 8)")
     one.add_argument("--queue", type=int, default=504, help="answers that may wait for a slot (default: 504)")
     one.add_argument("--context", type=int, metavar="TOKENS",
@@ -402,7 +402,7 @@ def _ui_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     one.add_argument("--port", type=int, default=8100, help="the port (default: 8100; 0: any free port)")
     one.add_argument("--token-file", metavar="FILE",
-                     help="file of the token (default: jaxroll/ui.token in your folder of states)")  # fmt: skip
+                     help="file of the token (default: jaxroll/ui.token in your state folder)")  # fmt: skip
     one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 

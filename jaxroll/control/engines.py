@@ -2,7 +2,7 @@
 
 `program_of` is the one description: commands, hosts, devices, restarts and spot capacity by role. Each engine renders
 it as files; nothing here starts a process. Samplers join the run (`jaxroll sampler --join`), so an engine may add and
-remove them at any time. Secrets are files with mode 0600 or secrets of the engine, never words of a command.
+remove them at any time. Secrets are files with mode 0600 or secrets of the engine, never arguments of a command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAIN_S = 20  # below the 25 s and 30 s that clouds give before they take a mach
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `jaxroll launch`; `accelerator` is in the words of the engine, '' for CPU hosts."""
+    """The options of `jaxroll launch`; `accelerator` is named as the engine names it; '' is for CPU hosts."""
 
     config_file: str
     overrides: Sequence[str] = ()
@@ -90,14 +90,14 @@ def program_of(config: Config, request: Request) -> Program:
         return (request.python, "-m", "jaxroll", role, *common, f"--run={run}", *words)
 
     hosts = config.placement.learner_hosts
-    meeting = ()
+    coordinator = ()
     if hosts > 1:
-        meeting = (f"--index={INDEX}", f"--coordinator={LEARNER}:{request.port + 1}")
+        coordinator = (f"--index={INDEX}", f"--coordinator={LEARNER}:{request.port + 1}")
     join = (request.python, "-m", "jaxroll", "sampler", f"--join={STORE}:{request.port}", f"--drain={DRAIN_S}")
     serving = (f"--host={HOST}", *plain) if config.placement.actors else ()
     roles = [
         Role("store", command("store", f"--store=0.0.0.0:{request.port}", *plain, run=request.scratch or request.run)),
-        Role("learner", command("learner", store, f"--host={LEARNER}", *meeting, *plain), hosts=hosts,
+        Role("learner", command("learner", store, f"--host={LEARNER}", *coordinator, *plain), hosts=hosts,
              devices=config.learner.mesh.devices // hosts, before=warm_start(config, command("learner"), request.run)),
         Role("sampler", (*join, *serving), count=config.sampler.count, devices=config.sampler.mesh.devices,
              spot=request.spot),
@@ -133,7 +133,7 @@ def _check_scratch(request: Request) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block."""
+    """Dumper that writes text of several lines as a block."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -311,10 +311,13 @@ def skypilot(program: Program, request: Request) -> dict[str, str]:
     main["num_nodes"] = len(nodes)
     join = ["set -u", "HOST_NAME=$(hostname -I | cut -d' ' -f1)", f"run() {{ {line(sampler.command)}; }}"]
     script = [*join, *_restarts("run", program.restarts)]
-    spare = _task(f"{program.name}-sampler", request, sampler.devices, sampler.spot, "\n".join(script))
-    spare["envs"] = {"STORE_HOST": None}
-    spare["resources"]["job_recovery"] = {"strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": program.restarts}
-    return {"run.yaml": _yaml(main), "sampler.yaml": _yaml(spare)}
+    one_sampler = _task(f"{program.name}-sampler", request, sampler.devices, sampler.spot, "\n".join(script))
+    one_sampler["envs"] = {"STORE_HOST": None}
+    one_sampler["resources"]["job_recovery"] = {
+        "strategy": "EAGER_NEXT_REGION",
+        "max_restarts_on_errors": program.restarts,
+    }
+    return {"run.yaml": _yaml(main), "sampler.yaml": _yaml(one_sampler)}
 
 
 def _task(name: str, request: Request, devices: int, spot: bool, script: str) -> dict:
@@ -339,7 +342,7 @@ def _restarts(function: str, restarts: int) -> list[str]:
     ]
 
 
-# --- TPU VMs: a queued resource for each role with devices, made again after a preemption
+# --- TPU VMs: a queued resource for each role with devices, created again after a preemption
 
 
 def tpu_vm(program: Program, request: Request) -> dict[str, str]:
@@ -364,8 +367,8 @@ def tpu_vm(program: Program, request: Request) -> dict[str, str]:
     names = [(role, f"{program.name}-{role.name}-{copy}") for role in program.roles for copy in range(role.count)]
     lines = [f"vms=({' '.join(name for role, name in names if role.devices)})"]
     for role, name in names:
-        meeting = ("--index=", "--coordinator=") if role.hosts > 1 else ()  # JAX finds out on a slice
-        command = [word for word in role.command if not word.startswith(meeting)]
+        found_by_jax = ("--index=", "--coordinator=") if role.hosts > 1 else ()  # on a slice
+        command = [word for word in role.command if not word.startswith(found_by_jax)]
         index, home = name.rpartition("-")[2], f"$HOME/{kept}" if role.devices else request.run
         setup = f"cd {shlex.quote(request.workdir)} && export ROLE_INDEX={index} {TOKEN_VARIABLE}=$(cat {home}/token)"
         setup += "" if request.insecure else f" {TLS_VARIABLE}={home}/tls"

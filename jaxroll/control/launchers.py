@@ -31,7 +31,7 @@ from jaxroll.run_paths import RunPaths
 
 LOCAL = "localhost"
 CACHE = ".cache/jax"
-KNOWN = ("local", "ssh", *engines.ENGINES)  # what `--on` may name besides hosts
+KNOWN = ("local", "ssh", *engines.ENGINES)  # what `--on` may name, in addition to hosts
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Launch:
 
 OPTIONS = {
     "name": ("", "NAME", "the name of the job (default: run.name)"),
-    "accelerator": ("", "TYPE", "in the engine's words: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
+    "accelerator": ("", "TYPE", "as the engine names it: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
                     "(SkyPilot), v5litepod-8 (TPU VM); none: CPU hosts"),
     "image": ("", "IMAGE", "the container image of pods (JobSet)"),
     "queue": ("", "NAME", "the partition (Slurm) or local queue (Kueue)"),
@@ -274,7 +274,7 @@ def engine_of(options: argparse.Namespace) -> str:
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
-        raise ConfigError("--on", " ".join(unknown or named), "names no engine, or not one",
+        raise ConfigError("--on", " ".join(unknown or named), "names no engine, or several",
                           f"Engines: {', '.join(KNOWN)}.")  # fmt: skip
     return named[0] if named else ""
 
@@ -340,7 +340,7 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
 def send_secrets(target: Target, run_dir: Path) -> None:
     """Copy token and certificates into the run's folder on every other host, through the standard input of ssh.
 
-    InfraError if a host does not take them.
+    InfraError if a host does not accept them.
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:") as archive:
@@ -354,4 +354,4 @@ def send_secrets(target: Target, run_dir: Path) -> None:
         done = subprocess.run(["ssh", host, inner], input=packed.getvalue(), capture_output=True, check=False)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip()[-500:]
-            raise InfraError(f"{host} does not take the secrets of the run (exit code {done.returncode}): {why}")
+            raise InfraError(f"{host} does not accept the secrets of the run (exit code {done.returncode}): {why}")

@@ -98,7 +98,7 @@ def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: V
 def over_ssh(config: Config, path: Path, target: launchers.Target) -> int:
     """Run `config` with its roles on the hosts of `target`, supervised from here; the exit code.
 
-    Starts and restarts are in RUN/metrics.jsonl here, so the store's host is the best place.
+    Starts and restarts are in RUN/metrics.jsonl here, so the store's host is the best one to call this on.
     """
     specs = launchers.supervised(config, target)
     auth.create(path)

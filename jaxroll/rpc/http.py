@@ -1,4 +1,4 @@
-"""HTTP servers of this program: their socket, uvicorn without signal handlers, and the token of their clients."""
+"""HTTP servers: their socket, uvicorn without signal handlers, and the token of their clients."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def token(secret: str | None, path: Path) -> str:
 
 
 def user_token_file(name: str) -> Path:
-    """The token file `name` of servers without a run: in the user's folder of states."""
+    """The token file `name` of servers without a run: in the user's state folder (XDG)."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "jaxroll" / name

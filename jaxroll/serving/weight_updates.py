@@ -1,4 +1,4 @@
-"""New weights from a foreign trainer over HTTP, by vLLM's verbs: start, update, and finish a weight update.
+"""New weights from another trainer over HTTP, through vLLM's endpoints: start, update and finish a weight update.
 
 The trainer names a folder that this machine reads, or sends its tensors as files in the format of safetensors, in one
 request or several. The engine gets them as the next version when the update is finished, under its weight-swap policy.
@@ -102,7 +102,7 @@ class WeightUpdates:
                                        "have", status=413)  # fmt: skip
                     await asyncio.to_thread(file.write, part)
             await asyncio.to_thread(tensor_files.opened, path)
-        except BaseException:
+        except BaseException:  # a cancelled request too: a part of a file must not become a tensor
             path.unlink(missing_ok=True)
             raise
 
@@ -175,9 +175,9 @@ def routes(updates: WeightUpdates | None) -> list[Route]:
             await held.add_file(request)
             return json_response({"message": "Weights updated"})
         body = requests.parsed((await json_body(request))[0], UpdateBody)
-        alone = not held.begun
+        is_whole = not held.begun  # a folder alone needs neither start nor finish
         held.add_folder(requests.parsed(body.update_info, FolderInfo, "update_info").path)
-        if not alone:
+        if not is_whole:
             return json_response({"message": "Weights updated"})
         return json_response({"message": "Weights updated", "weight_version": str(await held.finish())})
 

@@ -65,7 +65,7 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """Its chip."""
+        """The kind of chip that it has."""
         return CHIPS[self.kind]
 
     def of_role(self, devices: int) -> str:

@@ -156,12 +156,12 @@ def compiled(
     rows: dict[tuple[str, str], Row] = {}
     began, lowering = time.monotonic(), ""
 
-    def say(line: str) -> None:
+    def report_line(line: str) -> None:
         progress(f"plan: {time.monotonic() - began:.0f} s: {line}")
 
-    def still() -> None:
+    def report_pending() -> None:
         names = [f"compiling {role.name} {one.name}" for role, one in list(pending.values())]
-        say(", ".join([f"lowering the programs of the {lowering}"] * bool(lowering) + names))
+        report_line(", ".join([f"lowering the programs of the {lowering}"] * bool(lowering) + names))
 
     def collect(most: int) -> None:
         while len(pending) > most:
@@ -170,10 +170,10 @@ def compiled(
                 role, one = pending.pop(future)
                 result = future.result()
                 rows[role.name, one.name] = _row(role, one, result, config, topology.chip)
-                say(f"{role.name} {one.name} {'read from the cache' if result.cached else 'compiled'}")
+                report_line(f"{role.name} {one.name} {'read from the cache' if result.cached else 'compiled'}")
 
     order = []
-    with _repeated(still, _HEARTBEAT_S), ThreadPoolExecutor(_AT_ONCE) as pool:
+    with _repeated(report_pending, _HEARTBEAT_S), ThreadPoolExecutor(_AT_ONCE) as pool:
         for role in roles:
             lowering = role.name
             for one in role.programs:
@@ -443,7 +443,7 @@ def _sampler_change(config: Config, memory: Mapping[str, int], limit: float, nee
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """The plan for people."""
+    """The plan as lines of text."""
     used = (
         f"{found['chips_used']} of {found['chips']} chips" if found["chips_used"] <= found["chips"] else "shared chips"
     )

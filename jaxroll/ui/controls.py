@@ -1,7 +1,7 @@
 """Control of a live run: pause, resume and checkpoint are calls to its store, stop is a signal to its supervisor.
 
-The store's RPC has the run's token, records who called, and answers at once. A file in the run's folder would have
-neither, and a store that does not answer cannot pause anything either.
+An RPC to the store checks the run's token, records the caller and answers at once; a file in the run's folder would
+not. A run whose store does not answer grants no leases anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxroll.store.client import StoreClient
 
 PATIENCE_S, CALL_S = 3.0, 5.0
 DONE = {
-    "pause": "Paused: no leases are granted. Rollouts that run go on, and the learner trains what is complete.",
+    "pause": "Paused: no leases are granted. Running rollouts finish, and the learner trains complete groups.",
     "resume": "Resumed.",
     "checkpoint": "The learner writes a checkpoint after the next step that it claims.",
     "stop": "The supervisor stops the roles, the learner after its step and a checkpoint.",
@@ -50,7 +50,7 @@ async def _call(path: Path, action: str) -> None:
 
 
 def _stop(path: Path) -> None:
-    """Send SIGTERM to the process that holds the run's lock, as kill does; never to one that has only its number."""
+    """Send SIGTERM to the process that holds the run's lock, and never to a later process with the same pid."""
     pid = record.supervisor_pid(path)
     if pid is None:
         raise InfraError(f"{path.name}: no supervisor on this machine runs it; stop its roles where they run")

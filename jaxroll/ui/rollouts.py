@@ -194,7 +194,7 @@ def member_facts(db: sqlite3.Connection, group: int, member: int, decode: Decode
     outcome = None if found is None else wire.decode(found[0], Member).outcome
     if not isinstance(outcome, Finished):
         raise ConfigError("member", member, "its tokens are not kept",
-                          "store.keep_trajectories_mb keeps more of the groups that are done with.")  # fmt: skip
+                          "Raise store.keep_trajectories_mb to keep the tokens of more groups.")  # fmt: skip
     steps = [run.version.step for run in outcome.versions for _ in range(min(run.count, MAX_TOKENS))]
     versions = [str(run.version) for run in outcome.versions for _ in range(min(run.count, MAX_TOKENS))]
     left, place, segments = MAX_TOKENS, 0, []

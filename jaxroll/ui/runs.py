@@ -1,4 +1,4 @@
-"""The runs in a folder: which there are, what each is about, and their metric rows, which a thread follows."""
+"""The runs in a folder: their list, their run.json, their logs, and their metric rows, which a thread follows."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Spans:
 
 @dataclass
 class Content:
-    """All that is known from the rows of one file."""
+    """The content of the rows of one file, as the views need it."""
 
     rows: int = 0
     first_t: float | None = None
@@ -233,7 +233,7 @@ class RunMetrics:
         return bool(rows)
 
 
-# --- what views draw
+# --- data of the views
 
 
 def names(content: Content) -> list[str]:

@@ -1,4 +1,4 @@
-"""`jaxroll ui`: the dashboard's server. It reads the runs' files, and only clients with the token see anything.
+"""`jaxroll ui`: the dashboard's server. It reads the runs' files, and answers only clients with the token.
 
 A browser gets a session in exchange for the token or for the code in the printed link, which works once. Names of
 other sites that resolve to this machine are refused (`Host`), and so are requests that another page sends (`Origin`,
@@ -76,7 +76,7 @@ class Dashboard:
         handlers: dict[Any, Any] = dict.fromkeys((JaxRollError, HTTPException), _refused)
         self.app: ASGIApp = self._guarded(Starlette(routes=routes, exception_handlers=handlers))
 
-    # --- who may see what
+    # --- access
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         """`app` behind the checks of host, origin and session; every response has `HEADERS`."""

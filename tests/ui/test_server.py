@@ -47,7 +47,7 @@ def get(user: TestClient, view: str, **query: object) -> dict:
     return answer.json()
 
 
-# --- who sees what
+# --- access
 
 
 @pytest.mark.parametrize("view", VIEWS)

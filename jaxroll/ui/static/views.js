@@ -1,4 +1,4 @@
-// The views of the dashboard, except the rollouts. A view has `refresh` (false: no hurry) and may have `move`, `repaint`, `destroy`.
+// The views of the dashboard, except the rollouts. A view has `refresh` (false: refresh less often) and may have `move`, `repaint`, `destroy`.
 import { h, fill, api, post, card, chip, table, empty, foreign, number, percent, duration, ago, moment, clock, compact, known } from "./dom.js";
 import { Lines, Timeline, bars } from "./charts.js";
 
