@@ -20,12 +20,9 @@ def test_a_paused_run_grants_no_leases_and_ends_what_it_began(tmp_path: Path, sm
 
     async def acts() -> None:
         async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
+            small.opened(tmp_path, config) as (_, sampler),
             small.connected(tmp_path, config, "supervisor") as person,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
             keys = small.keys(await sampler.lease(V0, 4, 5.0))
             with pytest.raises(Unauthorized):
                 await sampler.control("pause")
@@ -49,12 +46,9 @@ def test_a_checkpoint_is_wanted_at_one_claim_until_it_is_durable(tmp_path: Path,
 
     async def acts() -> None:
         async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
+            small.opened(tmp_path, config) as (learner, sampler),
             small.connected(tmp_path, config, "supervisor") as person,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
             for key in small.keys(await sampler.lease(V0, 64, 5.0)):
                 await sampler.put(small.finished(*key, (V0, 3)))
             assert not (await learner.claim(0, 0, 5.0)).checkpoint_wanted
