@@ -9,7 +9,7 @@ const TABS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Time
 const VIEWS = { overview: views.Overview, curves: views.Curves, timeline: views.TimelineView, weights: views.Weights,
   rollouts: Rollouts, faults: views.Faults, system: views.System, config: views.Config };
 
-const place = { main: document.getElementById("view"), tabs: document.getElementById("tabs"), crumb: document.getElementById("crumb"),
+const nodes = { main: document.getElementById("view"), tabs: document.getElementById("tabs"), crumb: document.getElementById("crumb"),
   live: document.getElementById("live"), toast: document.getElementById("toast") };
 let current = null, timer = null, last = "";
 
@@ -29,14 +29,14 @@ async function show() {
   last = key;
   current?.destroy?.();
   clearTimeout(timer);
-  fill(place.main);
-  place.tabs.hidden = !run;
-  fill(place.tabs, run ? TABS.map(([name, text]) => h("a", { href: link(run, name), "aria-current": name === tab ? "page" : null }, text)) : []);
-  place.tabs.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
-  fill(place.crumb, run ? h("bdi", {}, run) : "Runs");
+  fill(nodes.main);
+  nodes.tabs.hidden = !run;
+  fill(nodes.tabs, run ? TABS.map(([name, text]) => h("a", { href: link(run, name), "aria-current": name === tab ? "page" : null }, text)) : []);
+  nodes.tabs.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  fill(nodes.crumb, run ? h("bdi", {}, run) : "Runs");
   document.title = run ? `${run} · JaxRoll` : "JaxRoll";
   const Kind = run ? VIEWS[tab] || views.Overview : views.RunList;
-  current = new Kind({ run, main: place.main, link, live, toast });
+  current = new Kind({ run, main: nodes.main, link, live, toast });
   current.move?.(rest);
   await tick(current);
 }
@@ -44,13 +44,13 @@ async function show() {
 async function tick(view) {
   let wait = EVERY_MS;
   try {
-    const live_ = await view.refresh();
-    wait = live_ === false ? SLOW_MS : EVERY_MS;
-    if (place.live.dataset.state === "lost") live("");
+    const isLive = await view.refresh();
+    wait = isLive === false ? SLOW_MS : EVERY_MS;
+    if (nodes.live.dataset.state === "lost") live("");
   } catch (error) {
     if (view !== current) return;
     if (error instanceof Refused) {
-      if (!place.main.childElementCount) fill(place.main, empty(error.message));
+      if (!nodes.main.childElementCount) fill(nodes.main, empty(error.message));
       toast(error.message);
       wait = SLOW_MS;
     } else if (error.name !== "AbortError") {
@@ -68,16 +68,16 @@ function later(view) {
 
 const STATES = { live: "live", finished: "finished", stopped: "stopped", lost: "the server does not answer" };
 function live(state) {
-  place.live.dataset.state = state;
-  place.live.textContent = STATES[state] || "";
+  nodes.live.dataset.state = state;
+  nodes.live.textContent = STATES[state] || "";
 }
 
 let hiding = null;
 function toast(text) {
-  place.toast.textContent = text;
-  place.toast.hidden = false;
+  nodes.toast.textContent = text;
+  nodes.toast.hidden = false;
   clearTimeout(hiding);
-  hiding = setTimeout(() => { place.toast.hidden = true; }, 6000);
+  hiding = setTimeout(() => { nodes.toast.hidden = true; }, 6000);
 }
 
 function theme(name) {
@@ -90,5 +90,5 @@ if (kept === "dark" || kept === "light") document.documentElement.dataset.theme 
 document.getElementById("theme").addEventListener("click", () => theme(dark() ? "light" : "dark"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme());
 document.getElementById("logout").addEventListener("click", async () => { await post("/logout", {}); location.replace("/"); });
-addEventListener("hashchange", () => { show(); place.main.focus({ preventScroll: true }); scrollTo(0, 0); });
+addEventListener("hashchange", () => { show(); nodes.main.focus({ preventScroll: true }); scrollTo(0, 0); });
 show();

@@ -4,7 +4,7 @@ import { css } from "./charts.js";
 
 const REASONS = {
   stale: "a token would have been older than the age bound allows when it was trained",
-  lineage: "the learner went back to an older step, and the weights that sampled it are of a line that was left",
+  lineage: "the learner went back to an older step, and the weights that sampled it belong to an abandoned lineage",
   surplus: "it was a redundant group, and enough others were complete",
   last_batch: "the run had all its steps, or too few groups were left for a whole batch",
 };
@@ -113,7 +113,7 @@ export class Rollouts {
         why ? h("p", { class: group.state === "EXPIRED" || group.state === "DEAD" ? "reason" : "muted" }, h("b", {}, group.state === "DEAD" ? "It ended because " : group.state === "EXPIRED" ? "It expired: " : ""), why) : null,
         h("p", { class: "muted" }, claim ? `Trained in step ${claim.step} of lineage ${claim.lineage}, place ${claim.place}. ` : "Not claimed by a step. ",
           `Issued ${moment(group.issued_unix_s)}`, group.ended_unix_s ? `, ended ${duration(group.ended_unix_s - group.issued_unix_s)} later. ` : ". ",
-          known(group.reissue_of) ? ["It takes up the prompt of ", h("a", { href: this.link(this.run, "rollouts", group.reissue_of) }, `group ${group.reissue_of}`), ". "] : null,
+          known(group.reissue_of) ? ["It reissues the prompt of ", h("a", { href: this.link(this.run, "rollouts", group.reissue_of) }, `group ${group.reissue_of}`), ". "] : null,
           "Question ", h("code", {}, foreign(group.question_hash)), task ? [", environment ", h("code", {}, foreign(task.env))] : null, "."),
         task ? task.messages.map(message => h("div", { class: "message" }, h("b", {}, foreign(message.role)), h("pre", {}, foreign(message.content)))) : empty("The text of the prompt is not kept.")),
       this.membersCard(id, members),
@@ -147,8 +147,8 @@ export class Rollouts {
     const summary = this.buttons.get(member).parentElement;
     const advantage = parseFloat(summary.children[3].textContent.replace("−", "-").replace(/,/g, ""));
     this.member = { found, advantage: Number.isFinite(advantage) ? advantage : 0 };
-    const choice = h("select", { "aria-label": "colour of the tokens", onchange: event => { this.by = event.target.value; this.paint(); } },
-      [["logprob", "by log-prob"], ["version", "by version"], ["advantage", "by advantage"], ["none", "no colour"]].map(([value, text]) => h("option", { value }, text)));
+    const choice = h("select", { "aria-label": "color of the tokens", onchange: event => { this.by = event.target.value; this.paint(); } },
+      [["logprob", "by log-prob"], ["version", "by version"], ["advantage", "by advantage"], ["none", "no color"]].map(([value, text]) => h("option", { value }, text)));
     choice.value = this.by ||= "logprob";
     const parts = Object.entries(found.reward_parts);
     this.legend = h("div", { class: "legend" });

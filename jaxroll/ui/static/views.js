@@ -226,8 +226,8 @@ export class TimelineView {
     Object.assign(this, { run, live, follow: "all", window: [null, null] });
     this.timeline = new Timeline((from, to) => { this.window = [from, to]; if (from === null) this.follow = "all"; else this.follow = ""; this.choice.value = this.follow; this.refresh(); });
     this.choice = h("select", { "aria-label": "time shown", onchange: event => { this.follow = event.target.value; this.window = [null, null]; this.refresh(); } },
-      h("option", { value: "all" }, "all of it"), h("option", { value: "60" }, "last minute"), h("option", { value: "300" }, "last 5 minutes"),
-      h("option", { value: "3600" }, "last hour"), h("option", { value: "" }, "chosen part"));
+      h("option", { value: "all" }, "all"), h("option", { value: "60" }, "last minute"), h("option", { value: "300" }, "last 5 minutes"),
+      h("option", { value: "3600" }, "last hour"), h("option", { value: "" }, "selected part"));
     const zoom = (text, label, keys) => h("button", { type: "button", "aria-label": label, onclick: () => this.timeline.key({ key: keys, preventDefault() {} }) }, text);
     this.note = h("span", { class: "muted" });
     fill(main, h("div", { class: "bar" }, h("h1", {}, "Timeline"), this.choice, h("span", { class: "buttons" },
@@ -312,7 +312,7 @@ export class Faults {
         f.causes.map(one => [foreign(one.cause, { class: "clamp" }), chip(one.kind, one.kind === "DATA" ? "bad" : "muted"), number(one.failures), number(one.groups), `${duration(one.ago_s)} ago`]), { caption: "Causes of failures", right: [2, 3] }) : empty("no failures")),
       f.failures?.length ? card("Newest failures", `${number(f.failures_total)} in all.`, table(["when", "group", "member", "kind", "error"],
         f.failures.slice(0, 20).map(one => [clock(one.unix_s), group(one.group), `${one.member}, attempt ${one.attempt}`, one.kind, foreign(one.error, { class: "clamp" })]), { caption: "Newest failures" })) : null,
-      f.lineages?.length > 1 ? card("Lineages", "The learner went back to a checkpoint and continued on a new line.", table(["lineage", "from", "at step", "when"],
+      f.lineages?.length > 1 ? card("Lineages", "The learner went back to a checkpoint and continued in a new lineage.", table(["lineage", "from", "at step", "when"],
         f.lineages.map(one => [number(one.lineage), one.parent ?? "–", number(one.fork_step), moment(one.unix_s)]), { caption: "Lineages" })) : null,
       f.refused?.length ? card("Refused calls", null, table(["when", "caller", "call", "answer", "times"],
         f.refused.map(one => [moment(one.unix_s), foreign(one.who), foreign(one.what), foreign(one.outcome, { class: "clamp" }), number(one.times)]), { caption: "Refused calls" })) : null,
