@@ -1,4 +1,4 @@
-"""Files of `jaxroll launch --on=ENGINE`, compared with golden files and run with stand-ins of gcloud, srun and ssh."""
+"""Files of `jaxroll launch --on=ENGINE`, compared with golden files and run with stand-ins for gcloud, srun and ssh."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixtur
         ([], "--on"),
     ],
 )
-def test_what_an_engine_cannot_run_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], key: str) -> None:
+def test_unusable_options_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], key: str) -> None:
     assert cli.main(["launch", *COMMON, *words, "--dry-run"]) == 64
     assert capsys.readouterr().err.startswith(f"error: {key}")
 
@@ -115,7 +115,7 @@ def stand_in(folder: Path, name: str, script: str) -> None:
 
 
 def engine_env(tmp_path: Path) -> dict[str, str]:
-    """The environment in which programs of engines are stand-ins that note their words in `calls`."""
+    """The environment in which programs of engines are stand-ins that write their arguments into `calls`."""
     kept = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
     return kept | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(tmp_path / "calls")}
 
@@ -167,7 +167,7 @@ esac
 """
 
 
-def test_a_preempted_tpu_vm_is_made_again_and_all_are_deleted_at_the_end(
+def test_a_preempted_tpu_vm_is_created_again_and_all_are_deleted_at_the_end(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     stand_in(tmp_path / "bin", "gcloud", GCLOUD)

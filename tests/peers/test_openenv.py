@@ -1,4 +1,4 @@
-"""OpenEnv's validator and client judge our server; OpenEnv's server judges our client."""
+"""OpenEnv's validator and client against our server, and our client against OpenEnv's server."""
 
 from __future__ import annotations
 

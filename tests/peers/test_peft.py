@@ -1,4 +1,4 @@
-"""PEFT as judge: adapters that it saves mean the same here, and adapters of a run mean the same there."""
+"""Adapters exchanged with PEFT: the logits with them are the same on both sides, in both directions."""
 
 from __future__ import annotations
 

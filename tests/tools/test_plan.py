@@ -74,7 +74,7 @@ def test_heads_that_the_mesh_does_not_divide_are_refused(capsys: pytest.CaptureF
     assert code == 64 and "sampler.mesh.tensor = 24" in capsys.readouterr().err
 
 
-def test_what_fits_changes_nothing():
+def test_a_config_that_fits_needs_no_change():
     assert planned(Config(), HELD, SERVED) == []
 
 

@@ -81,7 +81,7 @@ def test_rows_without_a_step_are_placed_between_steps_by_their_time() -> None:
     assert curve(content, "stats/weights_step", "time") == {"role": "sampler-0", "x": [0.5, 1.5, 2.5], "y": [1, 2, 3]}
 
 
-def test_a_file_that_grows_is_followed_and_one_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_grows_is_followed_and_one_that_is_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run = RunMetrics(tmp_path)
     assert not run.read()

@@ -212,7 +212,7 @@ def test_ages_versions_faults_and_roles_of_a_run(user: TestClient, rows: list[di
     assert get(user, "configs", run="a")["configs"]["a"]["schedule"]["steps"] == 40
 
 
-def test_a_run_says_what_it_is(user: TestClient) -> None:
+def test_a_run_has_its_progress_and_the_names_of_its_metrics(user: TestClient) -> None:
     found = get(user, "run", run="a")
     assert found["trained"] == 30 and found["ready"] and "step/reward_mean" in found["names"]
     assert found["latest"]["learner/step"]["step"] == 30 and "config" not in found["about"]
@@ -234,7 +234,7 @@ def test_the_timeline_covers_the_run(user: TestClient) -> None:
 # --- rollouts
 
 
-def test_rollouts_are_found_by_what_is_known_of_them(user: TestClient) -> None:
+def test_rollouts_are_found_by_text_state_step_sampler_and_reward(user: TestClient) -> None:
     def ids(run: str = HOSTILE_NAME, **query: object) -> list[int]:
         return [group["id"] for group in get(user, "rollouts", run=run, **query)["groups"]]
 
@@ -282,7 +282,7 @@ def test_a_group_says_why_it_ended_and_a_member_shows_each_token(user: TestClien
         ({"group": 1, "member": 3}, "not kept"), ({"group": 1, "member": -1}, "not kept"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_named(user: TestClient, query: dict, words: str) -> None:
+def test_a_missing_group_or_member_is_an_error_with_a_reason(user: TestClient, query: dict, words: str) -> None:
     answer = user.get("/api/member" if "member" in query else "/api/rollout", params={"run": HOSTILE_NAME, **query})
     assert answer.status_code == 404 and words in answer.json()["error"]
 
