@@ -1,8 +1,9 @@
 """Audit trail: changes to the run by caller, in the table `audit` of its database; metric rows that a caller may write.
 
-Every begin, publish, ack, durable, close and dead group is one row, in the transaction of its decision or the next.
-Refused callers are rows too, at most `AT_ONCE` per minute: one further row counts the others of that minute, and only
-the newest `KEPT` refusals are kept, so that refused callers cannot fill the disk. No row contains a caller's token.
+Every begin, publish, ack, durable, control, close and dead group is one row, in the transaction of its decision or the
+next. Refused callers are rows too, at most `AT_ONCE` per minute: one further row counts the others of that minute, and
+only the newest `KEPT` refusals are kept, so that refused callers cannot fill the disk. No row contains a caller's
+token.
 """
 
 from __future__ import annotations
