@@ -93,7 +93,7 @@ def token(secret: str | None, path: Path) -> str:
     made = secrets.token_hex(32) if secret is None else auth.derived(secret, "http")
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk.replaced(path) as draft:
-        draft.unlink(missing_ok=True)  # of a process with this id that was killed here; its mode may be another one
+        draft.unlink(missing_ok=True)  # left by a killed process with this pid; its mode may differ
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(made + "\n")
     return made

@@ -73,7 +73,7 @@ class WeightUpdates:
         self.begun, self._lock = False, asyncio.Lock()
 
     def begin(self) -> None:
-        """Begin an update; one that was begun is discarded, as its trainer may have died."""
+        """Begin an update. An unfinished one is discarded, because its trainer may have died."""
         self.discard()
         self.begun = True
 

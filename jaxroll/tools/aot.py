@@ -188,7 +188,7 @@ def page_tokens(config: Config) -> int:
 
 
 def device_bytes(tree: Tree) -> int:
-    """The bytes that the arrays of `tree`, abstract ones with shardings, take on one device."""
+    """The bytes that the arrays of `tree` take on one device; they may be abstract, with shardings."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype) for leaf in leaves)
 

@@ -20,7 +20,7 @@ from jaxroll.report.commands.trajectory import Decoder
 Facts = dict[str, Any]
 PAGE, LONGEST_PAGE = 50, 200
 EVENTS_SHOWN, FAILURES_SHOWN, CAUSES_READ, VERSIONS_SHOWN = 60, 50, 5_000, 1_000
-MAX_TOKENS = 20_000  # of one member that are sent; the rest is counted
+MAX_TOKENS = 20_000  # sent of one member; of the others only their number
 QUESTION_CHARS = 300
 SEARCH_S = 0.15  # for the text of answers, which is in no index
 CONTEXT = 6  # tokens before one that its text may depend on

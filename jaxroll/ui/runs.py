@@ -40,7 +40,7 @@ class Followed:
 
 
 class Runs:
-    """The runs in `folder`, or the one run that it is. A thread reads the rows of those that were asked for."""
+    """The runs in `folder`, or the one run whose folder it is. A thread reads the metric rows of requested runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
