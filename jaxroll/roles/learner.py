@@ -317,7 +317,7 @@ class LearnerSession:
         if version.step < self.config.schedule.steps and self._end == FINISHED:
             return EXIT_INTERRUPTED
         if not await self._await_evaluator(version, self.config.supervisor.final_eval_s):
-            return EXIT_INTERRUPTED  # a closed run would not be served again: no evaluator could fetch the last weights
+            return EXIT_INTERRUPTED  # a closed run is not served again: no evaluator could fetch the last weights
         await self.store.close_run(self._end)
         return 0
 
@@ -466,10 +466,7 @@ class LearnerSession:
         return [version for version in self.checkpoints.versions() if version == found or str(version) == held]
 
     async def _await_evaluator(self, version: Version, limit_s: float) -> bool:
-        """Wait up to `limit_s` until the evaluator has fetched `version`, which only this process can serve.
-
-        False if a stop request ends the wait.
-        """
+        """Wait up to `limit_s` until the evaluator has `version`, served only here. False if asked to stop."""
         if not self.config.evaluator.every:
             return True
         self.progress(f"waiting until the evaluator has version {version}")
