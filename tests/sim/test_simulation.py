@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -179,14 +180,25 @@ def test_a_wait_of_less_than_the_clock_can_show_ends() -> None:
     assert virtual_time.run(job()) == 1
 
 
+@pytest.mark.parametrize("slots", [3, 16], ids=["for part of a batch", "for two batches"])
 @pytest.mark.parametrize("train_s", [0.2, 3.0], ids=["sampler", "learner"])
-def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(train_s: float) -> None:
+def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(train_s: float, slots: int) -> None:
     """Episodes of several turns whose environments take random times: no member begins early."""
     turns = Workload(answer_tokens=Law(mean=2), env_s=Law("exponential", mean=0.5), turns=Law(mean=4))
     cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=train_s), workload=turns)
-    rows = simulate.simulated_rows(simulate.scheduled(config(), "interval"), cluster, Path(), keep=False)
-    ages = [tuple(row["age_hist"]) for row in rows if row.get("kind") == "step"]
+    base = config()
+    base = replace(base, sampler=replace(base.sampler, slots=slots, concurrent_episodes=slots))
+    rows = simulate.simulated_rows(simulate.scheduled(base, "interval"), cluster, Path(), keep=False)
+    steps = [row for row in rows if row.get("kind") == "step"]
+    ages = [tuple(row["age_hist"]) for row in steps]
     assert ages[0] == ("0",) and set(ages[1:]) == {("1",)}
+    spans: dict[int, tuple[float, float]] = {}  # of the generations of each group
+    for group, _, t0, t1, _ in (each for row in rows if row.get("kind") == "members" for each in row["rows"]):
+        first, last = spans.get(group, (t0, t1))
+        spans[group] = min(first, t0), max(last, t1)
+    for before, after in itertools.pairwise(steps):
+        ended_s = max(spans[group][1] for group in before["groups"])
+        assert min(spans[group][0] for group in after["groups"]) >= ended_s
 
 
 def test_the_environments_of_a_groups_members_take_independent_times() -> None:
