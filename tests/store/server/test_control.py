@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.clock import ManualClock
-from jaxroll.errors import NoCredit, Unauthorized
+from jaxroll.errors import Closed, NoCredit, Unauthorized
 from jaxroll.records import Version
+from jaxroll.sim import virtual_time
+from tests.harness.store.builders import configured
+from tests.harness.virtual_run import VirtualRun
 
 V0 = Version(0, 0)
+WOKEN_S = 10.0  # much less than a held call waits, much more than a wake-up takes
 
 
 def test_a_paused_run_grants_no_leases_and_ends_what_it_began(tmp_path: Path, small: SimpleNamespace, run, waiting):
@@ -36,7 +40,7 @@ def test_a_paused_run_grants_no_leases_and_ends_what_it_began(tmp_path: Path, sm
             await waiting("lease")
             assert not held.done()
             await person.control("resume")
-            assert await held and not (await person.status())["paused"]
+            assert await asyncio.wait_for(held, WOKEN_S) and not (await person.status())["paused"]
 
     run(acts())
 
@@ -64,23 +68,51 @@ def test_a_checkpoint_is_wanted_at_one_claim_until_it_is_durable(tmp_path: Path,
     run(acts())
 
 
-def test_a_pause_is_no_stall(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config, clock = small.configured(stall_s=20.0, stall_abort_s=30.0), ManualClock()
+def test_a_pause_is_no_stall_and_what_stalls_afterwards_is(tmp_path: Path) -> None:
+    """In virtual time: a store whose clock jumps takes it for a suspension of its machine, which is no stall either."""
 
     async def acts() -> None:
-        async with (
-            small.serving(tmp_path, config, clock=clock),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "supervisor") as person,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with VirtualRun(configured(stall_s=20.0, stall_abort_s=30.0), tmp_path) as at:
+            at.learner()
+            person = await at.client("supervisor", "ui")
             await person.control("pause")
-            for _ in range(3):
-                await asyncio.sleep(1.1)  # the store looks at its clock every second
-                clock.advance(25.0)
-            assert not (await person.status())["closed"]
+            await asyncio.sleep(100.0)
+            assert not at.store.keeper.state.closed
+            paused = [row for row in at.store.metrics.written() if row.get("paused")]
+            assert paused and all(row["waits"]["user"] == "has paused the run" for row in paused)
             await person.control("resume")
-            await asyncio.sleep(1.1)
-            assert not (await person.status())["closed"]
+            await asyncio.sleep(25.0)
+            assert not at.store.keeper.state.closed, "the time of the pause does not count"
+            assert not at.store.metrics.written()[-1].get("paused")
+            await asyncio.sleep(10.0)
+            assert at.store.keeper.state.closed.startswith("stalled")
+
+    virtual_time.run(acts(), 1000.0)
+
+
+def test_a_paused_run_that_is_over_says_so_to_its_samplers(tmp_path: Path) -> None:
+    async def acts() -> None:
+        async with VirtualRun(configured(steps=3), tmp_path) as at:
+            at.sampler()
+            idle, person = await at.client("sampler", "sampler-1"), await at.client("supervisor", "ui")
+            assert await at.learner() == 0
+            await person.control("pause")
+            with pytest.raises(Closed, match="finished"):
+                await idle.lease(Version(0, 3), 4)
+
+    virtual_time.run(acts(), 1000.0)
+
+
+def test_each_control_is_in_the_audit_with_its_caller(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def acts() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "supervisor", "ui") as person:
+            for action in ("pause", "resume", "checkpoint"):
+                await person.control(action)
 
     run(acts())
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        noted = db.execute("SELECT who, detail FROM audit WHERE what = 'Control'").fetchall()
+    assert [detail for _, detail in noted] == ["pause", "resume", "checkpoint"]
+    assert {who for who, _ in noted} == {"ui"}
