@@ -322,6 +322,32 @@ def test_a_failed_member_is_leased_elsewhere_at_once_and_rests_from_its_second_f
     assert m.lease(1, name="C")[0] == (key[0], key[1], 3)
 
 
+@pytest.mark.parametrize("kind", ["DATA", "INFRA"])
+def test_failures_of_a_holder_without_success_use_up_no_retries_while_an_expected_one_is_missing(kind: str) -> None:
+    m = failing(("A",), holders=2, data_retries=0, infra_retries=0)
+    for attempt in range(1, 6):
+        (key,) = m.lease(1, name="A")
+        assert key == (0, 0, attempt)
+        m.fail(key, kind, digest=f"{attempt}")
+        m.now += LONGEST_S
+    assert m.states() == {"PENDING": 1}
+
+
+@pytest.mark.parametrize("holders", [2, 1], ids=["it has succeeded", "none is missing"])
+def test_other_failures_use_up_retries(holders: int) -> None:
+    m = failing(("A",), holders=holders, data_retries=1)
+    if holders == 2:
+        (key,) = m.lease(1, name="A")
+        m.now += 1.0
+        m.put(key)
+    (group, member, _) = m.lease(1, name="A")[0]
+    for attempt in (1, 2):
+        m.fail((group, member, attempt), "DATA", digest=f"{attempt}")
+        if attempt == 1:
+            assert m.lease(1, name="A") == [(group, member, 2)]
+    assert m.states().get("DEAD") == 1
+
+
 def broken_in_part(kind: str = "INFRA", failures: int = 3) -> Machine:
     """A holder of whose last members some failed, none in a row, and an idle one."""
     m = failing(infra_retries=100, data_retries=100)
@@ -352,6 +378,16 @@ def test_a_holder_that_fails_too_often_gets_no_work_while_a_reliable_one_is_idle
     m.now += 2000.0
     with pytest.raises(NoCredit, match="window"):  # B is gone, so it is the window alone
         m.lease(4, name="A")
+
+
+def test_an_unreliable_holder_gets_work_when_the_idle_one_leaves() -> None:
+    m = broken_in_part()
+    m.lease(2, name="A")
+    idle(m)
+    with pytest.raises(NoCredit, match="unreliable"):
+        m.lease(4, name="A")
+    m.ask(ev.Leave("B", "B-1"))
+    assert m.lease(4, name="A")
 
 
 def test_a_new_process_under_the_name_of_an_unreliable_holder_gets_work() -> None:

@@ -129,6 +129,31 @@ def test_a_process_under_an_old_name_ends_the_leases_of_the_former(machine: Mach
     assert machine.lease(2, session="S-2") == [(0, 0, 2), (0, 1, 2)]
 
 
+def test_a_process_that_leaves_ends_its_leases_and_is_forgotten(machine: Machine) -> None:
+    machine.ask(ev.Arrive("S", "S-1"))
+    machine.ask(ev.Arrive("T", "T-1"))
+    machine.lease(100)
+    with pytest.raises(NoCredit, match="window"):
+        machine.lease(1)
+    known = ("seen_s", "hungry", "rooms", "idle_s")
+    assert all("S" in getattr(machine.state, table) for table in known)
+    machine.ask(ev.Leave("S", "S-1"))
+    assert machine.states() == {"PENDING": 4}
+    assert not any("S" in getattr(machine.state, table) for table in known), "nobody waits for it or yields to it"
+    with pytest.raises(StaleClient):
+        machine.lease(1)
+    assert len(machine.lease(100, name="T")) == 8
+
+
+def test_a_process_that_leaves_late_takes_nothing_from_its_successor(machine: Machine) -> None:
+    machine.ask(ev.Arrive("S", "S-1"))
+    machine.ask(ev.Arrive("S", "S-2"))
+    machine.lease(2, session="S-2")
+    machine.ask(ev.Leave("S", "S-1"))
+    assert machine.states() == {"LEASED": 1}
+    assert machine.lease(1, session="S-2")
+
+
 def test_of_names_without_end_the_newest_are_known(machine: Machine) -> None:
     """Otherwise joining processes make the state grow without limit; a name that joins again counts as new."""
     for i in range(NAMES_KNOWN):
