@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxroll.errors import DataError, StaleClient, Unauthorized
+from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 from jaxroll.rpc import protocol
@@ -301,28 +301,59 @@ def test_unknown_callers_are_refused(tmp_path: Path) -> None:
     run(job())
 
 
-def test_a_sampler_that_joins_gets_conversations_and_one_that_leaves_finishes_its_own(tmp_path: Path) -> None:
+async def until(seen: Callable[[], object]) -> None:
+    """Return when `seen()` is true; `run` bounds the wait."""
+    while not seen():
+        await asyncio.sleep(0.01)
+
+
+def test_a_sampler_that_joins_gets_conversations_and_one_that_is_removed_gets_none(tmp_path: Path) -> None:
     async def job() -> None:
-        async with served(tmp_path, V0, V0) as ((stays, leaves), known, _):
-            known.remove(leaves.file.stem)
-            assert known.names == {"sampler-0"}
-            known.add("sampler-7", client(leaves.file))
-            while not (known.is_reachable("sampler-0") and known.is_reachable("sampler-7")):
-                await asyncio.sleep(0.01)
-            group, keys = known.group(V0), (GenerationKey(4, 1), GenerationKey(4, 2))
-            with group.conversation() as first, group.conversation() as second:
-                first._remote = known._remotes["sampler-7"]
-                first._remote.conversations += 1
-                leaves.engine.go.clear()
-                slow = asyncio.ensure_future(first.generate(PROMPT, keys[0], PARAMS))
+        async with served(tmp_path, V0) as ((first,), known, _):
+            await until(lambda: known.is_reachable("sampler-0"))
+            joins = Sampler(tmp_path, "sampler-7", V1)
+            await joins.start()
+            known.add("sampler-7", client(joins.file))
+            assert known.names == {"sampler-0", "sampler-7"}
+            assert await known.newer_than(V0) == V1  # those who wait for newer weights wake up, too
+            with known.group(V1).conversation() as proxy:
+                await proxy.generate(PROMPT, GenerationKey(4, 1), PARAMS)
+            known.remove("sampler-0")
+            assert known.names == {"sampler-7"}
+            with known.group(V0).conversation() as proxy:
+                await proxy.generate(PROMPT, GenerationKey(4, 2), PARAMS)
+            assert (len(first.engine.asked), len(joins.engine.asked)) == (0, 2)
+            waiting = asyncio.ensure_future(known.has(V0))
+            known.remove("sampler-7")
+            await asyncio.sleep(0)
+            assert not waiting.done() and known.conversations() == {}
+            waiting.cancel()
+            await joins.die()
+
+    run(job())
+
+
+def test_a_sampler_that_leaves_finishes_its_requests_and_refuses_others(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with served(tmp_path, V0, V0) as ((leaves, stays), known, said):
+            await until(lambda: len(known._at(V0)) == 2)
+            leaves.engine.go.clear()
+            with known.group(V0).conversation() as first, known.group(V0).conversation() as second:
+                slow = asyncio.ensure_future(first.generate(PROMPT, GenerationKey(4, 1), PARAMS))
                 await leaves.engine.busy.acquire()
                 drained = asyncio.ensure_future(leaves.service.drain())
-                while known.is_reachable("sampler-7"):
-                    await asyncio.sleep(0.01)
-                assert same(await second.generate(PROMPT, keys[1], PARAMS), drawn(PROMPT, keys[1]))
+                await asyncio.wait_for(until(lambda: not known.is_reachable("sampler-0")), service.WAIT_S / 2)
+                assert any("leaves the run" in words for words in said)
+                assert same(
+                    await second.generate(PROMPT, GenerationKey(4, 2), PARAMS), drawn(PROMPT, GenerationKey(4, 2))
+                )
                 assert stays.service.served == 1 and not drained.done()
+                late = client(leaves.file)
+                with pytest.raises(InfraError, match="leaves the run"):
+                    await late.call("Generate", b"", 5.0)
+                await late.close()
                 leaves.engine.go.set()
-                assert same(await slow, drawn(PROMPT, keys[0]))
+                assert same(await slow, drawn(PROMPT, GenerationKey(4, 1)))
                 await drained
 
     run(job())
