@@ -74,6 +74,31 @@ def test_an_episode_over_the_socket_is_the_episode_in_this_process(url: str) -> 
         far.close()
 
 
+def test_the_reward_of_an_episode_is_the_sum_of_the_servers_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FrozenLake gives one reward, at the end; this server gives one with every step."""
+    rewards = iter([0.25, None, -1.0, 4.0, 0.5])
+
+    class Session:
+        def __init__(self, address: str) -> None:
+            assert address == "ws://127.0.0.1:9/ws"
+
+        def asked(self, kind: str, data: Any = None) -> dict[str, Any]:
+            if kind == "state":
+                return {"step_count": 4}
+            reward = next(rewards) if kind == "step" else 7.0  # that of a reset is no reward of an action
+            return {"observation": "seen", "reward": reward, "done": reward == 4.0}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(openenv_env, "Session", Session)
+    far = game("http://127.0.0.1:9")
+    far.start(0)
+    assert [far.play("go").reward for _ in range(4)] == [0.25, 0.25, -0.75, 3.25]
+    far.start(1)
+    assert far.play("go").reward == 0.5, "the sum begins again with the episode"
+
+
 def test_it_is_an_environment_with_tasks(url: str) -> None:
     overrides = [f"task.args={json.dumps({'url': url, 'action': 'answer', 'max_turns': 4})}", "task.name=openenv"]
     config = configs.parse(configs.override(configs.to_dict(CONFIG), [*overrides, "task.env=openenv"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_a_folder_or_tensors_in_parts_become_the_next_version() -> None:
         assert (await api.post("/finish_weight_update")).json()["weight_version"] == "0.5" and same(server.used[1], 2.0)
         assert (await api.get("/weight_info")).json() == {"weight_version": "0.5"}
         assert (await api.get("/get_world_size")).json() == {"world_size": 1}
+
+    run(check)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["finished", "failed"])
+def test_what_a_trainer_sent_is_not_kept(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def check(api: Api, server: Server) -> None:
+        await api.post("/start_weight_update")
+        for part in halves(1.0)[: 1 + whole]:
+            assert (await api.post("/update_weights", content=part, headers=RAW)).status_code == 200
+        assert len(list(tmp_path.glob("*/*"))) == 1 + whole
+        assert (await api.post("/finish_weight_update")).is_success == whole
+        assert list(tmp_path.iterdir()) == []
 
     run(check)
 
