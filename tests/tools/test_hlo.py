@@ -68,6 +68,22 @@ def test_a_slice_outside_of_a_fusion_reads_and_writes_its_result_only():
     assert hlo.statistics(text).memory_bytes == 2 * 4 * 2 * 32
 
 
+def test_an_update_in_place_outside_of_a_fusion_reads_and_writes_the_update_only():
+    text = "\n".join((
+        "HloModule m", "", "ENTRY %main (a: f32[64,32], b: f32[2,32], i: s32[]) -> f32[64,32] {",
+        "  %a = f32[64,32]{1,0} parameter(0)", "  %b = f32[2,32]{1,0} parameter(1)", "  %i = s32[] parameter(2)",
+        "  ROOT %u = f32[64,32]{1,0} dynamic-update-slice(%a, %b, %i, %i)", "}",
+    ))  # fmt: skip
+    assert hlo.statistics(text).memory_bytes == 2 * 4 * 2 * 32
+
+
+def test_of_the_branches_of_a_condition_the_one_that_costs_most_counts():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    branches = (lambda x: x, lambda x: x @ x @ x, lambda x: x @ x)
+    text = compiled(lambda which, x: jax.lax.switch(which, branches, x), jax.ShapeDtypeStruct((), jnp.int32), x)
+    assert hlo.statistics(text).flops == 2 * 2 * 8 * 8 * 8
+
+
 def test_a_loop_of_unknown_length_takes_the_given_number():
     text = TEXT.replace(
         "%constant.9 = s32[]{:T(128)} constant(3)", "%constant.9 = s32[]{:T(128)} copy(%get-tuple-element.11)"
