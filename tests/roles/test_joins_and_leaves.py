@@ -7,14 +7,17 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxroll import config as configs
 from jaxroll import wire
-from jaxroll.config import Config
-from jaxroll.errors import StoreRefusal, Unauthorized
+from jaxroll.config import Config, PlacementConfig
+from jaxroll.config.derived import actor_members
+from jaxroll.errors import Closed, StoreRefusal, Unauthorized
 from jaxroll.records import Version
+from jaxroll.roles import actor
 from jaxroll.rpc.client import RawClient
 from jaxroll.sim.virtual_time import run
 from jaxroll.store import messages as msg
@@ -185,3 +188,76 @@ def test_the_store_gives_config_and_number_to_a_sampler_that_joins(tmp_path: Pat
                 await at.client("sampler", "sampler-1", config_digest="other")
 
     run(job())
+
+
+def test_samplers_and_the_store_know_how_many_request_leases_and_where_they_serve(tmp_path: Path) -> None:
+    """`together` depends on the number, and actors on the addresses."""
+
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            training = at.learner()
+            while at.store.keeper.state.published is None:
+                await asyncio.sleep(0.1)
+            version = at.store.keeper.state.published.version
+            one, two = await at.client("sampler", "sampler-1"), await at.client("sampler", "sampler-2")
+            await one.lease(version, 1)
+            assert one.holders == 1, "the other one has requested none"
+            await two.lease(version, 1)
+            assert two.holders == 2
+            await one.published(version, serves_on="a.example:1")
+            assert (await one.status())["serving"] == {"sampler-1": "a.example:1"}
+            await two.leave()
+            await one.lease(version, 1)
+            assert one.holders == 1
+            await one.leave()
+            assert (await two.status())["serving"] == {}
+            training.cancel()
+
+    run(job())
+
+
+def test_a_late_leave_does_not_forget_the_process_that_took_the_name(tmp_path: Path) -> None:
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            former, now = await at.client("sampler", "sampler-1"), await at.client("sampler", "sampler-1")
+            await now.published(None, serves_on="a.example:1")
+            await former.leave()
+            assert (await now.status())["serving"] == {"sampler-1": "a.example:1"}
+            assert changes(at) == [("sampler-1", "joined"), ("sampler-1", "joined")]
+
+    run(job())
+
+
+def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that serves elsewhere now is asked there; one that is reachable stays, whatever the store knows."""
+    monkeypatch.setattr(actor, "FIND_EVERY_S", 0.0)
+    known, reachable = {"sampler-0": "started"}, {"sampler-1"}
+    samplers = SimpleNamespace(
+        names=known.keys(), add=known.__setitem__, remove=known.pop, is_reachable=reachable.__contains__
+    )
+    config = replace(small(), placement=PlacementConfig(actors=2))
+    at = object.__new__(actor.ActorLoops)
+    at.config, at.samplers, at._client = config, samplers, str  # type: ignore[assignment]
+    at.members = SimpleNamespace(capacity=0, room=asyncio.Event())  # type: ignore[assignment]
+    seen: list[tuple[dict[str, str], int]] = []
+    statuses = iter(
+        ({"sampler-1": "a"}, {"sampler-0": "x", "sampler-1": "b", "sampler-2": "c"}, {}, {"sampler-1": "b"})
+    )
+
+    async def status() -> dict[str, dict[str, str]]:
+        seen.append((dict(known), at.members.capacity))
+        serving = next(statuses, None)
+        if serving is None:
+            raise Closed("the end")
+        return {"serving": serving}
+
+    at.store = SimpleNamespace(status=status)  # type: ignore[assignment]
+    with pytest.raises(Closed):
+        asyncio.run(at._find_samplers())
+    first = {"sampler-0": "started"}
+    assert [names for names, _ in seen] == [
+        first, first | {"sampler-1": "a"}, first | {"sampler-1": "b", "sampler-2": "c"}, first | {"sampler-1": "b"},
+        first | {"sampler-1": "b"},
+    ]  # fmt: skip
+    assert [count for _, count in seen[1:]] == [actor_members(config, len(names)) for names, _ in seen[1:]]
+    assert seen[1][1] < seen[2][1], "more samplers, more members"

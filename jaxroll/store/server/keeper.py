@@ -465,8 +465,8 @@ class Workers:
         """End the leases of a process that leaves."""
         was_there = self._keeper.state.sessions.get(caller.name) == caller.session
         await self._keeper.answer(ev.Leave(caller.name, caller.session))
-        self._present.pop(caller.name, None)
         if was_there:
+            self._present.pop(caller.name, None)
             self._row(caller.name, "leave", "left")
         return Done()
 
