@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.train_process import ROOT, SMALL, Train, assert_sound, last_step
+from tests.harness.train_process import ROOT, SMALL, START_S, Train, assert_sound, last_step
 from tests.harness.xla import ROLE_FLAGS
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
@@ -55,23 +55,23 @@ def test_samplers_join_leave_and_die_in_mid_run(tmp_path: Path) -> None:
             killed = next(p for p in joined if p is not leaving)
             gone = Path(f"/proc/{leaving.pid}/cmdline").read_bytes().decode().split("--index=")[1].split("\0")[0]
             leaving.send_signal(signal.SIGTERM)
-            assert leaving.wait(timeout=60) in (0, 130)
+            assert leaving.wait(timeout=START_S) in (0, 130)
             open_leases = f"SELECT COUNT(*) FROM leases WHERE holder = 'sampler-{gone}'"
             assert train.query(open_leases) == [(0,)], "its leases return at once"
             train.until(lambda rows: changes(train, f"sampler-{gone}") == ["joined", "left"], "the leave")
             killed.send_signal(signal.SIGKILL)
-            killed.wait(timeout=10)
+            killed.wait(timeout=START_S)
             step = last_step(train.rows)
             assert step < STEPS, "the run must go on after the kill"
-            last = join(train)
+            joined.append(last := join(train))
             until_stored(train, "sampler-3")
             assert train.finish() == 0, train.logs()
-            assert last.wait(timeout=60) == 0
+            assert last.wait(timeout=START_S) == 0
             assert_sound(train, steps=STEPS, alpha=2)
             shown = subprocess.run([sys.executable, "-m", "jaxroll", "inspect", str(train.run_dir)], cwd=ROOT,
-                                   capture_output=True, text=True, check=True, timeout=60).stdout  # fmt: skip
+                                   capture_output=True, text=True, check=True, timeout=START_S).stdout  # fmt: skip
             assert f"sampler-{gone}" in shown.partition("newest joins and leaves")[2], shown
     finally:
         for process in joined:
             process.kill()
-            process.wait(timeout=10)
+            process.wait()

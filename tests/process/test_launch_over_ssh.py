@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,5 +62,7 @@ def test_roles_on_other_hosts_are_started_again_by_the_supervisor(tmp_path: Path
         ]
         assert (run / "token").read_text().strip() not in (tmp_path / "calls").read_text()
     finally:
-        process.terminate()
-        process.wait(timeout=60)
+        for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()

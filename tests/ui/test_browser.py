@@ -69,7 +69,7 @@ def test_curves_show_values_by_pointer_and_by_key_and_other_runs(page: Browser) 
     page.run(f"{chart}.querySelector('.plot').focus()")
     for key in ("Home", "ArrowRight"):
         page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
-    assert page.run(f"{chart}.querySelector('.values').textContent").startswith("step 2")
+    page.until(f"{chart}.querySelector('.values').textContent.startsWith('step 2')")
     box = page.run(
         f"(b => [b.left + b.width / 2, b.top + 20])({chart}.querySelector('.u-over').getBoundingClientRect())"
     )
