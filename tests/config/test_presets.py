@@ -38,7 +38,8 @@ def test_a_resolved_config_resolves_to_itself() -> None:
 @pytest.mark.parametrize(
     ("mode", "override"),
     [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "weight_swap=restart"),
-     ("one_step", "publish_every=2")],
+     ("one_step", "publish_every=2"), ("interval", "alpha=2"), ("interval", "redundant_groups=1"),
+     ("interval", "order=ready_first"), ("interval", "weight_swap=restart"), ("interval", "publish_every=2")],
 )  # fmt: skip
 def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str) -> None:
     key = f"schedule.{override.partition('=')[0]}"

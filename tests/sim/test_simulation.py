@@ -201,6 +201,47 @@ def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(trai
         assert min(spans[group][0] for group in after["groups"]) >= ended_s
 
 
+def test_the_time_of_each_step_is_multiplied_by_the_jitter() -> None:
+    learner = LearnerCosts(step_overhead_s=3.0)
+    slower = replace(learner, jitter=Law(mean=2.0))
+    plain, twice = (figures(config(alpha=0.0), replace(CLUSTER, learner=one))["step_s"] for one in (learner, slower))
+    assert twice - plain == pytest.approx(3.0, rel=0.05)
+
+
+def test_groups_of_equal_rewards_cost_the_learner_nothing() -> None:
+    trains = LearnerCosts(step_overhead_s=1.0, micro_batch_overhead_s=4.0)
+    for chance, train_s in ((1.0, 1.0), (0.5, 5.0)):
+        work = Workload(answer_tokens=Law(mean=TOKENS), rewarded=Law(mean=chance))
+        found = figures(config(alpha=0.0), replace(CLUSTER, learner=trains, workload=work))
+        assert found["step_s"] == pytest.approx(ANSWER_S + train_s, rel=0.05)
+
+
+def test_a_shared_prompt_is_not_in_the_rows_of_the_learner() -> None:
+    """Prompts of 24 tokens and answers of 10; the learner takes 10 ms a token of its rows."""
+    trains = LearnerCosts(step_overhead_s=0.0, flops_per_token=1.0, flops=100.0)
+    work, rows = (
+        Workload(prompt_tokens=Law(mean=24), answer_tokens=Law(mean=TOKENS)),
+        {"row_tokens": 48, "micro_batch_rows": 1},
+    )
+    alone, shared = (
+        figures(
+            replace(base := config(alpha=0.0), learner=replace(base.learner, shared_prompt_tokens=tokens, **rows)),
+            replace(CLUSTER, learner=trains, workload=work),
+        )["step_s"]
+        for tokens in (0, 32)
+    )
+    assert alone > 1.5 * shared
+
+
+def test_the_rewards_of_a_group_have_the_chance_that_is_drawn_for_its_prompt() -> None:
+    """A chance of 0 or 1, drawn anew for each prompt: no group has both rewards."""
+    sure = Workload(answer_tokens=Law(mean=2), rewarded=Law("recorded", values=(0.0, 1.0)))
+    rows = simulate.simulated_rows(config(), replace(CLUSTER, workload=sure), Path(), keep=False)
+    means = [row["reward_mean"] for row in rows if row.get("kind") == "step"]
+    assert {round(4 * mean, 6) for mean in means} <= {0.0, 1.0, 2.0, 3.0, 4.0}
+    assert 0.3 < sum(means) / len(means) < 0.7
+
+
 def test_the_environments_of_a_groups_members_take_independent_times() -> None:
     """A step of four groups of two waits for the longest of eight exponential times of 1 s, not of four."""
     work = Workload(answer_tokens=Law(mean=1), env_s=Law("exponential", mean=1.0))
