@@ -201,6 +201,17 @@ def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(trai
         assert min(spans[group][0] for group in after["groups"]) >= ended_s
 
 
+@pytest.mark.parametrize("role", ["learner", "sampler-0"])
+def test_with_intervals_a_run_goes_on_after_a_restart(role: str) -> None:
+    """A sampler whose weights are too old for what is left of an interval gets new ones within it."""
+    turns = Workload(answer_tokens=Law(mean=2), env_s=Law("exponential", mean=0.5), turns=Law(mean=4))
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=0.2), workload=turns)
+    for at_s in (9.3, 14.7, 20.0):
+        failing = replace(cluster, failures=(Failure(at_s, role, 1.0),))
+        found = simulate.simulate(simulate.scheduled(config(), "interval"), failing, Path(), keep=False)
+        assert found["age_max"] == 1
+
+
 def test_the_time_of_each_step_is_multiplied_by_the_jitter() -> None:
     learner = LearnerCosts(step_overhead_s=3.0)
     slower = replace(learner, jitter=Law(mean=2.0))

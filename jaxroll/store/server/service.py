@@ -382,7 +382,8 @@ class StoreService:
         """True if there are weights other than `known` and `name` (if not empty) has an update slot or needs none.
 
         A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot. With
-        `schedule.mode=interval` the others change their weights between two intervals.
+        `schedule.mode=interval` the others change their weights between two intervals, but for one whose weights have
+        become too old for the groups of its interval, as after a restart of the learner.
         """
         snapshot = self._keeper.state.published
         if snapshot is None or snapshot.version == known:
@@ -390,7 +391,8 @@ class StoreService:
         cannot_sample = known is None or known.lineage < snapshot.version.lineage
         if cannot_sample or not name:
             return True
-        within_interval = self._keeper.settings.limiter.intervals and bool(self._keeper.state.index.lacking)
+        limiter, lag = self._keeper.settings.limiter, snapshot.version.step - known.step
+        within_interval = limiter.intervals and bool(self._keeper.state.index.lacking) and limiter.window(lag) > 0
         return not within_interval and self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
