@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config, PlacementConfig
-from jaxroll.control import cli, joining, program, run_dir
+from jaxroll.control import cli, joining, program, run_dir, train
 from jaxroll.control.program import ProcessSpec
 from jaxroll.roles.session import RoleArgs
 from jaxroll.rpc import http
@@ -99,6 +100,22 @@ def test_roles_that_others_reach_listen_on_the_name_of_the_host() -> None:
         "sampler": ("--host=h.example", "--insecure"), "evaluator": (),
     }  # fmt: skip
     assert not any("--insecure" in spec.argv for spec in program.reachable(specs, CONFIG, "h", insecure=False))
+
+
+@pytest.mark.parametrize("given", [["--host=h.example"], []])
+def test_train_makes_its_roles_reachable_by_the_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+
+    def supervise(specs: Sequence[ProcessSpec], *_: Any, **__: Any) -> int:
+        seen.update({spec.role: spec.argv for spec in specs})
+        return 1
+
+    monkeypatch.setattr(train, "_supervise", supervise)
+    words = ["train", f"--config={ROOT / 'configs/smoke.py'}", "--run=r", "--config.sft.steps=0", *given]
+    assert cli.main(words) == 1
+    assert ("--store=h.example:0" in seen["store"]) == ("--host=h.example" in seen["learner"]) == bool(given)
 
 
 # --- servers: `ui` and `env serve`
