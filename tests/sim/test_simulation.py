@@ -245,7 +245,7 @@ def test_a_shared_prompt_is_not_in_the_rows_of_the_learner() -> None:
 
 
 def test_the_rewards_of_a_group_have_the_chance_that_is_drawn_for_its_prompt() -> None:
-    """A chance of 0 or 1, drawn anew for each prompt: no group has both rewards."""
+    """A chance of 0 or 1, drawn for each prompt: no group has both rewards."""
     sure = Workload(answer_tokens=Law(mean=2), rewarded=Law("recorded", values=(0.0, 1.0)))
     rows = simulate.simulated_rows(config(), replace(CLUSTER, workload=sure), Path(), keep=False)
     means = [row["reward_mean"] for row in rows if row.get("kind") == "step"]

@@ -139,7 +139,7 @@ def test_a_process_that_leaves_ends_its_leases_and_is_forgotten(machine: Machine
     assert all("S" in getattr(machine.state, table) for table in known)
     machine.ask(ev.Leave("S", "S-1"))
     assert machine.states() == {"PENDING": 4}
-    assert not any("S" in getattr(machine.state, table) for table in known), "nobody waits for it or yields to it"
+    assert not any("S" in getattr(machine.state, table) for table in known), "no holder waits for it or yields to it"
     with pytest.raises(StaleClient):
         machine.lease(1)
     assert len(machine.lease(100, name="T")) == 8
