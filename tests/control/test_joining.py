@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the store is asked, and then the words of the process that replaces this one."""
+    """Calls of the store, and then the words of the process that replaces this one."""
     found: list[Any] = []
 
     async def joined(address: str, folder: Path | None) -> Joined:

@@ -19,6 +19,7 @@ from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.adapters import openenv_env
 from jaxroll.errors import ConfigError, DataError, InfraError
+from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rpc import http
 from jaxroll.testing import openenv_server
 from jaxroll.testing.environments import check_environment
@@ -97,6 +98,50 @@ def test_the_reward_of_an_episode_is_the_sum_of_the_servers_rewards(monkeypatch:
     assert [far.play("go").reward for _ in range(4)] == [0.25, 0.25, -0.75, 3.25]
     far.start(1)
     assert far.play("go").reward == 0.5, "the sum begins again with the episode"
+
+
+def test_every_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Session:
+        def __init__(self, address: str) -> None:
+            pass
+
+        def asked(self, kind: str, data: Any = None) -> dict[str, Any]:
+            asked.append((kind, data))
+            return {"observation": {"board": "seen", "text": "other"}, "reward": None, "done": False}
+
+        def close(self) -> None:
+            asked.append(("close", None))
+
+    monkeypatch.setattr(openenv_env, "Session", Session)
+    far = game("http://h:1", observation="board", reset={"level": 2}, moves=["a", "b"], rules="Win.", hidden=True)
+    assert far.start(7) == "seen" and far.play("go").text == "seen"
+    assert asked == [("reset", {"seed": 7, "level": 2}), ("step", {"answer": "go"})]
+    assert (list(far.choices()), far.rules, far.hidden) == (["a", "b"], "Win.", True)
+
+
+def test_a_server_has_a_limit_of_sessions_and_closes_the_environment_of_each(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, free = threading.Event(), openenv_env.Session(openenv_env.Settings(url=url).address)
+    close = EnvironmentCalls.close
+
+    async def noting(self: EnvironmentCalls, env: Any) -> None:
+        await close(self, env)
+        closed.set()
+
+    monkeypatch.setattr(EnvironmentCalls, "close", noting)
+    free.asked("reset", {"seed": 1})
+    monkeypatch.setattr(openenv_server, "SESSIONS", 1)
+    with pytest.raises((InfraError, DataError)):
+        try:
+            second = openenv_env.Session(openenv_env.Settings(url=url).address)
+            assert second.asked("reset", {"seed": 1})["code"] == "CAPACITY_REACHED"
+            second.asked("reset", {"seed": 1})
+        finally:
+            free.close()
+    assert closed.wait(DEADLINE_S)
 
 
 def test_it_is_an_environment_with_tasks(url: str) -> None:

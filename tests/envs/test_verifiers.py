@@ -28,7 +28,8 @@ for line in sys.stdin:
     elif job["idx"] == 2:
         sys.exit(5)
     else:
-        found = {"reward": 0.5, "pid": os.getpid(), "settings": sorted(settings), "asked": job}
+        found = {"reward": 0.5, "pid": os.getpid(), "settings": settings, "asked": job,
+                 "environ": {name: os.environ.get(name) for name in ("PYTHONPATH", "HF_HUB_OFFLINE")}}
     print(json.dumps(found), flush=True)
 """
 ARGS = {"python": sys.executable, "env": {"taskset": {"id": "products"}}, "tokenizer": "a/folder"}
@@ -69,13 +70,24 @@ def test_episodes_share_a_worker_which_is_replaced_when_it_ends() -> None:
 
     first = played(0)
     assert first["asked"] == {"idx": 0, "base_url": "http://u/v1", "api_key": "key"} and first["reward"] == 0.5
-    assert first["settings"] == ["client", "env", "renderer", "renderer_model_name", "tasks"]
+    assert first["settings"] == {
+        "client": "train", "env": ARGS["env"], "renderer": {"name": "auto"}, "tasks": 4096,
+        "renderer_model_name": str(Path("a/folder").resolve()),
+    }  # fmt: skip
     with pytest.raises(DataError, match="no room"):
         played(1)
     assert played(0)["pid"] == first["pid"]
     with pytest.raises(DataError, match="ended with 5"):
         played(2)
     assert played(0)["pid"] != first["pid"]
+
+
+def test_every_setting_reaches_the_worker() -> None:
+    more = {"path": ["mine", "/other"], "client": "eval", "renderer": {"name": "qwen3"}, "tasks": 7}
+    found: Any = verifiers_env.play("http://u/v1", "key", {"idx": 0, "verifiers": {**ARGS, **more}})
+    settings = found["settings"]
+    assert (settings["client"], settings["renderer"], settings["tasks"]) == ("eval", {"name": "qwen3"}, 7)
+    assert found["environ"] == {"PYTHONPATH": f"{Path('mine').resolve()}:/other", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_a_late_leave_does_not_forget_the_process_that_took_the_name(tmp_path: P
 
 
 def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that serves elsewhere now is asked there; one that is reachable stays, also if the store does not know it."""
+    """A sampler that serves elsewhere now is asked there; one that is reachable stays in any case."""
     monkeypatch.setattr(actor, "FIND_EVERY_S", 0.0)
     known, reachable = {"sampler-0": "started"}, {"sampler-1"}
     samplers = SimpleNamespace(
