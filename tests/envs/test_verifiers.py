@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from jaxroll.config import TaskConfig
@@ -88,6 +91,29 @@ def test_every_setting_reaches_the_worker() -> None:
     settings = found["settings"]
     assert (settings["client"], settings["renderer"], settings["tasks"]) == ("eval", {"name": "qwen3"}, 7)
     assert found["environ"] == {"PYTHONPATH": f"{Path('mine').resolve()}:/other", "HF_HUB_OFFLINE": "1"}
+
+
+PARENT = """
+import subprocess, sys, time
+child = "import os; from jaxroll.envs.adapters.verifiers_worker import end_with; print(os.getpid(), flush=True);"
+subprocess.Popen([sys.executable, "-c", child + "end_with(os.getppid())"])
+time.sleep(600)
+"""
+
+
+def test_a_worker_ends_when_its_environment_process_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            assert child.is_running()
+            parent.kill()
+            psutil.wait_procs([child], timeout=60)
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        finally:
+            parent.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 @pytest.mark.parametrize(
