@@ -15,12 +15,13 @@ from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.config import Config, PlacementConfig
 from jaxroll.config.derived import actor_members
-from jaxroll.errors import Closed, StoreRefusal, Unauthorized
+from jaxroll.errors import Closed, InfraError, StoreRefusal, Unauthorized
 from jaxroll.records import Version
 from jaxroll.roles import actor
 from jaxroll.rpc.client import RawClient
 from jaxroll.sim.virtual_time import run
 from jaxroll.store import messages as msg
+from jaxroll.store.server import keeper
 from jaxroll.store.server.keeper import SILENCE_S
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import Behaviour, VirtualRun
@@ -49,12 +50,12 @@ def changes(at: VirtualRun) -> list[tuple[str, str]]:
     return [(row["role"], row["text"].partition(";")[0].partition(":")[0]) for row in rows]
 
 
-async def joined(at: VirtualRun, session: str = "", config: Config | None = None) -> msg.Joined:
+async def joined(at: VirtualRun, session: str = "", protocol: int = wire.PROTOCOL_VERSION) -> msg.Joined:
     """The reply to a sampler that joins."""
     raw = RawClient(msg.SERVICE, at.transport("joining"), role="sampler", name="joining", token=None, patience_s=10.0,
                     max_message_bytes=2**20)  # fmt: skip
     raw.session = session or raw.session
-    return wire.decode(await raw.call("Join", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, "")), 5.0), msg.Joined)
+    return wire.decode(await raw.call("Join", wire.encode(msg.Hello(protocol, "")), 5.0), msg.Joined)
 
 
 async def fleet(at: VirtualRun, rng: random.Random, log: list[str]) -> None:
@@ -186,6 +187,23 @@ def test_the_store_gives_config_and_number_to_a_sampler_that_joins(tmp_path: Pat
                 await joined(at)
             with pytest.raises(Unauthorized):
                 await at.client("sampler", "sampler-1", config_digest="other")
+
+    run(job())
+
+
+def test_a_sampler_of_another_protocol_and_one_that_joins_in_a_loop_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_ARRIVALS", 3.0)
+    monkeypatch.setattr(keeper, "_ARRIVALS_PER_S", 1e-6)
+
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            with pytest.raises(Unauthorized, match="install the same JaxRoll"):
+                await joined(at, protocol=wire.PROTOCOL_VERSION + 1)
+            assert [(await joined(at)).index for _ in range(2)] == [1, 2]
+            with pytest.raises(InfraError, match="too many processes join"):
+                await joined(at)
 
     run(job())
 

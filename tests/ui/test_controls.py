@@ -69,3 +69,17 @@ def test_stop_signals_the_holder_of_the_run_and_no_other(tmp_path: Path) -> None
             holder.kill()
     with pytest.raises(InfraError, match="no supervisor"):  # the file is there, but no process holds it
         asyncio.run(controls.control(tmp_path, "stop"))
+
+
+@pytest.mark.process
+def test_stop_looks_again_for_the_holder_before_it_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor may have ended in between, and another process may have its number."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        try:
+            found = iter([other.pid, None])
+            monkeypatch.setattr(controls.record, "supervisor_pid", lambda path: next(found))
+            with pytest.raises(InfraError, match="has just ended"):
+                asyncio.run(controls.control(tmp_path, "stop"))
+            assert other.poll() is None
+        finally:
+            other.kill()
