@@ -388,8 +388,7 @@ class StoreService:
         snapshot = self._keeper.state.published
         if snapshot is None or snapshot.version == known:
             return False
-        cannot_sample = known is None or known.lineage < snapshot.version.lineage
-        if cannot_sample or not name:
+        if known is None or known.lineage < snapshot.version.lineage or not name:
             return True
         limiter, lag = self._keeper.settings.limiter, snapshot.version.step - known.step
         within_interval = limiter.intervals and bool(self._keeper.state.index.lacking) and limiter.window(lag) > 0
