@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config, PlacementConfig
-from jaxroll.control import cli, joining, program, run_dir, train
+from jaxroll.control import cli, program, run_dir, train
 from jaxroll.control.program import ProcessSpec
 from jaxroll.roles.session import RoleArgs
 from jaxroll.rpc import http
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((address, folder))
         return Joined("run-1", json.dumps(configs.to_dict(CONFIG)).encode(), 4)
 
-    monkeypatch.setattr(joining.client, "joined", joined)
+    monkeypatch.setattr(train.client, "joined", joined)
     monkeypatch.setattr(os, "execv", lambda program, words: found.append(words))
     return found
 

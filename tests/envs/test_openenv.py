@@ -83,7 +83,7 @@ def test_the_reward_of_an_episode_is_the_sum_of_the_servers_rewards(monkeypatch:
         def __init__(self, address: str) -> None:
             assert address == "ws://127.0.0.1:9/ws"
 
-        def asked(self, kind: str, data: Any = None) -> dict[str, Any]:
+        def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
             if kind == "state":
                 return {"step_count": 4}
             reward = next(rewards) if kind == "step" else 7.0  # that of a reset is no reward of an action
@@ -107,7 +107,7 @@ def test_every_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, address: str) -> None:
             pass
 
-        def asked(self, kind: str, data: Any = None) -> dict[str, Any]:
+        def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
             asked.append((kind, data))
             return {"observation": {"board": "seen", "text": "other"}, "reward": None, "done": False}
 
@@ -132,13 +132,13 @@ def test_a_server_has_a_limit_of_sessions_and_closes_the_environment_of_each(
         closed.set()
 
     monkeypatch.setattr(EnvironmentCalls, "close", noting)
-    free.asked("reset", {"seed": 1})
+    free.ask("reset", {"seed": 1})
     monkeypatch.setattr(openenv_server, "SESSIONS", 1)
     with pytest.raises((InfraError, DataError)):
         try:
             second = openenv_env.Session(openenv_env.Settings(url=url).address)
-            assert second.asked("reset", {"seed": 1})["code"] == "CAPACITY_REACHED"
-            second.asked("reset", {"seed": 1})
+            assert second.ask("reset", {"seed": 1})["code"] == "CAPACITY_REACHED"
+            second.ask("reset", {"seed": 1})
         finally:
             free.close()
     assert closed.wait(DEADLINE_S)
