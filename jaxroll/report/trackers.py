@@ -3,13 +3,18 @@
 Each tracker gets the numbers that TensorBoard gets, under the same names. It runs in a thread of its own with a bounded
 queue: a service that hangs or fails costs metrics there, never a step. `RUN/metrics.jsonl` stays the record of the run.
 Packages are imported when a run starts.
+
+A resumed run continues its run in the tracker (`_identity`). Credentials are read by the packages from their own
+environment variables and files; no config, run.json or row has them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import queue
 import threading
@@ -27,6 +32,7 @@ from jaxroll.run_paths import RunPaths
 MAX_WAITING = 20_000  # rows
 CLOSE_LIMIT_S = 30.0
 PROJECT = "jaxroll"
+MLFLOW_TAG = "jaxroll_run"
 
 # Names that users of other stacks know, for the metrics that mean the same there. docs/metrics.md has this table.
 ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -54,9 +60,13 @@ class WandbTracker:
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=folder.name, dir=str(folder), mode=mode,
-            config=configs.to_dict(config), settings=wandb.Settings(console="off", silent=True),
+            id=_identity(folder), resume="allow", config=configs.to_dict(config), allow_val_change=True,
+            settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
-        self._scalars, self._known = Scalars(aliases(config)), set[str]()
+        self._scalars, self._known, self._number = Scalars(aliases(config)), set[str](), 0
+        # wandb drops rows whose number is not above that of the newest row. The file has at least as many rows.
+        with contextlib.suppress(FileNotFoundError), RunPaths(folder).metrics.open("rb") as lines:
+            self._number = sum(1 for _ in lines)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log the row's numbers over its step."""
@@ -66,7 +76,8 @@ class WandbTracker:
             self._known.add(tag)
             self._run.define_metric(tag, step_metric=axis)
         if values:
-            self._run.log({**values, axis: step})
+            self._number += 1
+            self._run.log({**values, axis: step}, step=self._number)
 
     def close(self) -> None:
         """Finish the run."""
@@ -88,9 +99,15 @@ class MlflowTracker:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        for key, value in _flat(configs.to_dict(config)).items():
-            self._client.log_param(self._run, key, str(value)[:500])
+        run = _identity(folder)
+        resumed = self._client.search_runs([experiment], f"tags.{MLFLOW_TAG} = '{run}'", max_results=1)
+        if resumed:
+            self._run = resumed[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            self._run = self._client.create_run(experiment, run_name=folder.name, tags={MLFLOW_TAG: run}).info.run_id
+            for key, value in _flat(configs.to_dict(config)).items():  # a parameter cannot change later
+                self._client.log_param(self._run, key, str(value)[:500])
         self._scalars = Scalars(aliases(config))
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -115,8 +132,8 @@ class TrackioTracker:
         os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(
-            project=PROJECT, name=folder.name, config=configs.to_dict(config), embed=False, auto_log_gpu=False,
-            auto_log_cpu=False, resume="allow",
+            project=PROJECT, name=f"{config.run.name}-{_identity(folder)[:6]}", config=configs.to_dict(config),
+            embed=False, auto_log_gpu=False, auto_log_cpu=False, resume="allow",
         )  # fmt: skip
         self._scalars = Scalars(aliases(config))
 
@@ -163,6 +180,8 @@ class Background:
         self._thread.join(CLOSE_LIMIT_S)
         if self._thread.is_alive():
             self._say(f"{self._name} does not finish within {CLOSE_LIMIT_S:g} s; its last metrics may be missing.")
+        if self.lost > 1:
+            self._say(f"{self._name}: {self.lost:,} rows are missing there in all.")
 
     def _failed(self, reason: str) -> None:
         self.lost += 1
@@ -217,6 +236,12 @@ def aliases(config: Config) -> dict[str, str]:
 def _axis(row: Mapping[str, Any]) -> str:
     """The name of the metric that holds the step of the row's metrics."""
     return f"{row.get('role', 'run')}/{row.get('kind')}/step"
+
+
+def _identity(folder: Path) -> str:
+    """The run's name in trackers: the same when the run is resumed or its folder moved, and of no other run."""
+    created = json.loads(RunPaths(folder).run_file.read_text(encoding="utf-8"))["created"]
+    return hashlib.sha256(repr(created).encode()).hexdigest()[:16]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

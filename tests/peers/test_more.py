@@ -29,7 +29,7 @@ def test_textworld_keeps_the_contract_and_its_advice_wins(peer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])
-def test_a_tracker_has_the_rows_of_the_run_under_the_names_of_another_stack(kind: str, peer) -> None:
+def test_a_tracker_has_the_rows_of_the_run_and_of_its_continuation_in_one_run(kind: str, peer) -> None:
     found = peer("more", "adapters.py", kind)
-    assert found["lost"] == 0 and found["messages"] == []
-    assert found["values"] == [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)]]
+    assert found["lost"] == 0 and found["messages"] == [] and found["leaked"] == []
+    assert found["values"] == [[1, 1.0], [2, 0.5], [2, 0.5], [3, pytest.approx(1 / 3)]]

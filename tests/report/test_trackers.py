@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
+import json
 import re
+import sys
 import threading
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.control import run_dir
 from jaxroll.control.live import PlainView
 from jaxroll.errors import ConfigError
 from jaxroll.metrics import Scalars
@@ -98,7 +103,7 @@ def test_a_tracker_that_fails_is_reported_once_and_loses_only_its_own_rows() -> 
     for _ in range(3):
         failing.log(STEP)
     failing.close()
-    assert failing.lost == 3 and len(messages) == 1 and "no room" in messages[0]
+    assert failing.lost == 3 and len(messages) == 2 and "no room" in messages[0] and "3 rows" in messages[1]
 
     def refuses() -> Recorder:
         raise RuntimeError("no service")
@@ -106,7 +111,7 @@ def test_a_tracker_that_fails_is_reported_once_and_loses_only_its_own_rows() -> 
     absent = trackers.Background("mine", refuses, messages.append)
     absent.log(STEP)
     absent.close()
-    assert absent.lost == 2 and "no service" in messages[1]
+    assert absent.lost == 2 and "no service" in messages[2]
 
 
 def test_a_tracker_that_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +128,89 @@ def test_a_tracker_that_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPa
         hanging.log(STEP)  # returns at once
     assert hanging.lost >= 15 and "slower than the run" in messages[0]
     hanging.close()
-    assert "does not finish" in messages[-1]
+    assert "does not finish" in messages[-2] and "rows are missing" in messages[-1]
     free.set()
+
+
+class Calls:
+    """A stand-in for any object of a package: every call is recorded and returns another one, or what `known` says."""
+
+    def __init__(self, name: str, record: list[tuple[str, tuple[Any, ...], dict[str, Any]]], known: Mapping[str, Any]):
+        self.__dict__ |= {"_name": name, "_record": record, "_known": known}
+
+    def __getattr__(self, name: str) -> Any:
+        return Calls(f"{self._name}.{name}", self._record, self._known)
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        self._record.append((self._name, args, keys))
+        return self._known.get(self._name, Calls(f"{self._name}()", self._record, self._known))
+
+
+ORDER = {
+    "wandb": ["Settings", "init", "init().define_metric", "init().define_metric", "init().log", "init().finish"],
+    "trackio": ["init", "init().log", "init().finish"],
+    "mlflow": [
+        "MlflowClient", "MlflowClient().get_experiment_by_name", "MlflowClient().search_runs",
+        "MlflowClient().create_run", "entities.Metric", "entities.Metric", "MlflowClient().log_batch",
+        "MlflowClient().set_terminated",
+    ],
+}  # fmt: skip
+CALLS_OF_THE_CONFIG = "MlflowClient().log_param"
+
+
+def calls(name: str, run: Path, patch: pytest.MonkeyPatch, **known: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """The calls of a stand-in for the package, from the start of a run with one row to its end."""
+    record = list[tuple[str, tuple[Any, ...], dict[str, Any]]]()
+    for module in (name, f"{name}.entities"):
+        package = Calls(
+            module.removeprefix(name).removeprefix("."), record, {"MlflowClient().search_runs": [], **known}
+        )
+        patch.setitem(sys.modules, module, types.ModuleType(module))
+        sys.modules[module].__spec__ = importlib.machinery.ModuleSpec(module, None)
+        sys.modules[module].__getattr__ = lambda word, package=package: Calls(  # type: ignore[method-assign]
+            f"{package._name}.{word}".removeprefix("."), record, package._known
+        )
+    messages = list[str]()
+    (tracker,) = trackers.opened(with_run(trackers=[name]), run, messages.append)
+    tracker.log({key: STEP[key] for key in ("role", "kind", "step", "t", "loss", "reward_mean")})
+    tracker.close()
+    assert messages == []
+    return record
+
+
+@pytest.mark.parametrize("name", trackers.KINDS)
+def test_calls_come_in_the_order_of_the_package_and_a_resumed_run_has_its_name_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN"):
+        monkeypatch.setenv(variable, "hunter2")
+    for variable in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY", "TRACKIO_DIR"):
+        monkeypatch.setenv(variable, "x")  # trackers set them
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run in runs:
+        with run_dir.new_run(run, with_run(trackers=[name]), ["train"]):
+            pass
+    record = calls(name, runs[0], monkeypatch)
+    assert [each for each, _, _ in record if each != CALLS_OF_THE_CONFIG] == ORDER[name]
+    assert "hunter2" not in repr(record) + (runs[0] / "run.json").read_text()
+
+    moved = runs[0].rename(tmp_path / "moved")
+    (moved / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
+    names = {"wandb": ("init", "id"), "trackio": ("init", "name"), "mlflow": ("MlflowClient().create_run", "tags")}
+    call, key = names[name]
+    again, other = calls(name, moved, monkeypatch), calls(name, runs[1], monkeypatch)
+    named, named_again, named_other = (
+        next(keys[key] for each, _, keys in found if each == call) for found in (record, again, other)
+    )
+    assert named == named_again != named_other
+    if name == "wandb":
+        numbers = [keys["step"] for found in (record, again) for each, _, keys in found if each == "init().log"]
+        assert numbers == [1, 2], "rows of the continuation come after those before"
+    if name == "mlflow":
+        known = {"MlflowClient().search_runs": [types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))]}
+        words = {each: args for each, args, _ in calls(name, moved, monkeypatch, **known)}
+        assert not words.keys() & {"MlflowClient().create_run", CALLS_OF_THE_CONFIG}
+        assert (
+            words["MlflowClient().log_batch"] == ("r1",)
+            and named["jaxroll_run"] in words["MlflowClient().search_runs"][1]
+        )

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import random
 import sys
 import tempfile
@@ -15,12 +16,14 @@ from typing import Any
 
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.control import run_dir
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.report import trackers
 from jaxroll.testing.environments import check_environment
 
 ROOT = Path(__file__).resolve().parents[3]
+SECRET = "0" * 8 + "5ec2e7" * 4 + "0" * 8  # 40 characters, as a key of wandb has
 
 
 def loaded(name: str, **args: Any) -> Config:
@@ -113,18 +116,27 @@ def textworld(folder: str) -> dict[str, Any]:
 
 
 def tracked(kind: str, folder: str) -> dict[str, Any]:
-    """Rows of a run in the tracker `kind`, and the values that its own package reads back."""
+    """Rows of a run, and of its continuation with more steps, in the tracker `kind`; the values that its own package
+    reads back as those of one run, and whether files of the tracker hold the credentials."""
+    os.environ |= dict.fromkeys(("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN"), SECRET)
+    os.environ["WANDB_MODE"] = "offline"
+    run, messages, lost = Path(folder) / "run-1", list[str](), 0
     config = configs.parse({**configs.to_dict(Config()), "run": {"trackers": [kind], "metric_names": "verl"}})
-    run, messages = Path(folder) / "run-1", list[str]()
-    run.mkdir()
-    (tracker,) = trackers.opened(config, run, messages.append)
-    for step in (1, 2, 3):
-        tracker.log(
-            {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, "age_mean": 0.5}
-        )
-        tracker.log({"role": "learner", "kind": "span", "t": 1e9, "t0": 1.0, "t1": 2.0})
-    tracker.close()
-    return {"lost": tracker.lost, "messages": messages, "values": READERS[kind](run)}
+    with run_dir.new_run(run, config, ["train"]):
+        pass
+    for steps in (range(1, 3), range(2, 4)):  # the second step is trained again
+        longer = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, steps=100 + steps[0]))
+        (tracker,) = trackers.opened(longer, run, messages.append)
+        for step in steps:
+            row = {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, "age_mean": 0.5}
+            tracker.log(row)
+            with (run / "metrics.jsonl").open("a") as file:
+                print(json.dumps(row), file=file)
+            tracker.log({"role": "learner", "kind": "span", "t": 1e9, "t0": 1.0, "t1": 2.0})
+        tracker.close()
+        lost += tracker.lost
+    leaked = [str(path) for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return {"lost": lost, "messages": messages, "values": READERS[kind](run), "leaked": leaked}
 
 
 def _mlflow(run: Path) -> list[Any]:
@@ -133,20 +145,18 @@ def _mlflow(run: Path) -> list[Any]:
     client = mlflow.MlflowClient(tracking_uri=(run / "mlruns").resolve().as_uri())
     (experiment,) = [each for each in client.search_experiments() if each.name == "jaxroll"]
     (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED"
     history = client.get_metric_history(found.info.run_id, "actor/pg_loss")
     return [[point.step, point.value] for point in sorted(history, key=lambda point: point.step)]
 
 
 def _trackio(run: Path) -> list[Any]:
-    import trackio
+    import sqlite3
 
-    (found,) = trackio.Api().runs("jaxroll")
-    rows = [row for row in found.history() if "actor/pg_loss" in row] if hasattr(found, "history") else None
-    if rows is None:
-        import sqlite3
-
-        with contextlib.closing(sqlite3.connect(run / "trackio" / "jaxroll.db")) as db:
-            rows = [json.loads(text) for (text,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
+    with contextlib.closing(sqlite3.connect(run / "trackio" / "jaxroll.db")) as db:
+        found = list(db.execute("SELECT DISTINCT run_name, metrics, step FROM metrics ORDER BY step"))
+    assert len({name for name, _, _ in found}) == 1 and len({step for _, _, step in found}) == len(found)
+    rows = [json.loads(text) for _, text, _ in found]
     return [[row["learner/step/step"], row["actor/pg_loss"]] for row in rows]
 
 
@@ -168,14 +178,19 @@ def _log_records(log: bytes) -> Iterator[bytes]:
 def _wandb(run: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = run.glob("wandb/offline-run-*/*.wandb")
-    found = []
-    for data in _log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        items = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-        if "actor/pg_loss" in items:
-            found.append([items["learner/step/step"], items["actor/pg_loss"]])
+    found, numbers, ids = list[Any](), list[int](), set[str]()
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for data in _log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            ids |= {record.run.run_id} - {""}
+            items = {
+                (item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item
+            }
+            if "actor/pg_loss" in items:
+                found.append([items["learner/step/step"], items["actor/pg_loss"]])
+                numbers.append(record.history.step.num)
+    assert len(ids) == 1 and numbers == sorted(set(numbers)), (ids, numbers)
     return found
 
 
