@@ -4,7 +4,10 @@ import signal
 
 import pytest
 
-from tests.harness.train_process import SMALL, Train
+from jaxroll.policy import best
+from jaxroll.records import Version
+from jaxroll.report.commands import checkpoints
+from tests.harness.train_process import SMALL, SYNCHRONOUS, Train
 
 pytestmark = pytest.mark.process
 STEPS, FORK = 24, 4
@@ -35,3 +38,25 @@ def test_a_finished_run_forks_once_and_trains_the_same_questions_again(tmp_path)
         assert before == after, "the new lineage does not train on the questions of the old one"
         report = forked.report()
         assert (report["conservation_residual"], report["groups_trained_twice"]) == (0, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_best_checkpoint_of_all_lineages_is_kept_over_a_resume_and_a_fork(tmp_path):
+    """Two checkpoints are kept, so the best one stays only because it is the best, unless it is one of them."""
+    run, rows = tmp_path / "run", []
+    graded = (*SYNCHRONOUS, "--config.task.env=tests.harness.envs.dense_reward:graded_reward")
+    longer, fork = ("--config.schedule.steps=12",), ("--fork=10", "--config.schedule.steps=16")
+    for words, resume in ((graded, False), (longer, True), (fork, True)):
+        with Train(run, *words, resume=resume) as train:
+            assert train.finish() == 0, train.logs()
+            rows += train.rows
+        values = best.measured(rows, "accuracy")
+        found = checkpoints.facts(run, verify=True, keep_best="accuracy")
+        left = [Version(row["lineage"], row["step"]) for row in found["checkpoints"]]
+        assert not any(row["problem"] for row in found["checkpoints"])
+        first = min(version for version in values if values[version] == max(values.values()))
+        assert found["best"] == {"version": str(first), "metric": "accuracy", "value": values[first]}, values
+        assert first in left and len(left) <= 4, (left, values)  # a late evaluator may have held one more
+    assert max(left) == Version(1, 16) == max(values), "the fork's last version was not measured"
+    assert len(set(values.values())) > 1, "equal values choose the first version of all"

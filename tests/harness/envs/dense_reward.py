@@ -36,3 +36,15 @@ class DenseReward:
 
     async def close(self):
         """Nothing is held."""
+
+
+@registry.register("graded_reward")
+class GradedReward(DenseReward):
+    """The same; an answer with any reward is correct, so that held-out accuracy changes while the model learns."""
+
+    async def step(self, answer):
+        """The reward and the end of the episode."""
+        found = await super().step(answer)
+        return StepResult(
+            done=True, reward=found.reward, reward_parts={**found.reward_parts, "correct": float(found.reward > 0)}
+        )
