@@ -178,35 +178,48 @@ def _code_scorer(replies: BinaryIO) -> CodeScorer:
 def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: CodeScorer | None) -> int:
     threads = _threads()
     while (message := read_work(work)) is not None:
+        ahead = _programs_in(message) if code is not None else {}
         if code is not None:
-            code.run_ahead(_programs_in(message))
+            code.run_ahead([call for calls in ahead.values() for call in calls])
+        held = bytearray()  # replies to items that were scored ahead: one write for all of them wakes the pool once
         for item in message.items:
-            _allow_processor_time(settings.time_limit_s)
+            is_known = item.id in ahead and not item.grading
+            if not is_known:  # its scorer may end this process, so earlier replies leave first
+                replies.write(held)
+                held.clear()
+                _allow_processor_time(settings.time_limit_s)
             try:
                 reply = _scored(item, settings.max_answer_chars)
             except MemoryError as error:
                 # The heap may be in a bad state for the next item, so this worker ends.
-                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause="MemoryError")))
+                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause="MemoryError")
+                replies.write(held + frame(reply))
                 return 1
             except ServerLost:
                 raise
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the item has no score then
                 cause = error.cause if isinstance(error, grading.PartFailed) else type(error).__name__
                 reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause=cause)
-            replies.write(frame(reply))
-            if _threads() > threads:
-                return 1
+            held += frame(reply)
+            if not is_known:
+                replies.write(held)
+                held.clear()
+                if _threads() > threads:
+                    return 1
+        replies.write(held)
+        if ahead and _threads() > threads:
+            return 1
     return 0
 
 
-def _programs_in(message: Work) -> list[tuple[dict[str, Any], str]]:
-    """The arguments and answers of the items that the scorer `code` judges."""
-    found: list[tuple[dict[str, Any], str]] = []
+def _programs_in(message: Work) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """By id, the arguments and answers of the items that the scorer `code` judges."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for item in message.items:
         if item.grading:
-            found += grading.programs(grading.decoded(item.grading), item.env_args, item.answer)
+            found[item.id] = grading.programs(grading.decoded(item.grading), item.env_args, item.answer)
         elif '"code"' in item.env_args and (args := msgspec.json.decode(item.env_args)).get("scorer") == "code":
-            found.append((args, item.answer))
+            found[item.id] = [(args, item.answer)]
     return found
 
 

@@ -25,7 +25,10 @@ from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
 
 _LOG = logging.getLogger(__name__)
-_MAX_IN_FLIGHT = 32  # items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect
+# Items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect. They are sent in whole
+# batches, when there is room for one: a batch of one item costs as much, and its programs run one after another.
+_MAX_IN_FLIGHT = 32
+_BATCH = _MAX_IN_FLIGHT // 2
 _STUCK_S = 0.05  # most scorers take microseconds
 _START_LIMIT_S = 120.0  # for importing sympy on a loaded machine
 _MAX_FAILED_STARTS = 3  # of a worker that ends before it is ready
@@ -221,20 +224,24 @@ class ScoringPool:
         free.sort(key=lambda worker: len(worker.jobs))
         for nth, worker in enumerate(free):
             share = -(-len(self._waiting) // (len(free) - nth))
-            batch = self._take(min(share, _MAX_IN_FLIGHT - len(worker.jobs)))
+            room = (_MAX_IN_FLIGHT - len(worker.jobs)) // _BATCH * _BATCH
+            batch = self._take(min(share, room))
             if not batch:
                 return
             if not worker.jobs:
                 worker.progress_s = self._loop.time()
             worker.jobs.extend(batch)
-            if not worker.process.send(job.item for job in batch):
+            sent = True
+            for first in range(0, len(batch), _BATCH):
+                sent = worker.process.send(job.item for job in batch[first : first + _BATCH])
+            if not sent:
                 self._loop.add_writer(worker.process.input_descriptor, self._on_room, worker)
             self._arm(worker)
 
     def _has_room(self, worker: _Worker) -> bool:
         """True if the worker can get more items; not while it works on a slow one, since other workers are faster."""
         stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
-        return worker.ready and not stuck and len(worker.jobs) < _MAX_IN_FLIGHT
+        return worker.ready and not stuck and len(worker.jobs) <= _MAX_IN_FLIGHT - _BATCH
 
     def _take(self, count: int) -> list[_Job]:
         batch: list[_Job] = []

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,23 @@ def test_scores_arrive_and_none_is_lost_or_swapped(pool: ScoringPool) -> None:
     assert run(many()) == [1.0 if i % 3 else 0.0 for i in range(1000)]
     assert run(pool.score(EXACT, "ok")) == 1.0, "the pool serves the next event loop, too"
     assert pool.restarts == 0
+
+
+def test_a_worker_gets_whole_batches_while_items_wait(pool: ScoringPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batches of one, programs would run one after another, and every item would wake worker and pool."""
+    pool.time_limit_s, sizes, send = 30.0, [], ScoringProcess.send
+
+    def counted(self: ScoringProcess, items: Iterable[ScoreItem]) -> bool:
+        sizes.append(len(batch := list(items)))
+        return send(self, batch)
+
+    monkeypatch.setattr(ScoringProcess, "send", counted)
+
+    async def many() -> list[float]:
+        return await asyncio.gather(*(pool.score(EXACT, "ok") for _ in range(330)))
+
+    assert run(many()) == [1.0] * 330
+    assert sizes == [16] * 20 + [10]
 
 
 def test_answers_that_a_guard_rejects_are_counted_by_reason(pool: ScoringPool) -> None:
