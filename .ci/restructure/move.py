@@ -268,7 +268,7 @@ def with_one_alias(text: str, names: dict[str, list[str]]) -> str:
         if not mine - {wanted[0]} or mine & bound:
             continue
         others = bound.union(*aliases.values())
-        name = next(name for name in wanted if name not in others)
+        name = next(name for name in [*wanted, *sorted(mine)] if name not in others)
         package, _, base = module.rpartition(".")
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id in mine:

@@ -15,7 +15,7 @@ import time
 from typing import cast
 
 from jaxroll.envs import registry
-from jaxroll.envs.executors.processes import InProcess, Processes
+from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult, Traits
 from jaxroll.rewards import scorers

@@ -21,10 +21,9 @@ from benchmarks.gpu.case import Case, device_facts, rates, run_case, timed
 from benchmarks.learner.gpu_arm import GROUP, flops, peak, prepared
 from benchmarks.lib.report import spread
 from jaxroll.config import MeshConfig
-from jaxroll.engine import device, packets, programs
+from jaxroll.engine import device, programs, requests
 from jaxroll.engine.engine import Engine, EngineConfig
-from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import Request
+from jaxroll.engine.requests import Request, Sizes
 from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -116,7 +115,7 @@ class Decoder:
         self._tables = jax.device_put(tables, self._programs.tables)
         self._limits = jax.device_put(np.array([chunk, np.iinfo(np.int32).max], np.int32), self._programs.replicated)
         wanted = SamplingParams(max_tokens=longest - 1, temperature=1.0)
-        row = packets.request_row(Request(0, np.ones(1, np.int32), GenerationKey(0, 0, 0), wanted), sizes)
+        row = requests.request_row(Request(0, np.ones(1, np.int32), GenerationKey(0, 0, 0), wanted), sizes)
         self._requests = np.tile(np.array(row, np.int32), (slots, 1))
 
     def seconds(self, context: int, runs: int) -> list[float]:
@@ -124,7 +123,7 @@ class Decoder:
         found = []
         for _ in range(runs + 1):
             slots, like = len(self._requests), self._programs.state
-            leaves = {"positions": context, "counts": 1, "status": packets.RUNNING, "tokens": 1}
+            leaves = {"positions": context, "counts": 1, "status": requests.RUNNING, "tokens": 1}
             fresh = {name: np.full(slots, value, np.int32) for name, value in leaves.items()} | {
                 "requests": self._requests
             }
@@ -133,7 +132,7 @@ class Decoder:
             jax.block_until_ready(placed)
             started = time.perf_counter()
             self._state, report = self._programs.decode(self._params, self._seed, state, self._tables, self._limits)
-            steps = packets.read_report(np.asarray(report), self._chunk).steps
+            steps = requests.read_report(np.asarray(report), self._chunk).steps
             found.append((time.perf_counter() - started) / self._chunk)
             if steps != self._chunk:
                 raise RuntimeError(f"a dispatch of {self._chunk} steps made {steps}")
@@ -268,10 +267,10 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
             weights(model),
             np.random.default_rng(0).integers(1, spec.vocab_size, (rows, tokens)).astype(np.int32),
         )
-        packed = packets.pack_prefill(
+        packed = requests.pack_prefill(
             tokens,
             [
-                packets.PrefillRow(row, 0, 0, range(i * sizes.table, (i + 1) * sizes.table), i)
+                requests.PrefillRow(row, 0, 0, range(i * sizes.table, (i + 1) * sizes.table), i)
                 for i, row in enumerate(words)
             ],
             sizes,

@@ -23,11 +23,10 @@ from jaxroll.config.derived import (
     sampler_members,
     support_tokens,
 )
-from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
-from jaxroll.config.prompt_rules import FILES, check_prompts, task_parts
 from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplerConfig, SamplingConfig
+from jaxroll.config.section_rules import FILES, check_algorithm, check_prompts, task_parts
 from jaxroll.errors import ConfigError
 from jaxroll.supports import worst_bytes
 

@@ -203,12 +203,12 @@ def run_config(options: argparse.Namespace) -> None:
 
 def run_sim(options: argparse.Namespace) -> None:
     """`sim`: simulate a run, or every value of a sweep, or calibrate a cluster."""
-    from jaxroll.sim import calibrate, costs, simulate
+    from jaxroll.sim import costs, simulate
 
     if options.targets[:1] == ["calibrate"]:
         if len(options.targets) != 2:
             raise ConfigError("RUN", None, "no run named", "As in `jaxroll sim calibrate runs/demo`.")
-        print(costs.text(calibrate.calibrated(_absolute(options.targets[1]))), end="")
+        print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
         return
     if not options.cluster or len(options.targets) > 1:
         raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN",
@@ -279,21 +279,21 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> int:
     """`replay`: every record of the log, checked. The log alone is enough."""
-    from jaxroll.report.commands import replay
+    from jaxroll.report.commands import intact
 
-    return replay.main(_absolute(options.folder), as_json=options.json)
+    return intact.replay_main(_absolute(options.folder), as_json=options.json)
 
 
 def run_export(options: argparse.Namespace) -> int:
     """`export`: trajectories as a table, and the timeline."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report.commands import export, timeline
+    from jaxroll.report.commands import export
 
     if options.perfetto:
         file = Path(options.perfetto)
         with export.replaced(file) as draft:
-            count = timeline.write(path, draft)
+            count = export.write_timeline(path, draft)
         print(f"{count} trace events: {file}", file=sys.stderr if export.is_stream(file) else None)
         if not options.parquet and not options.jsonl:
             return 0
@@ -306,9 +306,9 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     config = run_dir.load(path)["config"]  # perhaps damaged: the checkpoints are shown without it
     learner = config.get("learner") if isinstance(config, dict) else None
     keep_best = str(learner.get("keep_best", "")) if isinstance(learner, dict) else ""
-    from jaxroll.report.commands import checkpoints
+    from jaxroll.report.commands import intact
 
-    return checkpoints.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
+    return intact.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 
 def run_weights(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from jaxroll import config as configs
 from jaxroll import disk
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.control import preflight
-from jaxroll.data import gym
+from jaxroll.data import sources
 from jaxroll.errors import ConfigError
 from jaxroll.models import folders
 
@@ -158,7 +158,7 @@ def _task(choice: Choice, file: Path) -> list[str]:
     if answers not in FORMATS:
         raise ConfigError("--answers", answers, "no form of answers", f"Known: {', '.join(FORMATS)}.")
     if (kind := _kind(choice.task)) is None:
-        gym.allowed(choice.task)
+        sources.allowed(choice.task)
         lines = [
             "# Task: problems that are generated, each with its scorer.",
             f"config.task.name = {json.dumps(choice.task)}",

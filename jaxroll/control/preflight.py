@@ -24,10 +24,10 @@ from pathlib import Path
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
 from jaxroll.config.parsing import nearest
-from jaxroll.config.prompt_rules import evaluation_set, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
+from jaxroll.config.section_rules import evaluation_set, task_parts
 from jaxroll.control import program, run_dir
-from jaxroll.data import gym, prompts, sources
+from jaxroll.data import prompts, sources
 from jaxroll.envs import agent, registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
@@ -36,7 +36,6 @@ from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.report import trackers
-from jaxroll.rewards import grader
 from jaxroll.rpc import tls
 from jaxroll.store.core.admission import Settings
 from jaxroll.text.hf import HFTokenizer
@@ -181,7 +180,7 @@ def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
     for part in task_parts(config.task):
         if part.task.source == "reasoning_gym":
-            gym.allowed(part.task.name)
+            sources.allowed(part.task.name)
         if part.task.source == "game":
             sources.check_game(part.task)
     if not config.model.path:
@@ -202,7 +201,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     see_working_folder()
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
-    grader.check(config.task)
+    registry.check(config.task)
     agent.check(config.task)
     trackers.check(config)
     _check_reward_models(config)

@@ -3,13 +3,12 @@
 Read `engine` first (the public interface), then `scheduler` (which sequences run, in which slots and pages) and
 `programs` (the jitted programs).
 
-    requests         requests, results and commands
+    requests         requests, results and commands; their host arrays, one transfer each way
     engine           the engine: one thread steps it, any thread sends commands
     scheduler        slots and pages of sequences, preemption, order of prefills (pure)
     sequence         the scheduler's values, free pages and shared prefixes of prompts (pure)
     work             executes the schedule on the device
     device           device state, and one dispatch per operation
-    packets          host arrays of requests and reports, one transfer each way
     programs         jitted prefill, insert, decode and page moves
     ledger           the tokens of running requests on the host
     stats            counters and latencies

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll.engine import packets, programs
-from jaxroll.engine.packets import Sizes
+from jaxroll.engine import programs, requests
+from jaxroll.engine.requests import Sizes
 from jaxroll.errors import TransferError
 from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
@@ -45,9 +45,9 @@ class Dispatch:
     array: jax.Array
     chunk: int
 
-    def report(self) -> packets.Report:
+    def report(self) -> requests.Report:
         """Wait for the decode and return its report."""
-        return packets.read_report(np.asarray(self.array), self.chunk)
+        return requests.read_report(np.asarray(self.array), self.chunk)
 
 
 class Device:
@@ -69,26 +69,26 @@ class Device:
 
     # --- prompts and requests
 
-    def prefill(self, params: Params, fresh: bool, bucket: int, rows: Sequence[packets.PrefillRow]) -> None:
+    def prefill(self, params: Params, fresh: bool, bucket: int, rows: Sequence[requests.PrefillRow]) -> None:
         """Compute prompt tokens into pages. `fresh` rows begin at position 0 and have no earlier tokens."""
-        packed = packets.pack_prefill(bucket, rows, self._sizes)
+        packed = requests.pack_prefill(bucket, rows, self._sizes)
         self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
 
     def insert(self, entries: Sequence[tuple]) -> None:
         """Start requests whose prompts are in the cache; for `entries` see `packets.pack_inserts`."""
         for some in _batches(entries, self._sizes.inserts):
-            packed = packets.pack_inserts(some, self._sizes)
+            packed = requests.pack_inserts(some, self._sizes)
             self._state = self._programs.insert(self._seed, self._state, packed)
 
     def restore(self, entries: Sequence[tuple]) -> None:
         """Continue requests whose prompts and tokens are in the cache; for `entries` see `packets.pack_restores`."""
         for some in _batches(entries, self._sizes.inserts):
-            self._state = self._programs.restore(self._state, packets.pack_restores(some, self._sizes))
+            self._state = self._programs.restore(self._state, requests.pack_restores(some, self._sizes))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy pages; each entry of `copies` is (shard, from, to)."""
         for some in _batches(copies, self._sizes.inserts):
-            self._state = self._programs.copy(self._state, packets.pack_copies(some, self._sizes))
+            self._state = self._programs.copy(self._state, requests.pack_copies(some, self._sizes))
 
     def cancel(self, slots: Sequence[int]) -> None:
         """Make `slots` idle."""
@@ -180,9 +180,9 @@ class Device:
 
     def _run_empty_moves(self) -> None:
         sizes = self._sizes
-        self._state = self._programs.insert(self._seed, self._state, packets.pack_inserts([], sizes))
-        self._state = self._programs.restore(self._state, packets.pack_restores([], sizes))
-        self._state = self._programs.copy(self._state, packets.pack_copies([], sizes))
+        self._state = self._programs.insert(self._seed, self._state, requests.pack_inserts([], sizes))
+        self._state = self._programs.restore(self._state, requests.pack_restores([], sizes))
+        self._state = self._programs.copy(self._state, requests.pack_copies([], sizes))
         self.cancel([])
         self.set_token_masks({})
         self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))

@@ -23,8 +23,7 @@ from jaxroll.config.derived import cache_tokens, page_size, support_tokens
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial
-from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import OnDone, Request, Result
+from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Limits, Sequence
 from jaxroll.engine.stats import EngineStats, Latencies

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxroll import supports
-from jaxroll.engine import packets
+from jaxroll.engine import requests
 from jaxroll.engine.requests import Add, Result
 from jaxroll.protocols import Completion
 from jaxroll.records import Version, VersionRun
@@ -93,7 +93,7 @@ class Ledger:
             running.count, running.start_s = len(before.tokens), before.start_s
         self._running[slot] = running
 
-    def account(self, report: packets.Report) -> Progress:
+    def account(self, report: requests.Report) -> Progress:
         """Record a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
         decoded, begun = 0, []
@@ -109,8 +109,8 @@ class Ledger:
                 begun.append(running.add)
             decoded += counts[slot] - running.count
             running.count = counts[slot]
-            if status[slot] != packets.RUNNING:
-                ended[slot] = Ended(packets.FINISH[status[slot]])
+            if status[slot] != requests.RUNNING:
+                ended[slot] = Ended(requests.FINISH[status[slot]])
         self._history.add(report.tokens, report.logprobs, report.supports)
         return Progress(decoded, tuple(begun), ended)
 

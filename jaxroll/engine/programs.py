@@ -19,8 +19,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxroll.algorithms import sampling
-from jaxroll.engine import packets
-from jaxroll.engine.packets import Sizes
+from jaxroll.engine import requests as inputs
+from jaxroll.engine.requests import Sizes
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
@@ -236,15 +236,15 @@ class _SamplingRows:
 
     def real(self, column: int) -> Float[Array, " N"]:
         """A column of floats."""
-        return packets.floats(self.requests[:, column])
+        return inputs.floats(self.requests[:, column])
 
 
 def _sampling_rows(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _SamplingRows:
     column = requests.T
-    run_keys = sampling.seeded(seed, column[packets.SEED], (column[packets.FLAGS] & packets.OWN_SEED) > 0)
-    identity = column[packets.GROUP], column[packets.MEMBER], column[packets.SALT]
-    temperature, top_p, min_p = (packets.floats(column[i]) for i in (packets.TEMPERATURE, packets.TOP_P, packets.MIN_P))
-    some = jnp.any(sampling.truncates(temperature, column[packets.TOP_K], top_p, min_p))
+    run_keys = sampling.seeded(seed, column[inputs.SEED], (column[inputs.FLAGS] & inputs.OWN_SEED) > 0)
+    identity = column[inputs.GROUP], column[inputs.MEMBER], column[inputs.SALT]
+    temperature, top_p, min_p = (inputs.floats(column[i]) for i in (inputs.TEMPERATURE, inputs.TOP_P, inputs.MIN_P))
+    some = jnp.any(sampling.truncates(temperature, column[inputs.TOP_K], top_p, min_p))
     return _SamplingRows(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some)
 
 
@@ -258,30 +258,30 @@ def _draw(
 ) -> tuple[Int[Array, " N"], Float[Array, " N"], Int[Array, "N K"]]:
     """A token per request at `positions`, its log-prob and its support (K = `size`); `text` holds the tokens before."""
     column = by.requests.T
-    keys = jax.vmap(sampling.position_key)(by.keys, positions + column[packets.KEY_OFFSET])
+    keys = jax.vmap(sampling.position_key)(by.keys, positions + column[inputs.KEY_OFFSET])
     if text.shape[1]:
-        logits = sampling.penalised(logits, text, positions, by.real(packets.PENALTY))
+        logits = sampling.penalised(logits, text, positions, by.real(inputs.PENALTY))
     if allowed.shape[1]:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    how = by.real(packets.TEMPERATURE), column[packets.TOP_K], by.real(packets.TOP_P), by.real(packets.MIN_P)
+    how = by.real(inputs.TEMPERATURE), column[inputs.TOP_K], by.real(inputs.TOP_P), by.real(inputs.MIN_P)
     if size:
         tokens, logprobs, ids = sampling.sample_with_support(logits, keys, *how, size)
         fill = ((0, 0), (0, size - ids.shape[1]))  # a vocabulary may be smaller than `size`
         return tokens, logprobs, jnp.pad(ids, fill, constant_values=sampling.NO_TOKEN)
-    untruncated = (column[packets.FLAGS] & packets.UNTRUNCATED) > 0
+    untruncated = (column[inputs.FLAGS] & inputs.UNTRUNCATED) > 0
     tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, by.some_truncate)
     return tokens, logprobs, jnp.zeros((len(tokens), 0), jnp.int32)
 
 
 def _status(requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]) -> Int[Array, " N"]:
     """The status of each request after `tokens`, its `counts`-th new token; STOP takes precedence over LENGTH."""
-    full = jnp.where(counts >= requests[:, packets.MAX_TOKENS], packets.LENGTH, packets.RUNNING)
-    return jnp.where(packets.is_stop(tokens, requests), packets.STOP, full)
+    full = jnp.where(counts >= requests[:, inputs.MAX_TOKENS], inputs.LENGTH, inputs.RUNNING)
+    return jnp.where(inputs.is_stop(tokens, requests), inputs.STOP, full)
 
 
 def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
-    batch = packets.unpack_prefill(packed, bucket)
+    batch = inputs.unpack_prefill(packed, bucket)
     logits, keys, values, experts = transformer.prefill_with_experts(
         model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
     )
@@ -296,7 +296,7 @@ def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, pac
 
 def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing more tokens behind those already in the pages, with the logits after them."""
-    batch = packets.unpack_prefill(packed, bucket)
+    batch = inputs.unpack_prefill(packed, bucket)
     pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
     logits, cache = transformer.extend(
         model.spec, params, state.cache, batch.tokens, pages, batch.lengths, layout=model.layout
@@ -322,7 +322,7 @@ def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> Dec
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
     # The host has the support of its last token.
     support = jnp.full((len(tokens), sizes.support), sampling.NO_TOKEN, jnp.int32)
-    return _write_slot(state, slots, requests, text, (tokens, packets.floats(logprobs), support), positions, counts)
+    return _write_slot(state, slots, requests, text, (tokens, inputs.floats(logprobs), support), positions, counts)
 
 
 def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int[Array, " N"]) -> Int[Array, "N W"]:
@@ -404,7 +404,7 @@ def _decode_step(
 
     Other slots are computed too, but their results are discarded.
     """
-    running, side = state.status == packets.RUNNING, state.side
+    running, side = state.status == inputs.RUNNING, state.side
     at = state.tokens, jnp.where(running, state.positions, -1), tables
     if side is None:
         logits, cache = transformer.decode(
@@ -443,7 +443,7 @@ def _decode(
     """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle."""
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
-    where = jnp.where(state.status == packets.RUNNING, state.positions, -1)
+    where = jnp.where(state.status == inputs.RUNNING, state.positions, -1)
     last, by = jnp.max(where), _sampling_rows(seed, state.requests)
     if state.side is not None:
         split = lambda x: x.reshape(state.cache.shards, -1, *x.shape[1:])  # noqa: E731
@@ -451,7 +451,7 @@ def _decode(
 
     def goes_on(carry) -> Bool[Array, ""]:
         step, state, *_ = carry
-        idle = slots - jnp.sum(state.status == packets.RUNNING)
+        idle = slots - jnp.sum(state.status == inputs.RUNNING)
         return (step < jnp.minimum(steps_wanted, chunk)) & (idle < jnp.minimum(enough_idle, slots))
 
     def one(carry):
@@ -462,11 +462,11 @@ def _decode(
 
     rows = [jnp.zeros((chunk, *x.shape), x.dtype) for x in (state.tokens, state.logprobs, state.support)]
     steps, after, tokens, logprobs, support = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, *rows))
-    ends = [state.tokens, packets.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps)]
-    supports = packets.report_supports(state.support, support, slots)
-    return after, jnp.concatenate([tokens, packets.bits(logprobs), jnp.stack(ends), supports])
+    ends = [state.tokens, inputs.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps)]
+    supports = inputs.report_supports(state.support, support, slots)
+    return after, jnp.concatenate([tokens, inputs.bits(logprobs), jnp.stack(ends), supports])
 
 
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     """`state` with `slots` idle."""
-    return replace(state, status=jnp.where(slots, packets.IDLE, state.status))
+    return replace(state, status=jnp.where(slots, inputs.IDLE, state.status))

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from jaxroll.engine import packets
+from jaxroll.engine import requests
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
-from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import Add, OnTokens, Result, next_mask
+from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
 from jaxroll.errors import DataError
@@ -108,7 +107,7 @@ class Work:
             row.owner.copies = ()
         self._device.prefill(params, chunk.fresh, chunk.bucket, [self._prefill_row(row) for row in chunk.rows])
 
-    def _prefill_row(self, row: Row) -> packets.PrefillRow:
+    def _prefill_row(self, row: Row) -> requests.PrefillRow:
         owner, end = row.owner, row.start + row.count
         if isinstance(owner, Prefix):
             tokens, logits = np.frombuffer(owner.tokens, np.int32), owner.row
@@ -116,7 +115,7 @@ class Work:
             before = self._open[owner.id].before
             assert before is not None
             tokens, logits = np.concatenate([np.frombuffer(owner.prompt, np.int32), before.tokens]), None
-        return packets.PrefillRow(tokens[row.start : end], row.start, self._shard(owner), owner.table, logits)
+        return requests.PrefillRow(tokens[row.start : end], row.start, self._shard(owner), owner.table, logits)
 
     def _shard(self, owner: Prefix | Sequence) -> int:
         if isinstance(owner, Prefix):
@@ -189,7 +188,7 @@ class Work:
 
     # --- after a dispatch
 
-    def account(self, report: packets.Report) -> Progress:
+    def account(self, report: requests.Report) -> Progress:
         """Record a dispatch's report, and end requests whose stop strings are complete."""
         progressed = self._ledger.account(report)
         cut: list[int] = []

@@ -24,7 +24,7 @@ from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Message, Task
-from jaxroll.rewards import grading
+from jaxroll.rewards import scorers
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 _URLS = ("http://", "https://")
@@ -57,7 +57,7 @@ class Agent:
             return _result(_posted(self._agent, {**job, "row": self._row}))
         if not is_function(self._agent):
             return _result(_executed(self._agent, job, self._row))
-        found = grading.load(self._agent)(job["base_url"], job["api_key"], self._row)
+        found = scorers.load(self._agent)(job["base_url"], job["api_key"], self._row)
         return _awaited(found) if inspect.isawaitable(found) else _result(found)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ def check(task: TaskConfig) -> None:
     if not task.agent or task.agent.startswith(_URLS) or not is_function(task.agent):
         return
     try:
-        grading.load(task.agent)
+        scorers.load(task.agent)
     except (Exception, SystemExit) as error:
         raise ConfigError("task.agent", task.agent, f"it cannot be loaded: {protocols.described(error)}",
                           "Give the file's path relative to the config, and the name of a function in it.",

@@ -9,12 +9,11 @@ from random import Random
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.data.gym import GymSource
-from jaxroll.envs.registry import refuse_unknown, register, share
+from jaxroll.data.sources import GymSource
+from jaxroll.envs.registry import Grader, refuse_unknown, register, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
-from jaxroll.rewards.grader import Grader
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 

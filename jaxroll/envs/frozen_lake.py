@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from jaxroll.config import TaskConfig
-from jaxroll.data.gym import PRINTABLE
+from jaxroll.data.sources import PRINTABLE
 from jaxroll.envs.registry import register, settings_of, share
 from jaxroll.errors import DataError
 from jaxroll.protocols import Place, StepResult

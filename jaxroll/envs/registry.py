@@ -1,4 +1,4 @@
-"""Registry of environments by name.
+"""Registry of environments by name, the environment with one turn, and the reward of a completion.
 
 A new environment is one file: a class with `reset`, `step` and `close` under `@register("name")`, and a scorer under
 `@scorers.register(…)` if it needs its own. A config names it as `package.module:name`; this process and the scoring
@@ -7,27 +7,34 @@ workers then import that module.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.config.rewards import functions, terms
-from jaxroll.errors import ConfigError
-from jaxroll.protocols import Environment, described
+from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, functions, is_function, terms
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import Environment, StepResult, described
+from jaxroll.records import Message, Task
+from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
-from jaxroll.rewards.remote import RemoteParts
-from jaxroll.rewards.scorers import max_answer_chars
+from jaxroll.rewards.remote import BACKOFF_MAX_S, RemoteParts, Request
+from jaxroll.rewards.scorers import IN_WORKERS, Grading, LocalPart, max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.run_paths import RunPaths
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
-_BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator", "jaxroll.envs.agent")
+_BUILT_IN = ("jaxroll.envs.frozen_lake", "jaxroll.envs.calculator", "jaxroll.envs.agent")
 ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
     "sokoban": "jaxroll.envs.adapters.sokoban",
@@ -141,3 +148,151 @@ def refuse_unknown(args: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in args:
         if name not in known:
             raise ConfigError(f"task.args.{name}", args[name], "nothing reads it", nearest(name, known))
+
+
+# --- The reward of a completion: values from the scoring pool and remote parts, as a weighted sum with named parts
+
+QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
+CORRECT = "correct"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A reward with its parts; `extracted` is the answer found in the completion, None if extraction is off."""
+
+    reward: float
+    parts: dict[str, float]
+    extracted: str | None = None
+
+
+class Grader:
+    """Grades completions as `task.extract` and `task.reward` say.
+
+    With "auto" the reward is 1 if the raw score of the task's scorer is exactly 1.0, else 0. A sum has a part of its
+    own name for each term, and the part `correct`: 1 if the first term that is not mere shaping has the value 1.
+    """
+
+    # Exactly 1.0: some scorers give wrong answers partial credit of 0.9999999999999999 or 1.0000000000000002.
+
+    def __init__(self, pool: ScoringPool, task: TaskConfig) -> None:
+        self.limit_s = pool.time_limit_s + QUEUE_ALLOWANCE_S
+        self._pool, self._terms = pool, terms(task.reward, task.reward_args)
+        self._cuts = task.extract != "none"
+        self._plain = not self._terms and not self._cuts
+        self._remote = [term for term in self._terms if isinstance(term.settings, EndpointSettings)]
+        self.limit_s += max((_patience_s(term.settings) for term in self._remote), default=0.0)
+        self._grading = "" if self._plain else msgspec.json.encode(instructions(task)).decode()
+
+    async def grade(self, env_args: str, completion: str, tokens: int, messages: tuple[Message, ...] = ()) -> Grade:
+        """The grade of `completion`, which has `tokens` tokens and answers `messages`.
+
+        DataError when one of its parts has no value, InfraError when an endpoint fails.
+        """
+        if self._plain:
+            raw = await self._pool.score(env_args, completion)
+            return Grade(_binary(raw), {"raw_score": raw})
+        graded = await self._pool.grade(env_args, completion, self._grading)
+        extracted = graded.answer if self._cuts else None
+        if not self._terms:
+            raw = graded.values["raw_score"]
+            return Grade(_binary(raw), {"raw_score": raw}, extracted)
+        values = dict(graded.values)
+        values |= await self._remote_values(env_args, completion, graded.answer, messages)
+        more: dict[str, float] = {}
+        for term in self._terms:
+            if isinstance(term.settings, GymSettings):
+                more["raw_score"] = values[term.label]
+                values[term.label] = values[term.label] if term.settings.partial else _binary(values[term.label])
+        first = next(term.label for term in self._terms if term.kind not in SHAPING)
+        correct = values[first] == 1.0
+        for term in self._terms:
+            if isinstance(term.settings, LengthSettings):
+                values[term.label] = parts.length(tokens, correct, term.settings)
+        reward = sum(term.weight * values[term.label] for term in self._terms)
+        named = {term.label: values[term.label] for term in self._terms}
+        return Grade(reward, {**named, **more, CORRECT: float(correct)}, extracted)
+
+    async def _remote_values(
+        self, env_args: str, completion: str, answer: str, messages: tuple[Message, ...]
+    ) -> dict[str, float]:
+        """The values of remote parts, computed concurrently; a judge does not see an empty answer, whose value is 0."""
+        asked = [term for term in self._remote if term.kind != "judge" or answer or not self._cuts]
+        values = dict.fromkeys((term.label for term in self._remote), 0.0)
+        if not asked:
+            return values
+        if self._pool.remote is None:
+            raise DataError("reward models and judges work within a run only")
+        wanted = parts.truth_or_empty(msgspec.json.decode(env_args))
+        shown = tuple({"role": message.role, "content": message.content} for message in messages)
+        request = Request(shown, completion, answer, wanted)
+        found = await asyncio.gather(*(self._pool.remote.value(term.label, term.settings, request) for term in asked))
+        return values | dict(zip((term.label for term in asked), found, strict=True))
+
+
+def _patience_s(settings: EndpointSettings) -> float:
+    """The longest time of all attempts of a call, and as long again in the queue of the endpoint."""
+    return 2 * (settings.retries + 1) * (settings.timeout_s + BACKOFF_MAX_S)
+
+
+def _binary(raw: float) -> float:
+    return 1.0 if raw == 1.0 else 0.0
+
+
+def instructions(task: TaskConfig) -> Grading:
+    """The work of scoring workers that `task.extract` and `task.reward` require."""
+    named = terms(task.reward, task.reward_args)
+    if not named:
+        return Grading(task.extract, (LocalPart("raw_score"),))
+    found = (
+        LocalPart(term.label, term.kind, msgspec.to_builtins(term.settings))
+        for term in named
+        if term.is_function or term.kind in IN_WORKERS
+    )
+    return Grading(task.extract, tuple(found))
+
+
+def check(task: TaskConfig) -> None:
+    """Raise ConfigError if the functions or libraries that the task's reward needs cannot be loaded here."""
+    named = terms(task.reward, task.reward_args)
+    functions = [("task.extract", task.extract)] if is_function(task.extract) else []
+    functions += [("task.reward", term.kind) for term in named if term.is_function]
+    for key, name in functions:
+        try:
+            scorers.load(name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(key, name, f"it cannot be loaded: {described(error)}",
+                              "Give the file's path relative to the config, and the name of a function in it.",
+                              ) from error  # fmt: skip
+    if any(term.kind == "math" for term in named) and importlib.util.find_spec(parts.MATH_LIBRARY) is None:
+        raise ConfigError("task.reward", task.reward, "math-verify is not installed", "pip install 'jaxroll[math]'.")
+
+
+# --- Environment with one turn for verifiable rewards: question, answer, score
+
+
+@register("single_turn")
+class SingleTurn:
+    """Environment that shows the task's messages and grades the answer as `task.extract` and `task.reward` say."""
+
+    def __init__(self, pool: ScoringPool, task: TaskConfig) -> None:
+        self._grader = Grader(pool, task)
+        self.step_limit_s = self._grader.limit_s
+        self.answer_tokens = 0
+        self._env_args: str | None = None
+        self._messages: tuple[Message, ...] = ()
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The task's messages; `seed` has no effect."""
+        self._env_args, self._messages = task.env_args, task.messages
+        return task.messages
+
+    async def step(self, answer: str) -> StepResult:
+        """The end of the episode with its reward; DataError when the answer cannot be scored."""
+        if self._env_args is None:
+            raise DataError("step() before reset(): there is no question to answer")
+        grade = await self._grader.grade(self._env_args, answer, self.answer_tokens, self._messages)
+        return StepResult(done=True, reward=grade.reward, reward_parts=grade.parts, extracted=grade.extracted)
+
+    async def close(self) -> None:
+        """Forget the task; the pool is shared and stays open."""
+        self._env_args = None

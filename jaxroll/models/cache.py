@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxroll.kernels.cached import dense, levels
+from jaxroll.kernels.attention import dense, levels
 from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.layout import Layout, Rules, sharding

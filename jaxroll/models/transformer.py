@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxroll.kernels import attention as shared
+from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
-from jaxroll.kernels.attention import SharedRows
-from jaxroll.kernels.cached import blocks, paged, reach
+from jaxroll.kernels.attention import SharedRows, blocks, paged, reach
 from jaxroll.kernels.choice import XLA
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
@@ -101,7 +100,7 @@ def forward_with_load(
             attend = placed.rows(attention, tokens.shape[1], segment_ids, layout, window)
         else:
             assert prompt_ids is not None, "rows that share prompts need prompt_ids"
-            attend = shared.attention(rows, segment_ids, prompt_ids, positions, window)
+            attend = kernels.attention(rows, segment_ids, prompt_ids, positions, window)
         attend = placed.exchanged(attend, layout)
         turn = _rotation(spec, positions, window)
 

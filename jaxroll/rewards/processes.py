@@ -23,7 +23,8 @@ import msgspec
 import jaxroll
 from jaxroll import lifeline
 from jaxroll.protocols import described
-from jaxroll.rewards import grading, sandbox, scorers
+from jaxroll.rewards import sandbox, scorers
+from jaxroll.rewards import scorers as grading
 from jaxroll.rewards.code import CodeScorer
 from jaxroll.rewards.programs import Programs, ServerLost
 from jaxroll.rewards.sandbox import Restrictions

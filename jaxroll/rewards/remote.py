@@ -1,4 +1,4 @@
-"""Reward parts from other processes: a reward model (HTTP, or a folder), and a judge (OpenAI's chat interface).
+"""Reward parts from other processes, over HTTP: a reward model (a server, or a folder), and a judge (OpenAI's chat).
 
 Everything runs on one event loop; only the cache on disk is read and written in threads. Identical requests that are
 under way at the same time make one call. Verdicts are kept by a digest of all that determines them, so a repeated
@@ -9,23 +9,249 @@ cache's file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import math
 import os
 import random
 import re
 import sqlite3
+import ssl
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from jaxroll.config.rewards import EndpointSettings, JudgeSettings, RewardModelSettings
 from jaxroll.errors import DataError, InfraError
-from jaxroll.rewards import http
-from jaxroll.rewards.classifier import Classifier, Served
+from jaxroll.lifeline import PARENT_ENV
+from jaxroll.records import Message
+from jaxroll.rewards.processes import environment
+
+# --- A JSON call over HTTP/1.1 on the event loop: one connection per call, which a cancellation closes at once
+
+MAX_BODY_BYTES = 4 << 20
+_MAX_HEADERS = 100
+
+
+class HttpError(Exception):
+    """A call without a usable response. `retry_after_s` is the server's wish, 0 without one."""
+
+    def __init__(self, cause: str, detail: str = "", *, retry: bool = True, retry_after_s: float = 0.0) -> None:
+        self.cause, self.retry, self.retry_after_s = cause, retry, retry_after_s
+        super().__init__(f"{cause} {detail}".strip())
+
+
+async def post_json(url: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> Any:
+    """The decoded response to a POST of `body` as JSON, at most `timeout_s` after the call.
+
+    Raises HttpError, with `retry` false for a status that another attempt would not change (4xx except 408 and 429).
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, found, text = await _exchange(url, msgspec.json.encode(body), headers)
+    except TimeoutError as error:
+        raise HttpError("timeout", f"after {timeout_s:g} s") from error
+    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        raise HttpError("connection", f"{type(error).__name__}: {error}") from error
+    if status != 200:
+        retry = status >= 500 or status in (408, 429)
+        try:
+            after_s = max(0.0, float(found.get("retry-after", 0)))
+        except ValueError:  # a date
+            after_s = 0.0
+        raise HttpError(f"status {status}", text[:200].decode(errors="replace"), retry=retry, retry_after_s=after_s)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError("not JSON", str(error)) from error
+
+
+async def _exchange(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+    reader, writer = await asyncio.open_connection(host, port, ssl=ssl.create_default_context() if secure else None)
+    try:
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        lines = {
+            "Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", "Accept": "application/json",
+            "Content-Length": str(len(body)), "Connection": "close", **headers,
+        }  # fmt: skip
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        writer.write(f"POST {target} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        await writer.drain()
+        status, found = await _head(reader)
+        return status, found, await _body(reader, found)
+    finally:
+        writer.transport.abort()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    line = (await reader.readuntil(b"\r\n")).decode("latin-1").split()
+    if len(line) < 2 or not line[0].startswith("HTTP/1"):
+        raise ValueError("not an HTTP response")
+    found: dict[str, str] = {}
+    while (text := await reader.readuntil(b"\r\n")) != b"\r\n":
+        name, _, value = text.decode("latin-1").partition(":")
+        found[name.strip().lower()] = value.strip()
+        if len(found) > _MAX_HEADERS:
+            raise ValueError("too many headers")
+    return int(line[1]), found
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        found = bytearray()
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            _limit(len(found) + size)
+            found += (await reader.readexactly(size + 2))[:size]
+        return bytes(found)
+    if "content-length" in headers:
+        size = int(headers["content-length"])
+        _limit(size)
+        return await reader.readexactly(size)
+    found = bytearray()
+    while data := await reader.read(1 << 16):
+        found += data
+        _limit(len(found))
+    return bytes(found)
+
+
+def _limit(size: int) -> None:
+    if not 0 <= size <= MAX_BODY_BYTES:
+        raise ValueError(f"a response of {size} bytes, at most {MAX_BODY_BYTES} are taken")
+
+
+# --- A reward model in a folder, scored by a process of its own (`jaxroll.tools.classifier`), which has JAX. None here
+#
+# Questions wait in the process, which answers all that are there in batches of bounded size. A question that is not
+# answered within its time kills the process; the next one starts another.
+
+READY = -1  # the id of the first line of the process
+START_S = 600.0  # to load JAX and the weights
+_LINE_BYTES = 1 << 20
+_PASSED_ON = ("NPROC", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+              "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES")  # fmt: skip
+
+
+class Served(msgspec.Struct, frozen=True):
+    """Settings of the process: the folder, the data type of its parameters, and limits in tokens."""
+
+    path: str
+    dtype: str
+    max_tokens: int
+    batch_tokens: int
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A conversation to score."""
+
+    id: int
+    messages: tuple[Message, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The score of a question, or the reason why there is none."""
+
+    id: int
+    score: float | None = None
+    error: str = ""
+
+
+class Classifier:
+    """The process and its unanswered questions. Everything runs on one event loop."""
+
+    def __init__(self, settings: Served, start_s: float = START_S) -> None:
+        self._settings, self._start_s = settings, start_s
+        self._ids = itertools.count()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._starting = asyncio.Lock()
+
+    async def score(self, messages: Sequence[Mapping[str, str]], timeout_s: float) -> dict[str, Any]:
+        """The response of a reward model to a conversation: `score`.
+
+        HttpError if the process gives none in time, ValueError if it cannot score the conversation.
+        """
+        process = await self._running()
+        number = next(self._ids)
+        shown = tuple(Message(message["role"], message["content"]) for message in messages)
+        verdict = await self._answer(process, number, msgspec.json.encode(Question(number, shown)) + b"\n", timeout_s)
+        if verdict.error:
+            raise ValueError(verdict.error)
+        return {"score": verdict.score}
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is not None:
+                return self._process
+            command = ("-P", "-m", "jaxroll.tools.classifier", msgspec.json.encode(self._settings).decode())
+            passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            env = environment() | passed_on | {"JAX_PLATFORMS": "cpu", PARENT_ENV: str(os.getpid())}
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, *command, env=env, limit=_LINE_BYTES, start_new_session=True,
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                )  # fmt: skip
+            except OSError as error:
+                raise HttpError("start", str(error)) from error
+            self._process = process
+            self._reading = asyncio.ensure_future(self._read(process))
+            await self._answer(process, READY, b"", self._start_s)
+            return process
+
+    async def _answer(self, process: asyncio.subprocess.Process, number: int, line: bytes, limit_s: float) -> Verdict:
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(limit_s):
+                assert process.stdin is not None
+                process.stdin.write(line)
+                with contextlib.suppress(OSError):  # it has ended, which `_read` reports
+                    await process.stdin.drain()
+                return await future
+        except TimeoutError as error:
+            self.close()
+            raise HttpError("timeout", f"after {limit_s:g} s") from error
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                verdict = msgspec.json.decode(line, type=Verdict)
+                if (future := self._waiting.get(verdict.id)) and not future.done():
+                    future.set_result(verdict)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._lose(process, f"malformed output: {error}")
+        else:
+            self._lose(process, f"it ended with {await process.wait()}; its log has the reason")
+
+    def _lose(self, process: asyncio.subprocess.Process, why: str) -> None:
+        """Fail the questions of a process that is gone, or is killed here."""
+        if process is not self._process:
+            return
+        self._process = None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(HttpError("process", why))
+
+    def close(self) -> None:
+        """Kill the process; questions that wait fail. May be called twice."""
+        if self._process is not None:
+            self._lose(self._process, "it was killed")
+
+
+# --- Reward parts from other processes, over HTTP
 
 BACKOFF_MAX_S = 30.0
 _BUSY_S = 30.0  # wait for another process that writes to the cache
@@ -146,7 +372,7 @@ class RemoteParts:
                 if tokens := _tokens(response):
                     await asyncio.to_thread(verdicts.add_tokens, part, tokens)
                 return verdict(settings, response)
-            except http.HttpError as error:
+            except HttpError as error:
                 self.counts[f"{part}: {error.cause}"] += 1
                 if attempt == settings.retries or not error.retry:
                     raise InfraError(f"reward part {part!r}: {_where(settings)}: {error}") from error
@@ -161,7 +387,7 @@ class RemoteParts:
 
     async def _response(self, settings: EndpointSettings, body: Any) -> Any:
         if not isinstance(settings, RewardModelSettings) or not settings.path:
-            return await http.post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
+            return await post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
         served = Served(settings.path, settings.dtype, settings.max_tokens, settings.batch_tokens)
         classifier = self._classifiers.setdefault(served, Classifier(served))
         return await classifier.score(body["messages"], settings.timeout_s)

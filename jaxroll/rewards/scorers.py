@@ -1,4 +1,4 @@
-"""Registry of scorers by name. They run in scoring workers.
+"""Registry of scorers by name, and the grading of a completion by them. They run in scoring workers.
 
 A scorer is a function `score(args, answer) -> float`, where `args` are the task's `env_args`. A module given to the
 pool (see `ScoringPool(modules=…)`) may register its own with `@register("name")`. A scorer that cannot read every text
@@ -7,10 +7,14 @@ has a guard: an answer that the guard rejects scores 0 and is counted by reason.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,7 +22,8 @@ import msgspec
 
 from jaxroll import protocols
 from jaxroll.errors import DataError
-from jaxroll.rewards import gym_tasks
+from jaxroll.rewards import gym_tasks, parts
+from jaxroll.rewards.programs import ServerLost
 
 ScoreFunction = Callable[[Mapping[str, Any], str], float]
 
@@ -162,3 +167,186 @@ def importable(name: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+# --- Grading of a completion in a scoring worker: extraction of the answer, then the value of each reward part
+#
+# The worker computes raw values; `jaxroll.envs.registry` combines them on the event loop, because reward models and
+# judges need the network, which workers do not have. This module does not load `jaxroll.config`, whose import would
+# take longer than all others of a worker.
+
+_FILE_PREFIX = "file:"
+# Kinds of parts that need no network and no token count.
+IN_WORKERS = ("exact", "math", "reasoning_gym", "code", "format")
+
+
+class LocalPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part that a worker computes. An empty `kind` is the scorer that the task names."""
+
+    label: str
+    kind: str = ""
+    settings: dict[str, Any] = {}
+
+
+class Grading(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Instructions for a worker: the extraction and the parts to compute, in order."""
+
+    extract: str = "none"
+    parts: tuple[LocalPart, ...] = ()
+
+
+class Graded(msgspec.Struct, frozen=True):
+    """The answer, the raw value of each part, and the guards' reasons for answers that a scorer did not see."""
+
+    answer: str
+    values: dict[str, float]
+    rejected: tuple[str, ...] = ()
+
+
+class PartFailed(DataError):
+    """A part that raised or returned no finite number. `cause` is short, for counts."""
+
+    def __init__(self, label: str, cause: str, message: str) -> None:
+        self.cause = f"{label}: {cause}"
+        super().__init__(f"reward part {label!r}: {message}")
+
+
+_DECODER = msgspec.json.Decoder(Grading)
+
+
+@cache
+def decoded(grading: str) -> Grading:
+    """The instructions of an item, decoded once per worker."""
+    return _DECODER.decode(grading)
+
+
+def grade(grading: Grading, env_args: str, completion: str, max_chars: int = MIN_ANSWER_CHARS) -> Graded:
+    """Extract the answer from `completion` and compute every part.
+
+    An empty answer of an extraction has the value 0 in every part that reads answers. Raises PartFailed.
+    """
+    args = msgspec.json.decode(env_args)
+    answer = extracted(grading.extract, completion)
+    found = _Item(args, answer, completion, max_chars, grading.extract != "none")
+    values = {part.label: found.value(part) for part in grading.parts}
+    return Graded(answer, values, tuple(found.rejected))
+
+
+def extracted(mode: str, completion: str) -> str:
+    """The answer in `completion`; "" if there is none. PartFailed when a user's function raises or returns no text."""
+    if mode in parts.MODES:
+        return parts.MODES[mode](completion)
+    try:
+        found = load(mode)(completion)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise PartFailed("extract", type(error).__name__, protocols.described(error)) from error
+    if found is None:
+        return ""
+    if not isinstance(found, str):
+        raise PartFailed("extract", "not a str", f"{mode} returned {type(found).__name__}, not a str")
+    return found.strip()
+
+
+class _Item:
+    """One completion with the task's arguments."""
+
+    def __init__(self, args: dict[str, Any], answer: str, completion: str, max_chars: int, cut: bool) -> None:
+        self.args, self.answer, self.completion, self.max_chars, self.cut = args, answer, completion, max_chars, cut
+        self.rejected: list[str] = []
+
+    def value(self, part: LocalPart) -> float:
+        try:
+            raw = self._raw(part)
+        except (MemoryError, ServerLost):
+            raise
+        except Exception as error:
+            raise PartFailed(part.label, type(error).__name__, protocols.described(error)) from error
+        try:
+            return protocols.number(raw, "its value")
+        except DataError as error:
+            raise PartFailed(part.label, "not a finite number", str(error)) from error
+
+    def _raw(self, part: LocalPart) -> Any:
+        if part.kind == "format":
+            return parts.well_formed(self.completion, **part.settings)
+        if self.cut and not self.answer:
+            return 0.0
+        if part.kind == "exact":
+            wanted = parts.truth(self.args)
+            return parts.exact(wanted.strip() if self.cut else wanted, self.answer)
+        if part.kind == "math":
+            if len(self.answer) > parts.MAX_MATH_CHARS:
+                self.rejected.append(TOO_LONG)
+                return 0.0
+            return parts.mathematical(parts.truth(self.args), self.answer, **part.settings)
+        if part.kind == "code":
+            return judge_args(_with_tests(self.args, part), self.answer, self.max_chars).score
+        if ":" in part.kind:
+            return _called(load(part.kind), self.answer, self.args, self.completion, part.settings)
+        judged = judge_args(self.args, self.answer, self.max_chars)
+        self.rejected += [judged.rejected] if judged.rejected else []
+        return judged.score
+
+
+def programs(grading: Grading, env_args: str, completion: str) -> list[tuple[dict[str, Any], str]]:
+    """The arguments and answer with which `grade` calls the scorer `code`, if it does; they may run ahead."""
+    found = [part for part in grading.parts if part.kind == "code" or (not part.kind and '"code"' in env_args)]
+    if not found:
+        return []
+    args = msgspec.json.decode(env_args)
+    try:
+        answer = extracted(grading.extract, completion)
+    except PartFailed:  # `grade` raises it again
+        return []
+    calls = [_with_tests(args, part) if part.kind else args for part in found]
+    return [(each, answer) for each in calls if each.get("scorer") == "code" and (answer or grading.extract == "none")]
+
+
+def _with_tests(args: dict[str, Any], part: LocalPart) -> dict[str, Any]:
+    """The arguments of the scorer `code` for a row with tests."""
+    return {**args, **part.settings, "scorer": "code"}
+
+
+def _called(
+    function: Callable[..., Any], answer: str, args: Mapping[str, Any], completion: str, settings: Mapping[str, Any]
+) -> Any:
+    """The value of `function(answer, row, **settings)`; `completion=…` in addition if it has such a parameter."""
+    row = dict(args.get("row") or args)
+    if "answer" not in row:
+        row["answer"] = args.get("answer", (args.get("entry") or {}).get("answer"))
+    more = {"completion": completion} if "completion" in inspect.signature(function).parameters else {}
+    return function(answer, row, **settings, **more)
+
+
+# --- functions of users
+
+
+@cache
+def load(name: str) -> Callable[..., Any]:
+    """The function `file:PATH:function` or `package.module:function`, imported once per process.
+
+    Errors of the import pass through; AttributeError or TypeError if the module has no such function.
+    """
+    place, _, function = name.rpartition(":")
+    found = getattr(_module(place), function)
+    if not callable(found):
+        raise TypeError(f"{name} is not a function")
+    return found
+
+
+@cache
+def _module(place: str) -> ModuleType:
+    if not place.startswith(_FILE_PREFIX):
+        return importlib.import_module(place)
+    path = Path(place.removeprefix(_FILE_PREFIX)).expanduser().resolve()
+    name = f"jaxroll_functions_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for modules next to it
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 from jaxroll import protocols
 from jaxroll.errors import DataError, InfraError
-from jaxroll.rewards.grading import Graded
 from jaxroll.rewards.processes import Ready, Scored, ScoreItem, ScoringProcess, WorkerSettings, Working
 from jaxroll.rewards.remote import RemoteParts
 from jaxroll.rewards.sandbox import Restrictions
-from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
+from jaxroll.rewards.scorers import MIN_ANSWER_CHARS, Graded
 
 _LOG = logging.getLogger(__name__)
 # Items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect. They are sent in whole

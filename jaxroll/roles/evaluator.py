@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.prompt_rules import HELDOUT
+from jaxroll.config.section_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.policy import best
@@ -27,7 +27,7 @@ from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
-from jaxroll.rollout import accuracy, manager
+from jaxroll.rollout import manager
 
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
@@ -109,7 +109,7 @@ class EvaluatorLoops:
         sets = {}
         for name, found in self.sets.items():
             sets[name] = _figures(await manager.scores(self.manager, found, self.tokenizer, version, permits=permits))
-        by_source = accuracy.grouped(results, lambda score: str(score.task.args().get("source", "")))
+        by_source = manager.grouped(results, lambda score: str(score.task.args().get("source", "")))
         sources = {label: _figures(scored) for label, scored in by_source.items()}
         t1 = unix_s()
         examples = [

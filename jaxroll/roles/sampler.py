@@ -24,7 +24,7 @@ from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import cache_tokens, episode_tokens, sampler_members
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Grant, Member, Version

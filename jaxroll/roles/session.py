@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxroll import lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool

@@ -25,7 +25,8 @@ from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.run_paths import RunPaths
-from jaxroll.sim import costs, virtual_time
+from jaxroll.sim import costs
+from jaxroll.sim import network as virtual_time
 from jaxroll.sim.costs import Cluster, Failure
 from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedPool, SimulatedPublisher, SimulatedTrainer, chance
 from jaxroll.sim.network import Network

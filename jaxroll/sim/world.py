@@ -25,8 +25,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.learner import LearnerSession
 from jaxroll.roles.session import EngineSession
 from jaxroll.roles.weights import WeightFollower
-from jaxroll.sim.network import MemoryServer, MemoryTransport, Network
-from jaxroll.sim.virtual_time import LoopClock
+from jaxroll.sim.network import LoopClock, MemoryServer, MemoryTransport, Network
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.admission import Settings, status

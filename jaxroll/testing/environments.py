@@ -24,7 +24,7 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task

@@ -23,7 +23,7 @@ from jaxroll import __version__, lifeline
 from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message

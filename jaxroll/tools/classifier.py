@@ -1,8 +1,8 @@
-"""Scores of a reward model in a Hugging Face folder, by JAX on the host; `jaxroll.rewards.classifier` starts it.
+"""Scores of a reward model in a Hugging Face folder, by JAX on the host; `jaxroll.rewards.remote` starts it.
 
     python -m jaxroll.tools.classifier SETTINGS
 
-SETTINGS is the JSON of `jaxroll.rewards.classifier.Served`. Standard input has a JSON object per line, `id` and
+SETTINGS is the JSON of `jaxroll.rewards.remote.Served`. Standard input has a JSON object per line, `id` and
 `messages`; standard output has one per line too, `id` and `score` or `error`, after a first line `{"id": -1}`. The
 process ends with its input.
 
@@ -32,7 +32,7 @@ from jaxroll.errors import DataError
 from jaxroll.models import folders, pretrained, transformer
 from jaxroll.models.params import module
 from jaxroll.records import Message
-from jaxroll.rewards.classifier import READY, Question, Served, Verdict
+from jaxroll.rewards.remote import READY, Question, Served, Verdict
 from jaxroll.text.hf import HFTokenizer
 
 LEAST_TOKENS = 64  # rows are padded to this length, or to one that doubles it

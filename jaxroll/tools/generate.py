@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.prompt_rules import opening_messages
+from jaxroll.config.section_rules import opening_messages
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError

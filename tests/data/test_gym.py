@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.data import sources
-from jaxroll.data.gym import TASKS
+from jaxroll.data.sources import TASKS
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
 from jaxroll.rewards import scorers
@@ -273,7 +273,7 @@ import json, sys
 sys.modules.update(dict.fromkeys(sys.argv[1:]))
 from jaxroll.config import TaskConfig
 from jaxroll.data import sources
-from jaxroll.data.gym import TASKS
+from jaxroll.data.sources import TASKS
 from jaxroll.rewards import scorers
 for name, task in TASKS.items():
     if task.scorer_metadata is None and name not in ("codeio", "countdown"):

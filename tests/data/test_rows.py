@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, TaskConfig, TokenizerConfig
-from jaxroll.data import files, prompts, rows, sources
+from jaxroll.data import files, prompts, sources
 from jaxroll.data.tasks import Candidates
 from jaxroll.errors import ConfigError
 from jaxroll.records import Item, Message
@@ -131,7 +131,7 @@ def test_an_unknown_or_ambiguous_layout_lists_the_columns(tmp_path: Path, row: d
     [("so\n#### 72", "72"), ("#### 1 #### 1,234 ", "1234"), ("####-1,000.5", "-1000.5"), ("#### a, b", "a, b")],
 )
 def test_the_final_answer_follows_the_marker(text: str, answer: str) -> None:
-    assert rows.final_answer(text, "####") == answer
+    assert files.final_answer(text, "####") == answer
 
 
 def test_a_marker_that_a_row_lacks_is_an_error(tmp_path: Path) -> None:

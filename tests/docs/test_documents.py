@@ -25,7 +25,7 @@ from jaxroll.config.derived import ESTIMATORS, PRESETS
 from jaxroll.control import commands, preflight
 from jaxroll.data import tasks
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report.figures import record, summary

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import packets
+from jaxroll.engine import requests as inputs
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
@@ -89,7 +89,7 @@ def test_an_aborted_slot_stops_computing(bench):
     b.engine.abort(0, keep=False)
     b.engine.abort(1, keep=False)
     assert not b.engine.step()
-    assert set(np.asarray(b.engine._device._state.status).tolist()) <= {packets.IDLE, packets.STOP, packets.LENGTH}
+    assert set(np.asarray(b.engine._device._state.status).tolist()) <= {inputs.IDLE, inputs.STOP, inputs.LENGTH}
 
 
 def test_an_id_can_be_used_again_once_it_has_left(bench):

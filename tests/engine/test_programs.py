@@ -6,11 +6,13 @@ import jax
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import packets, programs
+from jaxroll.engine import programs, requests
 from jaxroll.models import families
 from jaxroll.sharding import layout
 
-SIZES = packets.Sizes(slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4, shards=2)
+SIZES = requests.Sizes(
+    slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4, shards=2
+)
 
 
 def test_programs_of_a_large_model_are_lowered_without_allocating():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import device, packets
+from jaxroll.engine import device, requests
 from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
 
@@ -144,7 +144,7 @@ def test_the_cache_is_sharded_over_slots_and_heads(bench, mesh):
     assert keys.addressable_shards[0].data.shape == (1, heads // mesh.tensor, pages, tokens, size)
 
 
-SIZES = packets.Sizes(
+SIZES = requests.Sizes(
     slots=5, max_tokens=32, rows=2, inserts=3, buckets=(4,), chunk=2, max_stops=2, page_tokens=8, logit_rows=3
 )
 REQUEST = Request(
@@ -153,10 +153,10 @@ REQUEST = Request(
 
 
 def test_a_prefill_is_packed_and_unpacked():
-    rows = [packets.PrefillRow(np.array([7, 8, 9]), 16, 1, [5, 6, 2], 2)]
-    packed = packets.pack_prefill(4, rows, SIZES)
+    rows = [requests.PrefillRow(np.array([7, 8, 9]), 16, 1, [5, 6, 2], 2)]
+    packed = requests.pack_prefill(4, rows, SIZES)
     assert packed.shape == SIZES.prefill_shape(4) and packed.dtype == np.int32
-    batch = packets.unpack_prefill(packed, 4)
+    batch = requests.unpack_prefill(packed, 4)
     assert batch.tokens.tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]] and batch.lengths.tolist() == [3, 0]
     assert (batch.starts[0], batch.shards[0]) == (16, 1)
     assert batch.tables.tolist() == [[5, 6, 2, 0], [0, 0, 0, 0]]
@@ -164,17 +164,17 @@ def test_a_prefill_is_packed_and_unpacked():
 
 
 def test_a_request_is_packed_with_where_it_starts():
-    packed = packets.pack_inserts([(4, 2, (0, 6, 7), 3, REQUEST)], SIZES)
+    packed = requests.pack_inserts([(4, 2, (0, 6, 7), 3, REQUEST)], SIZES)
     assert packed.shape == SIZES.insert_shape and packed.dtype == np.int32
     assert packed[:, 0].tolist() == [4, 5, 5]  # slot 5 of 5: dropped
     assert packed[0, 1:6].tolist() == [2, 0, 6, 7, 3]
     assert packed[1:, 4].tolist() == [SIZES.shard_pages] * 2  # copies to no page
     row = packed[0, 6:]
-    assert row[:6].tolist() == [3, 1, 2, 7, 6, 4] and row[packets.STOPS :].tolist() == [11, -1]
+    assert row[:6].tolist() == [3, 1, 2, 7, 6, 4] and row[requests.STOPS :].tolist() == [11, -1]
     assert row[6:8].view(np.float32).tolist() == [np.float32(0.5), np.float32(0.9)]
 
 
 def test_a_restored_request_is_packed_with_its_sampled_tokens():
-    packed = packets.pack_restores([(4, np.array([9, 9, 9, 9, 17]), -0.25, 12, REQUEST)], SIZES)
+    packed = requests.pack_restores([(4, np.array([9, 9, 9, 9, 17]), -0.25, 12, REQUEST)], SIZES)
     assert packed[0, :2].tolist() == [4, 17] and packed[0, 3:5].tolist() == [12, 5]
     assert packed[0, 2:3].view(np.float32).tolist() == [-0.25] and packed[0, 6:9].tolist() == [3, 1, 2]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, SamplerConfig, TaskConfig
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rollout.manager import RolloutManager

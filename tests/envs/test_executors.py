@@ -14,8 +14,8 @@ import pytest
 
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
-from jaxroll.envs.executors import processes
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs import processes
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll import lifeline
 from jaxroll.config import TaskConfig
-from jaxroll.envs.executors.processes import EnvProcess
+from jaxroll.envs.processes import EnvProcess
 from jaxroll.errors import InfraError
 
 pytestmark = pytest.mark.process

@@ -9,7 +9,7 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs import registry
-from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.envs.registry import SingleTurn
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -17,7 +17,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 USER_FILE = '''
 """Counts how long the answer is: one file, environment and scorer."""
 from jaxroll.envs import registry
-from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.envs.registry import SingleTurn
 from jaxroll.rewards import scorers
 
 @scorers.register("length")
@@ -58,7 +58,7 @@ def test_a_single_file_adds_an_environment_with_its_scorer(tmp_path: Path, monke
     assert asyncio.run(play()) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["nonesuch", "no_such_module_anywhere:env", "jaxroll.envs.single_turn:nonesuch"])
+@pytest.mark.parametrize("name", ["nonesuch", "no_such_module_anywhere:env", "jaxroll.envs.registry:nonesuch"])
 def test_an_unknown_environment_is_a_config_error(name: str) -> None:
     with pytest.raises(ConfigError, match=r"task\.env"):
         registry.create(name, ScoringPool(1), TaskConfig())

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from jaxroll.config import TaskConfig
-from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.envs.registry import SingleTurn
 from jaxroll.errors import DataError
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task

@@ -20,7 +20,7 @@ from jaxroll.config import Config
 from jaxroll.errors import InfraError
 from jaxroll.protocols import GenerationKey
 from jaxroll.records import Message, Task, Version
-from jaxroll.sim.virtual_time import run
+from jaxroll.sim.network import run
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import ENV, Behaviour, VirtualRun
 

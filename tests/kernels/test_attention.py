@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll.kernels import attention as kernels
+from jaxroll.kernels import attention
 
 
 def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2, head_dim=8):
@@ -19,13 +19,13 @@ def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_equals_the_reference(kv_heads):
     q, k, v, mask = problem(kv_heads=kv_heads)
-    np.testing.assert_allclose(kernels.grouped(q, k, v, mask), kernels.reference(q, k, v, mask), atol=2e-6)
+    np.testing.assert_allclose(attention.grouped(q, k, v, mask), attention.reference(q, k, v, mask), atol=2e-6)
 
 
 def test_one_mask_may_serve_all_rows():
     q, k, v, mask = problem()
-    once = kernels.grouped(q, k, v, mask[:1])
-    np.testing.assert_allclose(once, kernels.reference(q, k, v, jnp.repeat(mask[:1], 2, axis=0)), atol=2e-6)
+    once = attention.grouped(q, k, v, mask[:1])
+    np.testing.assert_allclose(once, attention.reference(q, k, v, jnp.repeat(mask[:1], 2, axis=0)), atol=2e-6)
 
 
 def test_gradients_equal_the_reference():
@@ -34,11 +34,11 @@ def test_gradients_equal_the_reference():
     def loss(attend):
         return jax.grad(lambda *x: jnp.sum(attend(*x, mask) ** 2), argnums=(0, 1, 2))(q, k, v)
 
-    for got, expected in zip(loss(kernels.grouped), loss(kernels.reference), strict=True):
+    for got, expected in zip(loss(attention.grouped), loss(attention.reference), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [kernels.grouped, kernels.reference])
+@pytest.mark.parametrize("implementation", [attention.grouped, attention.reference])
 def test_a_query_without_keys_stays_finite(implementation):
     q, k, v, mask = problem()
     mask = mask.at[:, 1].set(False)
@@ -49,20 +49,20 @@ def test_a_query_without_keys_stays_finite(implementation):
 
 def test_bfloat16_stays_bfloat16_and_near():
     q, k, v, mask = problem(jnp.bfloat16)
-    got = kernels.grouped(q, k, v, mask)
+    got = attention.grouped(q, k, v, mask)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), kernels.reference(q, k, v, mask), atol=0.05)
+    np.testing.assert_allclose(got.astype(jnp.float32), attention.reference(q, k, v, mask), atol=0.05)
 
 
 def test_masked_keys_have_no_influence():
     q, k, v, mask = problem()
     mask = mask.at[:, :, 3].set(False)
-    poisoned = kernels.grouped(q, k.at[:, 3].set(9.0), v.at[:, 3].set(5.0), mask)
-    np.testing.assert_array_equal(poisoned, kernels.grouped(q, k, v, mask))
+    poisoned = attention.grouped(q, k.at[:, 3].set(9.0), v.at[:, 3].set(5.0), mask)
+    np.testing.assert_array_equal(poisoned, attention.grouped(q, k, v, mask))
 
 
 def test_a_token_sees_its_own_segment_up_to_itself():
-    seen = kernels.visible(5, jnp.array([[1, 1, 2, 2, 0]]))
+    seen = attention.visible(5, jnp.array([[1, 1, 2, 2, 0]]))
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(seen[0], np.array(expected, bool))
-    np.testing.assert_array_equal(kernels.visible(5), np.tril(np.ones((1, 5, 5), bool)))
+    np.testing.assert_array_equal(attention.visible(5), np.tril(np.ones((1, 5, 5), bool)))

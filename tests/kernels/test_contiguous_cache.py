@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxroll.kernels import attention
-from jaxroll.kernels.cached import dense, levels, paged
+from jaxroll.kernels.attention import dense, levels, paged
 
 N, K, H = 4, 2, 8
 LENGTHS = (64, 64, 40)

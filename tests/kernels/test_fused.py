@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxroll.config import MeshConfig
-from jaxroll.kernels import cached, gpu, placed, tpu
+from jaxroll.kernels import attention, gpu, placed, tpu
 from jaxroll.sharding import layout
 from jaxroll.sharding.layout import Layout
 
@@ -99,8 +99,10 @@ def pages_problem(shards: int = D) -> tuple[jax.Array, ...]:
 
 
 def by_the_loop(q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, starts: jax.Array) -> np.ndarray:
-    far = cached.reach(starts, 1, U)
-    return np.asarray(jax.vmap(cached.paged, (0, 0, 0, 0, 0, None))(q, keys, values, tables, starts, far), np.float32)
+    far = attention.reach(starts, 1, U)
+    return np.asarray(
+        jax.vmap(attention.paged, (0, 0, 0, 0, 0, None))(q, keys, values, tables, starts, far), np.float32
+    )
 
 
 def assert_near(got: jax.Array, expected: np.ndarray) -> None:

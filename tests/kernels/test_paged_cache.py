@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxroll.kernels import attention
-from jaxroll.kernels.cached import blocks, paged, reach
+from jaxroll.kernels.attention import blocks, paged, reach
 
 N, K, H, U, J = 4, 2, 8, 8, 9
 loop = jax.jit(paged)

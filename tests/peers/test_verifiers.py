@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.data.tasks import Candidates
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun
 from jaxroll.rollout.episode import Bounds

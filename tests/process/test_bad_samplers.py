@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from jaxroll.policy.health import SLOW
+from jaxroll.policy.limiter import SLOW
 from tests.harness.train_process import ROOT, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]

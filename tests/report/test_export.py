@@ -155,7 +155,7 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
 def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_their_own(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    from jaxroll.report.commands import timeline
+    from jaxroll.report.commands import export
     from jaxroll.report.figures import activity
 
     rows = [
@@ -165,13 +165,13 @@ def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_t
         {"t": 13.0, "role": "supervisor", "kind": "restart", "process": "sampler-0"},
     ]  # fmt: skip
     lanes = [activity.Lane("learner", {"train": [(9.0, 10.25)], "wait": []})]
-    found = timeline.events(rows, lanes)
+    found = export.events(rows, lanes)
     slices = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in found if e["ph"] == "X"}
     assert slices == {"train": (0, 1_250_000, 1), "0.0": (1_000_000, 1_000_000, 100),
                       "0.1": (1_500_000, 1_500_000, 101), "1.0": (2_000_000, 500_000, 100)}  # fmt: skip
     assert [(e["ph"], e["ts"]) for e in found if e["ph"] in "iC"] == [("C", 3_500_000), ("i", 4_000_000)]
     assert {e["args"]["name"] for e in found if e["name"] == "process_name"} == {"learner", "sampler-0", "supervisor"}
-    assert timeline.events([], []) == []
+    assert export.events([], []) == []
 
     file = tmp_path / "timeline.json"
     assert exported(run_dir, f"--perfetto={file}") == 0

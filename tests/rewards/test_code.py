@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import DataError
-from jaxroll.rewards import code, proxies
+from jaxroll.rewards import code
 from jaxroll.rewards.code import RowTests, program_of, submission
 from jaxroll.rewards.programs import Programs, Run
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -63,8 +63,8 @@ def test_outputs_are_compared_line_by_line_without_trailing_space() -> None:
 def test_plain_data_is_compared_strictly() -> None:
     equal = [((1, 2), [1, 2]), ({"a": (1,)}, {"a": [1]}), (0.1 + 0.2, 0.3), (2.0, 2), ({1: 2}, {"1": 2})]
     different = [(True, 1), (True, 1.0), ("1", 1), ([1], 1), (float("nan"), float("nan")), ([1], [1, 2]), (None, 0)]
-    assert all(proxies.same(result, right) for result, right in equal)
-    assert not any(proxies.same(result, right) for result, right in different)
+    assert all(code.same(result, right) for result, right in equal)
+    assert not any(code.same(result, right) for result, right in different)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_plain_data_is_compared_strictly() -> None:
     [b"", b"{}", b'{"t":1}', b'{"x":"y"}', b'{"unknown":1}', b'{"s":[[1]]}', b'{"t":' * 5000, b'{"e":"Mine: x"}'],
 )
 def test_a_reply_that_cannot_be_read_is_an_error_of_the_program(line: bytes) -> None:
-    with pytest.raises(proxies.ProgramError):
-        proxies.decoded(line)
+    with pytest.raises(code.ProgramError):
+        code.decoded(line)
 
 
 def test_a_built_in_exception_keeps_its_type_and_others_do_not_end_the_tests() -> None:
     with pytest.raises(ZeroDivisionError, match="by zero"):
-        proxies.decoded(b'{"e":"ZeroDivisionError: by zero"}')
+        code.decoded(b'{"e":"ZeroDivisionError: by zero"}')
     for name in ("SystemExit", "KeyboardInterrupt", "print", "UnicodeDecodeError"):
-        with pytest.raises(proxies.ProgramError):
-            proxies.decoded(json.dumps({"e": f"{name}: x"}).encode())
+        with pytest.raises(code.ProgramError):
+            code.decoded(json.dumps({"e": f"{name}: x"}).encode())
 
 
 # --- programs

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxroll.rewards import parts
-from jaxroll.rewards.grading import Grading, LocalPart, grade
+from jaxroll.rewards.scorers import Grading, LocalPart, grade
 
 ARGS = json.dumps({"scorer": "exact", "answer": "7"})
 FORMS = {

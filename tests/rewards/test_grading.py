@@ -12,11 +12,11 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import LengthSettings
-from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.envs import registry
+from jaxroll.envs.registry import Grade, Grader, SingleTurn
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Task
-from jaxroll.rewards import grader, grading, parts
-from jaxroll.rewards.grader import Grade, Grader
+from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 FUNCTIONS = '''
@@ -47,10 +47,10 @@ class LocalPool:
     time_limit_s = 5.0
 
     async def score(self, env_args: str, answer: str) -> float:
-        return grading.scorers.score(env_args, answer)
+        return scorers.score(env_args, answer)
 
-    async def grade(self, env_args: str, completion: str, instructions: str) -> grading.Graded:
-        return grading.grade(grading.decoded(instructions), env_args, completion)
+    async def grade(self, env_args: str, completion: str, instructions: str) -> scorers.Graded:
+        return scorers.grade(scorers.decoded(instructions), env_args, completion)
 
 
 @pytest.fixture
@@ -176,24 +176,24 @@ def test_functions_of_users_get_the_answer_and_the_row(file: str) -> None:
 def test_a_part_without_a_value_fails_the_member_with_its_cause(
     file: str, reward: str, extract: str, cause: str, message: str
 ) -> None:
-    with pytest.raises(grading.PartFailed, match=message) as caught:
+    with pytest.raises(scorers.PartFailed, match=message) as caught:
         graded(f"exact + {file}:{reward}", "7", extract=extract if extract == "none" else f"{file}:{extract}")
     assert caught.value.cause == cause
 
 
 def test_functions_and_libraries_are_loaded_before_the_run(file: str, tmp_path: Path) -> None:
-    grader.check(TaskConfig(reward=f"{file}:half"))
+    registry.check(TaskConfig(reward=f"{file}:half"))
     for reward in (f"{file}:absent", f"file:{tmp_path}/absent.py:half", "no_such_module_anywhere:f"):
         with pytest.raises(ConfigError, match="cannot be loaded"):
-            grader.check(TaskConfig(reward=reward))
+            registry.check(TaskConfig(reward=reward))
     with pytest.raises(ConfigError, match=r"task\.extract.*cannot be loaded"):
-        grader.check(TaskConfig(extract=f"{file}:absent"))
+        registry.check(TaskConfig(extract=f"{file}:absent"))
 
 
 def test_a_missing_math_library_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MATH_LIBRARY", "no_such_module_anywhere")
     with pytest.raises(ConfigError, match=r"pip install 'jaxroll\[math\]'"):
-        grader.check(TaskConfig(reward="math"))
+        registry.check(TaskConfig(reward="math"))
 
 
 @pytest.mark.process

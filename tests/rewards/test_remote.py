@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import EndpointSettings, JudgeSettings
-from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.envs.registry import SingleTurn
 from jaxroll.errors import DataError, InfraError
 from jaxroll.records import Message, Task
 from jaxroll.rewards import remote

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from jaxroll.config import Config
-from jaxroll.policy.health import SLOW as SLOW_REASON
-from jaxroll.sim.virtual_time import run
+from jaxroll.policy.limiter import SLOW as SLOW_REASON
+from jaxroll.sim.network import run
 from tests.harness.store.builders import configured
 from tests.harness.virtual_neighbours import (
     AT_ONCE,

@@ -19,7 +19,7 @@ from jaxroll.errors import Closed, InfraError, StoreRefusal, Unauthorized
 from jaxroll.records import Version
 from jaxroll.roles import actor
 from jaxroll.rpc.client import RawClient
-from jaxroll.sim.virtual_time import run
+from jaxroll.sim.network import run
 from jaxroll.store import messages as msg
 from jaxroll.store.server import keeper
 from jaxroll.store.server.keeper import SILENCE_S

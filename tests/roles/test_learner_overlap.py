@@ -14,7 +14,7 @@ from jaxroll.errors import Closed, InfraError, NotReady, StaleClient, TransferEr
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles.learner import LearnerSession
 from jaxroll.roles.weights import BackgroundPublisher
-from jaxroll.sim.virtual_time import run
+from jaxroll.sim.network import run
 
 NEVER = object()  # a claim without an answer
 V1 = Version(0, 1)

@@ -17,8 +17,7 @@ from jaxroll.config import Config
 from jaxroll.errors import EXIT_INTERRUPTED, InfraError
 from jaxroll.records import Message, Task, Version
 from jaxroll.roles.evaluator import EvaluatorLoops
-from jaxroll.sim.network import REPLIES, REQUESTS
-from jaxroll.sim.virtual_time import run
+from jaxroll.sim.network import REPLIES, REQUESTS, run
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import ENV, Behaviour, VirtualRun
 

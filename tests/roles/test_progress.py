@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.engine import device
-from jaxroll.engine.packets import Sizes
+from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
 from jaxroll.roles.weights import Progress

@@ -15,15 +15,15 @@ import pytest
 from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
 from jaxroll.engine.engine import Engine, EngineConfig
-from jaxroll.envs.executors.choice import Executors
+from jaxroll.envs.executors import Executors
 from jaxroll.learner import samples
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Member, Message, Segment, Task, Version
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.branches import Branches
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.serving.agents import Branches
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import layout
 from jaxroll.text.tokenizers import CharTokenizer

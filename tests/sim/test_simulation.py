@@ -17,7 +17,7 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.control import cli, run_dir
 from jaxroll.errors import ConfigError
-from jaxroll.sim import calibrate, costs, simulate, virtual_time
+from jaxroll.sim import costs, network, simulate
 from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
 
 TOKENS = 10
@@ -155,12 +155,12 @@ def test_the_figures_of_a_calibrated_cluster_are_those_of_the_run(tmp_path: Path
     one = config(alpha=1.0)
     run_dir.create(tmp_path / "run", one, [])
     found = simulate.simulate(one, CLUSTER, tmp_path / "run")
-    again = figures(one, calibrate.calibrated(tmp_path / "run"))
+    again = figures(one, costs.calibrated(tmp_path / "run"))
     assert again["step_s"] / found["step_s"] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_simulation_does_not_load_jax() -> None:
-    code = "import sys; import jaxroll.sim.simulate, jaxroll.sim.calibrate; assert 'jax' not in sys.modules"
+    code = "import sys; import jaxroll.sim.simulate, jaxroll.sim.costs; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -177,7 +177,7 @@ def test_a_wait_of_less_than_the_clock_can_show_ends() -> None:
                 await asyncio.wait_for(asyncio.Event().wait(), until - loop.time())
         return turns
 
-    assert virtual_time.run(job()) == 1
+    assert network.run(job()) == 1
 
 
 @pytest.mark.parametrize("slots", [3, 16], ids=["for part of a batch", "for two batches"])
@@ -268,7 +268,7 @@ def test_the_lengths_of_a_groups_answers_are_as_alike_as_the_cluster_says(share:
     long = replace(base, sampling=replace(base.sampling, max_tokens=1000))
     rows = simulate.simulated_rows(long, replace(CLUSTER, workload=lengths), Path(), keep=False)
     found = [each for row in rows if row.get("kind") == "members" for each in row["rows"]]
-    measured = calibrate.alike([row[0] for row in found], [row[4] for row in found])
+    measured = costs.alike([row[0] for row in found], [row[4] for row in found])
     assert measured == pytest.approx(share, abs=0.1)
 
 
@@ -276,10 +276,10 @@ def test_a_decode_step_and_a_prefill_are_told_apart_by_their_counts() -> None:
     counts = [(10, 1), (40, 1), (80, 5), (120, 5)]
     rows = [{"kind": "stats", "role": "sampler-0", "decode_steps": steps, "prefills": calls,
              "step_s": 0.01 * steps + 0.2 * calls} for steps, calls in counts]  # fmt: skip
-    found = calibrate.engine_costs(rows)
+    found = costs.engine_costs(rows)
     assert found is not None
     assert (found.step_overhead_s, found.prefill_overhead_s) == (pytest.approx(0.01), pytest.approx(0.2))
-    assert calibrate.engine_costs(rows[:1]) is None
+    assert costs.engine_costs(rows[:1]) is None
 
 
 def test_rollouts_that_the_store_decodes_on_its_thread_are_simulated() -> None:

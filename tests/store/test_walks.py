@@ -21,7 +21,7 @@ MISSED = {
     "one put": 7,
     TRAINING: 9,
     VERSION: 13,
-    "the life of a sample": 51,
+    "the life of a sample": 48,
 }  # measured numbers above the limit; they may only fall
 
 

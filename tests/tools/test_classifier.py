@@ -16,9 +16,7 @@ from safetensors.numpy import save_file
 from jaxroll.config.rewards import RewardModelSettings
 from jaxroll.errors import DataError
 from jaxroll.records import Message
-from jaxroll.rewards.classifier import Classifier, Served
-from jaxroll.rewards.http import HttpError
-from jaxroll.rewards.remote import RemoteParts, Request
+from jaxroll.rewards.remote import Classifier, HttpError, RemoteParts, Request, Served
 from jaxroll.tools.classifier import RewardModel
 from tests.golden.write_families import CHATS, CONVERSATIONS, tensor
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from random import Random
 
 from jaxroll.config import TaskConfig
-from jaxroll.data.gym import PRINTABLE
-from jaxroll.envs.registry import refuse_unknown, register, settings_of, share
+from jaxroll.data.sources import PRINTABLE
+from jaxroll.envs.registry import QUEUE_ALLOWANCE_S, refuse_unknown, register, settings_of, share
 from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
-from jaxroll.rewards.grader import QUEUE_ALLOWANCE_S
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 UNREAD = "?"

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from jaxroll.config import TaskConfig
-from jaxroll.data.gym import PRINTABLE
+from jaxroll.data.sources import PRINTABLE
 from jaxroll.envs.registry import settings_of, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Place, StepResult

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxroll.data.gym import PRINTABLE
+from jaxroll.data.sources import PRINTABLE
 from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, View, chosen, library
 from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxroll.data.gym import PRINTABLE
+from jaxroll.data.sources import PRINTABLE
 from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, View, chosen, library, player_parts
 from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError

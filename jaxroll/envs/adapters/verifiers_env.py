@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxroll.config import TaskConfig
-from jaxroll.data.gym import PRINTABLE
+from jaxroll.data.sources import PRINTABLE
 from jaxroll.envs.registry import settings_of
 from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Item, Message

@@ -15,12 +15,17 @@ from typing import Any
 from jaxroll.config import Config
 from jaxroll.config.derived import age_limiter, support_tokens
 from jaxroll.errors import ConfigError
-from jaxroll.policy.health import (
+from jaxroll.policy.limiter import (  # fmt: skip
     BROKEN,
     LONGEST_S,
     UNRELIABLE,
-)  # fmt: skip
-from jaxroll.policy.limiter import AgeLimiter, Curriculum, Pace, Share, adapted, groups_ahead
+    AgeLimiter,
+    Curriculum,
+    Pace,
+    Share,
+    adapted,
+    groups_ahead,
+)
 from jaxroll.policy.selection import Filter
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import (
@@ -231,7 +236,7 @@ def checkpoint_wanted(settings: Settings, state: State) -> bool:
 # --- lease holders: which are present, which rest, and which members each may take
 #
 # A failed member is not leased to the same holder again while another holder is present that has not failed it, for at
-# most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.health`).
+# most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.limiter`).
 
 AVOIDED_S = 60.0
 SEEN_EVERY_S = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxroll.policy.health import KEPT_BY_CLAIM
+from jaxroll.policy.limiter import KEPT_BY_CLAIM
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
-from jaxroll.policy.health import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
+from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev

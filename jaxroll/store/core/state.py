@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from jaxroll.policy.health import Health
-from jaxroll.policy.limiter import Pace
+from jaxroll.policy.limiter import Health, Pace
 from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core.events import Cut
 

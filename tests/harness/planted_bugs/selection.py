@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxroll.policy import selection
-from jaxroll.policy.health import Health
-from jaxroll.policy.limiter import Share
+from jaxroll.policy.limiter import Health, Share
 from jaxroll.store.core import admission, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
 from tests.harness.planted_bugs.leases_and_puts import Patch, breaks, wrap

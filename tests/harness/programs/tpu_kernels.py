@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig
-from jaxroll.engine import device, packets
+from jaxroll.engine import device, requests
 from jaxroll.engine import programs as engine
 from jaxroll.learner import step, trainer
 from jaxroll.models import families
@@ -37,19 +37,19 @@ class Case:
     sampler_mesh: MeshConfig
     row_tokens: int
     micro_batch_rows: int
-    sizes: packets.Sizes
+    sizes: requests.Sizes
 
 
 CASES = {
     "lean": Case(
         LEAN, MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2), 384, 4,
-        packets.Sizes(slots=8, max_tokens=256, rows=4, inserts=4, buckets=(192,), chunk=4, max_stops=4, page_tokens=32,
+        requests.Sizes(slots=8, max_tokens=256, rows=4, inserts=4, buckets=(192,), chunk=4, max_stops=4, page_tokens=32,
                       shards=2),
     ),
     "qwen3_0p6b": Case(
         families.spec("qwen3_0p6b", compute_dtype="bfloat16"), MeshConfig(fsdp=8, tensor=2),
         MeshConfig(data=4, tensor=4), 4096, 16,
-        packets.Sizes(slots=256, max_tokens=4096, rows=16, inserts=16, buckets=(1024,), chunk=16, max_stops=4,
+        requests.Sizes(slots=256, max_tokens=4096, rows=16, inserts=16, buckets=(1024,), chunk=16, max_stops=4,
                       page_tokens=64, shards=4, pages=64 * 32),
     ),
 }  # fmt: skip

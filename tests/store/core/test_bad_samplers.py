@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from jaxroll.errors import Closed, Fenced, NoCredit
-from jaxroll.policy.health import ALONE_S, LONGEST_S, TRIP
+from jaxroll.policy.limiter import ALONE_S, LONGEST_S, TRIP
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status, waits

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll.errors import Closed, NoCredit, Unauthorized
 from jaxroll.records import Version
-from jaxroll.sim import virtual_time
+from jaxroll.sim import network
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import VirtualRun
 
@@ -87,7 +87,7 @@ def test_a_pause_is_no_stall_and_what_stalls_afterwards_is(tmp_path: Path) -> No
             await asyncio.sleep(10.0)
             assert at.store.keeper.state.closed.startswith("stalled")
 
-    virtual_time.run(acts(), 1000.0)
+    network.run(acts(), 1000.0)
 
 
 def test_a_paused_run_that_is_over_says_so_to_its_samplers(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_paused_run_that_is_over_says_so_to_its_samplers(tmp_path: Path) -> No
             with pytest.raises(Closed, match="finished"):
                 await idle.lease(Version(0, 3), 4)
 
-    virtual_time.run(acts(), 1000.0)
+    network.run(acts(), 1000.0)
 
 
 def test_each_control_is_in_the_audit_with_its_caller(tmp_path: Path, small: SimpleNamespace, run) -> None:

@@ -116,7 +116,7 @@ def answer(body: bytes) -> Answer:
     return _ANSWER.decode(body)
 
 
-# --- An environment process: `python -m jaxroll.envs.executors.processes '{…}'`, orders on stdin, answers on stdout
+# --- An environment process: `python -m jaxroll.envs.processes '{…}'`, orders on stdin, answers on stdout
 #
 # It plays one episode at a time and creates a new environment for each. It dies with its parent. Output of an
 # environment goes to stderr, which is the role's log.
@@ -234,7 +234,7 @@ class EnvProcess:
                 sys.executable,
                 "-P",
                 "-m",
-                "jaxroll.envs.executors.processes",
+                "jaxroll.envs.processes",
                 settings,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.envs import registry
-from jaxroll.envs.executors.processes import InProcess, Processes
+from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task

@@ -1,1 +1,0 @@
-"""Executors of environments: event loop, threads and processes. Read `choice` first."""
