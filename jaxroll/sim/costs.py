@@ -106,7 +106,11 @@ class SamplerCosts:
 
 @dataclass(frozen=True)
 class LearnerCosts:
-    """The learner, and the price of its devices. `jitter` is a factor of the time of each step."""
+    """The learner, and the price of its devices. `jitter` is a factor of the time of each step.
+
+    With `streams` it computes each group as soon as it is finished, and the claim adds what is left and the step's
+    overhead (micro-batches of StreamRL and FlexMARL). JaxRoll's learner does not do this: it shows what it would gain.
+    """
 
     step_overhead_s: NotNegative = 0.0
     micro_batch_overhead_s: NotNegative = 0.0
@@ -114,6 +118,7 @@ class LearnerCosts:
     flops: Positive = math.inf
     price_per_hour: NotNegative = 0.0
     jitter: Law = Law(mean=1.0)
+    streams: bool = False
 
     def train_s(self, tokens: int, micro_batches: int) -> float:
         """Seconds of a training step."""

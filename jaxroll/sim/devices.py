@@ -13,7 +13,7 @@ import functools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -320,8 +320,9 @@ class SimulatedTrainer:
     lora = reference = state = spec = None
     sends_adapters, prepares_ahead = False, True
 
-    def __init__(self, cluster: Cluster, config: Config) -> None:
+    def __init__(self, cluster: Cluster, config: Config, ended_s: Mapping[int, float]) -> None:
         self._costs, self._config, self.trained = cluster.learner, config, list[Trained]()
+        self._ended_s, self._free_s = ended_s, 0.0  # `ended_s`: the end of the last episode of each prompt
         device = SimpleNamespace(platform="cpu", device_kind="simulated")
         mesh = SimpleNamespace(size=1, shape={}, devices=np.array([device]))
         self.layout = SimpleNamespace(mesh=mesh)
@@ -368,7 +369,19 @@ class SimulatedTrainer:
             "padding_waste": 1 - sum(lengths) / padded if padded else 0.0,
         }  # fmt: skip
         factor = self._costs.jitter.draw(chance("step", self._config.run.seed, claim.step))
-        return SimpleNamespace(claim=claim, row=row, train_s=factor * self._costs.train_s(padded, batches))
+        train_s = factor * self._costs.train_s(padded, batches)
+        if self._costs.streams:
+            train_s = self._left_s(claim, train_s)
+        return SimpleNamespace(claim=claim, row=row, train_s=train_s)
+
+    def _left_s(self, claim: Claim, train_s: float) -> float:
+        """The seconds of a step that are left now if each group's share was computed once the group had ended."""
+        now_s, overhead_s = asyncio.get_running_loop().time(), min(self._costs.step_overhead_s, train_s)
+        share_s = (train_s - overhead_s) / len(claim.groups)
+        for ended_s in sorted(self._ended_s.get(group.task.index, now_s) for group in claim.groups):
+            self._free_s = max(self._free_s, ended_s) + share_s
+        self._free_s = max(self._free_s, now_s) + overhead_s
+        return self._free_s - now_s
 
     def _row_tokens(self, outcome: Finished) -> int:
         """The tokens of a rollout in the learner's rows: without its prompt, if that is shared."""
@@ -410,9 +423,9 @@ class SimulatedPool(ScoringPool):
     Each episode has random numbers of its own: members of a group have equal tasks and seeds.
     """
 
-    def __init__(self, workload: Workload, seed: int, role: str) -> None:
+    def __init__(self, workload: Workload, seed: int, role: str, ended_s: dict[int, float]) -> None:
         super().__init__(1)
-        self.workload, self.seed, self._role = workload, seed, role
+        self.workload, self.seed, self._role, self.ended_s = workload, seed, role, ended_s
         self._episodes = Counter[int]()  # begun here, by prompt
 
     def episode(self, index: int) -> random.Random:
@@ -433,7 +446,7 @@ class Simulated:
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The question."""
-        self._chance = self._pool.episode(task.index)
+        self._index, self._chance = task.index, self._pool.episode(task.index)
         self._left = max(1, round(self._workload.turns.draw(self._chance)))
         self._rewarded = self._workload.rewarded.draw(chance("rewarded", self._pool.seed, task.index))
         return task.messages
@@ -443,6 +456,7 @@ class Simulated:
         await asyncio.sleep(max(0.0, self._workload.env_s.draw(self._chance)))
         self._left -= 1
         if not self._left:
+            self._pool.ended_s[self._index] = asyncio.get_running_loop().time()
             return StepResult(done=True, reward=float(self._chance.random() < self._rewarded))
         length = max(1, round(self._workload.reply_tokens.draw(self._chance)))
         return StepResult(messages=(Message("user", "a" * length),), done=False)

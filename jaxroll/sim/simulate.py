@@ -49,6 +49,7 @@ class SimulatedRun(World):
         network = Network(cluster.rpc_s, cluster.rpc_bytes_per_s)
         super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
         self.engines: list[SimulatedEngine] = []
+        self._ended_s: dict[int, float] = {}
 
     def _question(self, index: int) -> str:
         drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config.run.seed, index))
@@ -59,7 +60,7 @@ class SimulatedRun(World):
         role = f"sampler-{index}"
         engine = SimulatedEngine(self._cluster, self.config, role)
         self.engines.append(engine)
-        pool = SimulatedPool(self._cluster.workload, self.config.run.seed, role)
+        pool = SimulatedPool(self._cluster.workload, self.config.run.seed, role, self._ended_s)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
 
     def learner(self) -> asyncio.Future[int]:
@@ -67,7 +68,10 @@ class SimulatedRun(World):
         schedule, size = self.config.schedule, self._cluster.workload
         tokens = schedule.groups_per_step * schedule.group_size * (size.prompt_tokens.mean + size.answer_tokens.mean)
         poll_s = max(self._cluster.learner.train_s(int(tokens), 1) / POLLS, 0.005)
-        trainer, publisher = SimulatedTrainer(self._cluster, self.config), SimulatedPublisher(self._cluster)
+        trainer, publisher = (
+            SimulatedTrainer(self._cluster, self.config, self._ended_s),
+            SimulatedPublisher(self._cluster),
+        )
         return self.start_learner(trainer, publisher, poll_s)
 
     async def train(self, report: Callable[[str], None] | None = None) -> None:
