@@ -181,6 +181,7 @@ class SimulatedEngine:
     async def _work(self) -> None:
         while True:
             began = unix_s()
+            self._changed.clear()  # here, so that requests that arrive during a prefill join after one dispatch
             before_s = await self._swap_in()
             before_s += self._admit()
             if before_s:
@@ -189,7 +190,6 @@ class SimulatedEngine:
                 if before_s:
                     self._note(began, 0)
                     continue
-                self._changed.clear()
                 if not (self._waiting and self._may_admit()):
                     await self._changed.wait()
                 continue
@@ -256,7 +256,6 @@ class SimulatedEngine:
         context = sum(request.prompt + request.sampled for request in running) + len(running) * most / 2
         step_s = self._costs.step_s(self._slots if self._costs.all_slots else len(running), context)
         self._step_s, start_s, steps, waited = step_s, now_s(), most, bool(self._waiting)
-        self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most * step_s):
                 await self._changed.wait()
@@ -357,9 +356,9 @@ class SimulatedTrainer:
         computed = [outcomes for outcomes in map(_finished, claim.groups) if len({o.reward for o in outcomes}) > 1]
         learner = self._config.learner
         lengths = [self._row_tokens(outcome) for outcomes in computed for outcome in outcomes]
-        rows = math.ceil(sum(lengths) / learner.row_tokens) if learner.row_tokens else len(done)
+        rows = math.ceil(sum(lengths) / learner.row_tokens)
         batches = math.ceil(rows / learner.micro_batch_rows)
-        padded = batches * learner.micro_batch_rows * (learner.row_tokens or max(lengths, default=0))
+        padded = batches * learner.micro_batch_rows * learner.row_tokens
         rewards = [outcome.reward for outcome in done]
         row = {
             "samples": len(done), "tokens_trained": tokens, "tokens_computed": tokens, "micro_batches": batches,

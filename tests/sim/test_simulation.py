@@ -11,14 +11,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.control import cli, run_dir
 from jaxroll.errors import ConfigError
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
 from jaxroll.sim import costs, network, simulate
 from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
+from jaxroll.sim.devices import SimulatedEngine
 
 TOKENS = 10
 # Every answer has 10 tokens of 0.01 s each; prompts, weights and the network take no time.
@@ -270,6 +274,28 @@ def test_the_lengths_of_a_groups_answers_are_as_alike_as_the_cluster_says(share:
     found = [each for row in rows if row.get("kind") == "members" for each in row["rows"]]
     measured = costs.alike([row[0] for row in found], [row[4] for row in found])
     assert measured == pytest.approx(share, abs=0.1)
+
+
+def test_a_request_that_arrives_during_a_prefill_joins_after_one_dispatch() -> None:
+    """Prefills of 1 s, two answers of 1 s, and the second request half a second after the first."""
+    cluster = replace(CLUSTER, sampler=SamplerCosts(step_overhead_s=0.1, prefill_overhead_s=1.0))
+
+    async def job() -> list[float]:
+        engine, now_s = SimulatedEngine(cluster, config(), "sampler-0"), asyncio.get_running_loop().time
+        engine.swap(Version(0, 0), None)
+
+        async def ended_s(group: int, begins_s: float) -> float:
+            await asyncio.sleep(begins_s)
+            await engine.generate(np.zeros(4, np.int32), GenerationKey(group, 0), SamplingParams(max_tokens=16))
+            return now_s() - start_s
+
+        start_s = now_s()
+        found = await asyncio.gather(ended_s(0, 0.0), ended_s(1, 0.5))
+        await engine.close()
+        return found
+
+    # Prefill, a step, prefill, nine steps together, a step.
+    assert network.run(job(), 100.0) == pytest.approx([3.0, 3.1], abs=1e-6)
 
 
 def test_a_decode_step_and_a_prefill_are_told_apart_by_their_counts() -> None:
