@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import wire
 from jaxroll.clock import MonotonicClock
 from jaxroll.config import Config, RoleArgs
 from jaxroll.data.prompts import PromptPipeline
@@ -26,6 +27,7 @@ from jaxroll.records import Grant
 from jaxroll.roles import build, learner, sampler
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
+from jaxroll.rpc import protocol
 from jaxroll.rpc.client import Metadata
 from jaxroll.serving import engine_thread
 from jaxroll.serving.engine_thread import EngineProxy
@@ -39,8 +41,13 @@ from tests.harness.walks import Recorder
 EPISODE, TRAINING, VERSION = "episode", "claim to optimizer", "weight version"
 # The transport, the store's side of a call and the prompts that it reads ahead; `store_walks` records these.
 STORE_SIDE = ("rpc/", "store/core/", "store/log/", "store/server/", "policy/", "data/", "metrics.py")
-# Tasks that run meanwhile: the sampler asks for leases while weights arrive, and reports weights while it samples.
-MEANWHILE = {VERSION: ("roles/sampler.py",), EPISODE: ("roles/weights.py", "roles/session.py"), TRAINING: ()}
+# Tasks that run meanwhile: the sampler asks for leases while weights arrive, and reports weights while it samples; the
+# learner repeats its claim while an episode is longer than a long poll; the listener looks for stalled readers.
+MEANWHILE = {
+    VERSION: ("roles/sampler.py",),
+    EPISODE: ("roles/weights.py", "roles/session.py", "roles/learner.py", "transfer/tcp_listener.py"),
+    TRAINING: ("transfer/tcp_listener.py",),
+}
 STEPS = 3  # the walks of the last steps count: the first ones fill caches
 NEVER_S = 3600.0
 
@@ -96,7 +103,7 @@ class MarkedTransport(MemoryTransport):
         if method == "Put":
             self.walks.stop(EPISODE)
         answer = await super().attempt(path, body, metadata, deadline_s, asks_first=asks_first)
-        if method == "Claim":
+        if method == "Claim" and wire.decode(answer, protocol.Envelope).refusal is None:
             self.walks.start(TRAINING)
         return answer
 
