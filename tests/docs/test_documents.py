@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxroll
 from jaxroll import config as configs
 from jaxroll.algorithms import registry as algorithms
 from jaxroll.algorithms.advantages import Tokens
@@ -122,13 +121,6 @@ def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
 
 
 # --- README, guarantees, glossary
-
-
-def test_the_notebook_is_cloned_from_the_projects_address() -> None:
-    """The notebook cannot import jaxroll before it has cloned it, so it repeats `PROJECT_URL`."""
-    cells = json.loads((ROOT / "colabs" / "jaxroll_demo.ipynb").read_text())["cells"]
-    (line,) = (line for cell in cells for line in cell["source"] if line.startswith("REPOSITORY = "))
-    assert ast.literal_eval(line.partition("=")[2].partition("#")[0].strip()) == jaxroll.PROJECT_URL
 
 
 def test_the_readme_is_short_and_shows_a_curve_early() -> None:
