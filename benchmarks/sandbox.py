@@ -1,10 +1,10 @@
 """Programs of models in the sandbox: scores per second, and attempts to be paid or to escape.
 
 A scoring pool of two workers judges one-line programs, all different, by one test each: programs that read stdin, the
-same with an import, and functions that are called with a case. Aim: at least 2,000 scores per second on two cores for
-one-line programs. Then every reward hack and every escape of `jaxroll.testing.hacks` is run: none may be paid, none may
-have an effect, and the pool must still score. `cpu_ms_per_score` counts all processes and depends less on other work on
-the machine than the rate does.
+same in a form that may not share a process (see `jaxroll.rewards.plain`), the same with an import, and functions that
+are called with a case. Aim: at least 2,000 scores per second on two cores for one-line programs. Then every reward hack
+and every escape of `jaxroll.testing.hacks` is run: none may be paid, none may have an effect, and the pool must still
+score. `cpu_ms_per_score` counts all processes and depends less on other work on the machine than the rate does.
 
     python benchmarks/sandbox.py [--quick] [--scores=8000] [--rounds=3]
 """
@@ -30,6 +30,7 @@ STDIN = json.dumps({"scorer": "code", "tests": [{"input": "41\n", "output": "42"
 CASE = json.dumps({"scorer": "code", "tests": [{"args": [41], "expected": 42}], "entry_point": "f"})
 PROGRAMS = {
     "one_line": (STDIN, "print(int(input()) + 1)  # {}"),
+    "own_process": (STDIN, "print(type(1)(input()) + 1)  # {}"),
     "with_import": (STDIN, "import math; print(math.ceil(float(input())) + 1)  # {}"),
     "function": (CASE, "f = lambda x: x + 1  # {}"),
 }

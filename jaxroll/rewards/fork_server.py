@@ -1,4 +1,4 @@
-"""Fork server for programs that a model wrote: one restricted process per run of a program.
+"""Fork server for programs that a model wrote: one restricted process per run of a program, or of a batch of them.
 
 A program of its own, without imports from JaxRoll: the smaller this process, the faster its forks. It gets each run
 from a scoring worker over a socket: a record (`RECORD`) and two descriptors, the program's input and output. The server
@@ -7,9 +7,11 @@ program, its input or its output. Expected outputs stay in the scoring worker, w
 
 Input of a run: one byte for the mode, four for the length of the program, the program, then its stdin (mode "S") or
 calls of its functions (mode "C", one Python literal per line: object id or -1, name, arguments, keyword arguments).
-Output: what the program prints, or one JSON line per call (see `_encoded`).
+Output: what the program prints, or one JSON line per call (see `_encoded`). In mode "B", the program is a batch of
+programs for `plain.outcomes`, and so is the output.
 
 Processes: the server has one child per kind of preloaded modules; each of them loads its modules before its first run.
+The kind "shared" runs batches only.
 Waits: for runs, for the end of programs and for their deadlines, in one poll.
 
 The time of a fork grows with the server's memory, by 0.2 µs per page, and every page that a program is the first to
@@ -54,7 +56,11 @@ _WARM_UPS = (
     (b"S", _PRINTS, b"1\n"),
     (b"C", b"f = lambda x, y=1: [x + y]\n", b"(-1,'f',(1,),{})\n(-1,'f',(2,),{'y':3})\n"),
 )
+_BATCH = b"".join(len(each).to_bytes(4, "little") for each in (_PRINTS, b"1\n")) + _PRINTS + b"1\n"
 _WARM_UP_ROUNDS = 16  # Python specializes bytecode after eight calls
+
+
+_plain: "dict[str, Any]" = {}  # the names of the module `plain`, in the kind "shared"
 
 
 class _Long(_SimpleCData):
@@ -103,11 +109,15 @@ def main(settings: "dict[str, Any]") -> None:
         sys.path.append(folder)
     for module in settings["preload"][kind]:
         __import__(module)
-    _warm_up(_WARM_UPS * _WARM_UP_ROUNDS)
+    warm_ups = _WARM_UPS
+    if kind == "shared":
+        exec(settings["plain"], _plain)
+        warm_ups = ((b"B", _BATCH * 2, b""),)
+    _warm_up(warm_ups * _WARM_UP_ROUNDS)
     gc.collect()
     gc.freeze()  # so that a collection in a program does not copy the server's pages
     gc.disable()
-    _pin_pages(_pages_written())
+    _pin_pages(_pages_written(warm_ups[:1]))
     _restrict(settings)
     own = settings["program_filter"]
     _serve(control, _Filter(len(own) // 8, own))
@@ -198,15 +208,15 @@ def _warm_up(programs):
     sys.modules["__main__"] = main
 
 
-def _pages_written():
-    """The numbers of the pages that a fork writes when it runs `_WARM_UPS`; none if the kernel does not tell."""
+def _pages_written(programs):
+    """The numbers of the pages that a fork writes when it runs `programs`; none if the kernel does not tell."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         writable = [each[0].split("-") for line in file if (each := line.split())[1][1] == "w"]
     ranges = [(int(first, 16) >> _PAGE_BITS, int(end, 16) >> _PAGE_BITS) for first, end in writable]
     read, write = posix.pipe()
     if posix.fork() == 0:
         try:
-            _warm_up(_WARM_UPS[:1])
+            _warm_up(programs)
             entries = []
             with open("/proc/self/pagemap", "rb", 0) as file:
                 for first, end in ranges:
@@ -337,7 +347,11 @@ def _connect(input_, output):
 def _execute():
     """Run the program that stdin holds; return its exit status."""
     head = _read(5)
-    source = _read(int.from_bytes(head[1:], "little")).decode("utf-8", "surrogatepass")
+    source = _read(int.from_bytes(head[1:], "little"))
+    if head[:1] == b"B":
+        _write(1, _plain["outcomes"](source))
+        return 0
+    source = source.decode("utf-8", "surrogatepass")
     return _serve_calls(source) if head[:1] == b"C" else _run(source)
 
 
@@ -349,6 +363,11 @@ def _read(size):
             posix._exit(1)
         data += more
     return data
+
+
+def _write(descriptor, data):
+    while data:
+        data = data[posix.write(descriptor, data) :]
 
 
 def _main_module():
@@ -409,9 +428,7 @@ def _serve_calls(source):
             reply = _encoded(found if args is None else found(*args, **kwargs), objects)
         except BaseException as error:  # noqa: BLE001 - the program may raise anything
             reply = '{"e":' + _text(_named(error)) + "}"
-        data = reply.encode("utf-8", "surrogatepass") + b"\n"
-        while data:
-            data = data[posix.write(replies, data) :]
+        _write(replies, reply.encode("utf-8", "surrogatepass") + b"\n")
     requests.close()
     posix.close(replies)
     return 0

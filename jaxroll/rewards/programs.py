@@ -12,6 +12,7 @@ import functools
 import itertools
 import marshal
 import os
+import re
 import select
 import socket
 import stat
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxroll.errors import DataError
-from jaxroll.rewards import fork_server, sandbox
+from jaxroll.rewards import fork_server, plain, sandbox
 
 MAX_OUTPUT_BYTES = 1 << 20
 PROGRAM_MEMORY_BYTES = 1 << 30
@@ -35,8 +36,11 @@ _ALLOWANCE_S = 30.0  # of the fork server, for starting and ending a program on 
 _READ_BYTES = 1 << 16
 
 # Programs without imports run in a bare interpreter, the others with these modules loaded: the larger process needs
-# twice the time for a fork, an import of these modules ten times.
-_BARE, _STANDARD = "bare", "standard"
+# twice the time for a fork, an import of these modules ten times. Batches of plain programs run in "shared".
+_BARE, _STANDARD, _SHARED = "bare", "standard", "shared"
+_BATCH_LIMIT_S = 0.5  # a batch ends by itself after `plain.BATCH_S` and its last program
+# Text that no plain program has, outside of comments and strings.
+_NOT_PLAIN = re.compile(r"\b(?:import|class|try|with|yield|raise|async|exec|eval|open|type|getattr|__(?!name__))")
 _PRELOADED = (
     "collections", "collections.abc", "heapq", "math", "itertools", "functools", "bisect", "re", "string", "random",
     "json", "typing", "operator", "copy", "datetime", "decimal", "fractions", "statistics", "threading", "atexit",
@@ -60,6 +64,14 @@ class Run(NamedTuple):
     time_limit_s: float = 5.0
 
 
+class _Request(NamedTuple):
+    """A run as the fork server gets it: the kind of server, and the input of the run (see `fork_server`)."""
+
+    kind: str
+    data: bytes
+    time_limit_s: float
+
+
 class Outcome(NamedTuple):
     """The output of a run, cut at `MAX_OUTPUT_BYTES`, and the reason why it did not end well ("" if it did)."""
 
@@ -70,16 +82,13 @@ class Outcome(NamedTuple):
 class _Open:
     """A run whose process has not ended."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, request: _Request) -> None:
         self.child_in, self.write = os.pipe()
         self.read, self.child_out = os.pipe()
         os.set_blocking(self.write, False)
         os.set_blocking(self.read, False)
-        source = run.program.encode("utf-8", "surrogatepass")
-        self.to_send = memoryview(
-            (b"C" if run.calls else b"S") + len(source).to_bytes(4, "little") + source + run.input
-        )
-        self.kind = _kind(run)
+        self.to_send = memoryview(request.data)
+        self.kind = request.kind
         self.output = bytearray()
         self.failure = ""
 
@@ -132,14 +141,15 @@ class Programs:
                 "programs of a model cannot be confined here: the reward `code` needs Linux with seccomp, "
                 f"and this is {sys.platform} (see `jaxroll doctor`)"
             )
-        pairs = {kind: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in (_BARE, _STANDARD)}
+        pairs = {kind: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in (_BARE, _STANDARD, _SHARED)}
         self._sockets = {kind: pair[0] for kind, pair in pairs.items()}
         passed = {kind: pair[1].fileno() for kind, pair in pairs.items()}
         packages = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
         settings = {
             "parent": os.getpid(),
             "sockets": passed,
-            "preload": {_BARE: (), _STANDARD: _PRELOADED},
+            "preload": {_BARE: (), _STANDARD: _PRELOADED, _SHARED: ()},
+            "plain": _code(plain.__file__),
             "path": packages,
             "memory_bytes": memory_bytes,
             "readable_by_all": all(_readable_by_all(path) for path in (os.__file__, *packages)),
@@ -158,7 +168,7 @@ class Programs:
         self._server = server
         assert server.stdin is not None
         with contextlib.suppress(BrokenPipeError), server.stdin:  # the first run tells that it has ended
-            server.stdin.write(marshal.dumps((_code(), settings)))
+            server.stdin.write(marshal.dumps((_code(fork_server.__file__), settings)))
         for pair in pairs.values():
             pair[1].close()
         if restrictions.ruleset >= 0:
@@ -173,12 +183,29 @@ class Programs:
     def run(self, runs: Sequence[Run], on_wait: Callable[[], object] = lambda: None) -> list[Outcome]:
         """The outcomes of `runs`, in their order; `on_wait` is called twice a second at least meanwhile.
 
+        Programs that may be plain (see `plain`) run in batches first, each other program in a process of its own.
         ServerLost if the fork server fails.
         """
-        ids = [next(self._ids) & 0xFFFFFFFF for _ in runs]
-        waiting = {kind: deque[tuple[int, Run]]() for kind in self._sockets}
-        for ident, run in zip(ids, runs, strict=True):
-            waiting[_kind(run)].append((ident, run))
+        found: dict[int, Outcome] = {}
+        candidates = [nth for nth, run in enumerate(runs) if _may_be_plain(run)]
+        batches = list(_batches(candidates)) if len(candidates) > 1 else []
+        batched = {nth for batch in batches for nth in batch}
+        alone = [nth for nth in range(len(runs)) if nth not in batched]
+        requests = [_batch_request([runs[nth] for nth in batch]) for batch in batches]
+        outcomes = self._run(requests + [_request(runs[nth]) for nth in alone], on_wait)
+        found.update(zip(alone, outcomes[len(batches) :], strict=True))
+        for batch, outcome in zip(batches, outcomes, strict=False):
+            found.update((nth, each) for nth, each in zip(batch, _of_batch(outcome), strict=False) if each is not None)
+        left = [nth for nth in range(len(runs)) if nth not in found]
+        found.update(zip(left, self._run([_request(runs[nth]) for nth in left], on_wait), strict=True))
+        return [found[nth] for nth in range(len(runs))]
+
+    def _run(self, requests: Sequence[_Request], on_wait: Callable[[], object]) -> list[Outcome]:
+        """The outcomes of `requests`, in their order."""
+        ids = [next(self._ids) & 0xFFFFFFFF for _ in requests]
+        waiting = {kind: deque[tuple[int, _Request]]() for kind in self._sockets}
+        for ident, request in zip(ids, requests, strict=True):
+            waiting[request.kind].append((ident, request))
         found: dict[int, Outcome] = {}
         held: dict[int, _Open] = {}
         epoll = select.epoll()
@@ -196,8 +223,8 @@ class Programs:
 
         It raises TimeoutError once the program has ended, by itself or at its time limit. ServerLost as in `run`.
         """
-        opened = _Open(run)
-        kind, ident = _kind(run), next(self._ids) & 0xFFFFFFFF
+        opened = _Open(_request(run))
+        kind, ident = opened.kind, next(self._ids) & 0xFFFFFFFF
         try:
             _send(self._sockets[kind], [(ident, run.time_limit_s, opened)])
             opened.close_one("child_in")
@@ -218,7 +245,7 @@ class Programs:
 
     def _collect(
         self,
-        waiting: dict[str, deque[tuple[int, Run]]],
+        waiting: dict[str, deque[tuple[int, _Request]]],
         held: dict[int, _Open],
         found: dict[int, Outcome],
         epoll: select.epoll,
@@ -269,7 +296,7 @@ class Programs:
     def _start(
         self,
         kind: str,
-        waiting: deque[tuple[int, Run]],
+        waiting: deque[tuple[int, _Request]],
         most: int,
         held: dict[int, _Open],
         by_descriptor: dict[int, tuple[int, _Open]],
@@ -278,9 +305,9 @@ class Programs:
         """Send up to `most` of the waiting runs to the server."""
         batch: list[tuple[int, float, _Open]] = []
         while waiting and len(batch) < most:
-            ident, run = waiting.popleft()
-            held[ident] = opened = _Open(run)
-            batch.append((ident, run.time_limit_s, opened))
+            ident, request = waiting.popleft()
+            held[ident] = opened = _Open(request)
+            batch.append((ident, request.time_limit_s, opened))
         if not batch:
             return
         _send(self._sockets[kind], batch)
@@ -303,13 +330,48 @@ class Programs:
 
 
 @functools.cache
-def _code() -> types.CodeType:
-    path = fork_server.__file__
+def _code(path: str) -> types.CodeType:
     return compile(Path(path).read_bytes(), path, "exec", optimize=2)
 
 
-def _kind(run: Run) -> str:
-    return _STANDARD if "import" in run.program else _BARE
+def _request(run: Run) -> _Request:
+    """`run` in a process of its own."""
+    kind = _STANDARD if "import" in run.program else _BARE
+    source = run.program.encode("utf-8", "surrogatepass")
+    data = (b"C" if run.calls else b"S") + len(source).to_bytes(4, "little") + source + run.input
+    return _Request(kind, data, run.time_limit_s)
+
+
+# --- batches of plain programs
+
+
+def _may_be_plain(run: Run) -> bool:
+    """False for most programs that are not plain, so that they do not take part in a batch for nothing."""
+    fits = len(run.program) <= plain.MAX_SOURCE_CHARS and len(run.input) <= plain.MAX_INPUT_BYTES
+    return fits and not run.calls and _NOT_PLAIN.search(run.program) is None
+
+
+def _batches(candidates: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(candidates), plain.MAX_PROGRAMS):
+        yield candidates[first : first + plain.MAX_PROGRAMS]
+
+
+def _batch_request(runs: Sequence[Run]) -> _Request:
+    """`runs` in one process."""
+    batch = b""
+    for run in runs:
+        source = run.program.encode("utf-8", "surrogatepass")
+        batch += len(source).to_bytes(4, "little") + len(run.input).to_bytes(4, "little") + source + run.input
+    return _Request(_SHARED, b"B" + len(batch).to_bytes(4, "little") + batch, _BATCH_LIMIT_S)
+
+
+def _of_batch(outcome: Outcome) -> Iterator[Outcome | None]:
+    """The outcomes of a batch's programs; None for those that have to run alone. None at all if the batch failed."""
+    data = b"" if outcome.failure else outcome.output
+    while data:
+        status, end = data[0], 5 + int.from_bytes(data[1:5], "little")
+        yield None if status == plain.ALONE else Outcome(data[5:end], "exit status 1" if status == plain.FAILED else "")
+        data = data[end:]
 
 
 def _exchange(opened: _Open, on_wait: Callable[[], object], line: bytes) -> bytes:
