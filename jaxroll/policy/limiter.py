@@ -1,4 +1,4 @@
-"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens; rest of bad holders; curriculum.
+"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens; holders of leases; curriculum.
 
 The contract is docs/store_contract.md, promise 7.
 
@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -184,6 +186,36 @@ class Curriculum:
         return int.from_bytes(digest, "little") / 2**64
 
 
+# Every group that is claimed, or rejected by the filter, counts once among the questions, however often a learner
+# trains on the claim. Only the questions touched last are kept in the store's state; its table `questions` has all.
+
+QUESTIONS_KEPT = 20_000
+
+
+class Question(msgspec.Struct, array_like=True):
+    """Counts of one question: groups issued and trained; members claimed or filtered, and the sum of their rewards."""
+
+    issued: int = 0
+    trained: int = 0
+    members: int = 0
+    reward_sum: float = 0.0
+    last_step: int | None = None  # the claim that took it last
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean reward over all members that were claimed or rejected by the filter; None before the first."""
+        return self.reward_sum / self.members if self.members else None
+
+
+def touch(questions: dict[str, Question], question_hash: str) -> Question:
+    """Return the question's row and make it the newest; drop the oldest beyond `QUESTIONS_KEPT`."""
+    row = questions.pop(question_hash, None) or Question()
+    questions[question_hash] = row
+    if len(questions) > QUESTIONS_KEPT:
+        del questions[next(iter(questions))]
+    return row
+
+
 # --- Staleness limiter
 
 _ROUNDING = 1e-9  # (0.1 + 1) * 30 is 33.000000000000004, and (0.7 + 1) * 10 may be one ulp short of 17
@@ -246,7 +278,11 @@ class AgeLimiter:
     def admits(
         self, ahead: int, published_step: int, sampler_step: int, in_force: int | None = None, claims: int = 0
     ) -> bool:
-        """True if a group with `ahead` groups before it may be sampled at `sampler_step` now.
+        """True if a group with `ahead` groups before it may be sampled at `sampler_step` now (see `bound`)."""
+        return ahead < self.bound(published_step, sampler_step, in_force, claims)
+
+    def bound(self, published_step: int, sampler_step: int, in_force: int | None = None, claims: int = 0) -> int:
+        """Groups that may be outstanding for a sampler with the weights of `sampler_step`.
 
         `in_force` is the adapted window, if it is smaller than the bound (see `Pace`). `claims` is the number of claims
         not yet published: if no further claim fits the bound, the R redundant groups would only grow too old.
@@ -255,7 +291,7 @@ class AgeLimiter:
         bound = self.window(lag) if self.window(lag + claims) > 0 else 0
         if self.intervals:  # a claim is made once its groups are finished, so one claim's groups may be unclaimed
             bound = min(bound, (claims + 1) * self.batch_groups)
-        return ahead < (bound if in_force is None else min(bound, in_force))
+        return bound if in_force is None else min(bound, in_force)
 
     def too_old(self, sampled_step: int, trained_step: int) -> bool:
         """True if a token sampled at `sampled_step` must not be trained at `trained_step`."""
@@ -265,76 +301,6 @@ class AgeLimiter:
 def groups_ahead(policy: str, place: int, total: int) -> int:
     """The number of the `total` unclaimed groups that may be trained before the one at position `place`."""
     return place if policy == "lease_order" else max(0, total - 1)
-
-
-# --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
-#
-# The age limiter bounds how far samplers may run ahead: the full window. A window larger than the one that keeps the
-# learner busy only makes tokens older. So the window shrinks while the learner finds its claims ready and grows when it
-# waits, between the number of groups that the next publication needs and the full window.
-#
-# Waiting is measured as a share of the learner's time over about a hundred claims: below `TOLERATED`/2 the window
-# shrinks, above `TOLERATED` it grows. This bounds the cost of trying a smaller window. If the learner would wait under
-# any window (samplers are too slow, or a few answers are very long), the full window stays. The rule depends on the
-# logged claims only: how long the learner waited for each, and how long it worked before.
-
-TOLERATED = 0.01  # share of its time that the learner may wait
-_KEPT = 0.99  # decay of the past at each claim
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
-
-    The window is constant for `hold` claims, because a change has an effect only when groups leased under it are
-    claimed. `step` is the next increment; it doubles while growing does not help.
-    """
-
-    groups: int = 0
-    hold: int = 0
-    step: int = 0
-    waited_s: float = 0.0
-    worked_s: float = 0.0
-
-    @property
-    def waiting_share(self) -> float:
-        """The share of its recent time that the learner waited for claims."""
-        whole = self.waited_s + self.worked_s
-        return self.waited_s / whole if whole > 0 else 0.0
-
-
-def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
-    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: unknown).
-
-    `least` and `most` are the bounds of the window, `batch` the groups of a claim.
-    """
-    if pace.groups == 0:  # waits while the pipeline fills do not count
-        return Pace(most, _settling(most, batch))
-    groups = min(max(pace.groups, least), most)
-    if worked_s <= 0:
-        return replace(pace, groups=groups)
-    waited_s = min(waited_s, worked_s)  # one long wait, as after a sampler's death, must not dominate the share
-    past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
-    return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
-
-
-def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pace:
-    if pace.hold > 0:
-        return replace(pace, hold=pace.hold - 1)
-    first_step = math.ceil(batch / 8)
-    if waited and pace.waiting_share > TOLERATED:
-        wider = min(most, pace.groups + max(first_step, pace.step))
-        hold = _settling(wider, batch) if wider > pace.groups else 0
-        return replace(pace, groups=wider, hold=hold, step=2 * max(first_step, pace.step) if hold else pace.step)
-    if pace.waiting_share < TOLERATED / 2 and pace.groups > least:
-        narrower = max(least, pace.groups - first_step)
-        return replace(pace, groups=narrower, hold=_settling(pace.groups, batch), step=first_step)
-    return pace if waited else replace(pace, step=first_step)
-
-
-def _settling(groups: int, batch: int) -> int:
-    """The number of claims until the groups that are in flight now have been claimed."""
-    return math.ceil(groups / batch) + 1
 
 
 # --- shares of scarce work, and the splitting of groups
@@ -383,3 +349,114 @@ class Share:
 
     def _part(self, members: int) -> int:
         return -(-members * self.room // (self.room + self.others))
+
+
+# --- durations and room of all holders
+
+HUNGRY_S = 10.0  # a sampler with room asks again within this time
+
+
+class Recent(msgspec.Struct):
+    """Mean duration of the last `_RECENT` members of a holder; newer members weigh more."""
+
+    mean_s: float = 0.0
+    count: int = 0
+
+
+class HolderIndex:
+    """Holders that have room and delay no claims, and the means of their durations in order.
+
+    A store with a thousand samplers asks at every lease and every put which of them are slow, have room, or are quicker
+    than the one that asks; the index answers without a look at each. It reads the tables by holder that it was made
+    with: after a change, add the name to `dirty`, or call `set_room`.
+    """
+
+    def __init__(
+        self, member_s: Mapping[str, float], recent_s: Mapping[str, Recent], hungry: Mapping[str, float],
+        rooms: Mapping[str, int], failing: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        self._member_s, self._recent_s = member_s, recent_s
+        self.dirty = set(recent_s)  # holders whose durations or failures changed
+        self._slow_s = 0.0  # members that take longer delay claims; 0: none
+        self._means: list[tuple[float, str]] = []
+        self._mean_of: dict[str, float] = {}
+        self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
+        self._good: dict[str, int] = {}  # name → room, of those that delay no claims
+        self._good_room = 0
+        self.set_failing(failing)
+        for name, at_s in sorted(hungry.items(), key=lambda one: one[1]):
+            self.set_room(name, at_s, rooms.get(name, 0))
+
+    def set_failing(self, failing: Mapping[str, float]) -> None:
+        """Read this table of the shares of failed members from now on."""
+        self._failing = failing
+        self._sort()
+
+    def limit(self, slow_s: float) -> None:
+        """Treat holders whose members take longer than `slow_s` as slow; 0: none."""
+        self._settle()
+        if slow_s != self._slow_s:
+            self._slow_s = slow_s
+            self._sort()
+
+    def holds_up(self, name: str) -> bool:
+        """True if `name` delays claims because it is slow or fails."""
+        return self._failing.get(name, 0.0) > UNRELIABLE or 0.0 < self._slow_s < self._member_s.get(name, 0.0)
+
+    def set_room(self, name: str, at_s: float, room: int | None) -> None:
+        """Note that `name` asked at `at_s` with `room` for more members; None: it has no room."""
+        self._drop(name)
+        if room is not None:
+            self._rooms[name] = at_s, room
+            self._place(name)
+
+    def quickest(self) -> Iterator[tuple[float, str]]:
+        """The means of holders with at least `TRIP` members and their names, the shortest first."""
+        self._settle()
+        return iter(self._means)
+
+    def with_room(self, but: str, now_s: float) -> Iterator[str]:
+        """Holders other than `but` that delay no claims and were refused within `HUNGRY_S` as the window was full."""
+        self._expire(now_s)
+        return (name for name in self._good if name != but)
+
+    def room_of_others(self, but: str, now_s: float) -> int:
+        """The room of `with_room` in members."""
+        self._expire(now_s)
+        return self._good_room - self._good.get(but, 0)
+
+    def _settle(self) -> None:
+        while self.dirty:
+            self._update(self.dirty.pop())
+
+    def _update(self, name: str) -> None:
+        recent = self._recent_s.get(name)
+        mean_s = recent.mean_s if recent is not None and recent.count >= TRIP else None
+        if (before_s := self._mean_of.get(name)) != mean_s:
+            if before_s is not None:
+                del self._means[bisect_left(self._means, (before_s, name))], self._mean_of[name]
+            if mean_s is not None:
+                insort(self._means, (mean_s, name))
+                self._mean_of[name] = mean_s
+        if name in self._rooms:
+            self._place(name)
+
+    def _expire(self, now_s: float) -> None:
+        self._settle()
+        # Time does not go back, so that an entry that is too old now is never needed again.
+        while self._rooms and now_s - next(iter(self._rooms.values()))[0] > HUNGRY_S:
+            self._drop(next(iter(self._rooms)))
+
+    def _drop(self, name: str) -> None:
+        self._rooms.pop(name, None)
+        self._good_room -= self._good.pop(name, 0)
+
+    def _place(self, name: str) -> None:
+        self._good_room -= self._good.pop(name, 0)
+        if not self.holds_up(name):
+            self._good[name] = room = self._rooms[name][1]
+            self._good_room += room
+
+    def _sort(self) -> None:
+        for name in self._rooms:
+            self._place(name)

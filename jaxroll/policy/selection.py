@@ -1,4 +1,4 @@
-"""Selection of groups: dynamic filtering, and the order in which claims take them. Pure.
+"""Groups of a claim: dynamic filtering, the order in which claims take them, the adaptive in-flight window. Pure.
 
 Filters reject finished groups whose rewards carry little or no gradient.
 
@@ -22,7 +22,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxroll.errors import ConfigError
 
@@ -177,3 +177,73 @@ def shuffled(groups: Sequence[int], seed: int) -> tuple[int, ...]:
     order = list(groups)
     random.Random(seed).shuffle(order)
     return tuple(order)
+
+
+# --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
+#
+# The age limiter bounds how far samplers may run ahead: the full window. A window larger than the one that keeps the
+# learner busy only makes tokens older. So the window shrinks while the learner finds its claims ready and grows when it
+# waits, between the number of groups that the next publication needs and the full window.
+#
+# Waiting is measured as a share of the learner's time over about a hundred claims: below `TOLERATED`/2 the window
+# shrinks, above `TOLERATED` it grows. This bounds the cost of trying a smaller window. If the learner would wait under
+# any window (samplers are too slow, or a few answers are very long), the full window stays. The rule depends on the
+# logged claims only: how long the learner waited for each, and how long it worked before.
+
+TOLERATED = 0.01  # share of its time that the learner may wait
+_KEPT = 0.99  # decay of the past at each claim
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
+
+    The window is constant for `hold` claims, because a change has an effect only when groups leased under it are
+    claimed. `step` is the next increment; it doubles while growing does not help.
+    """
+
+    groups: int = 0
+    hold: int = 0
+    step: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of its recent time that the learner waited for claims."""
+        whole = self.waited_s + self.worked_s
+        return self.waited_s / whole if whole > 0 else 0.0
+
+
+def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
+    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: unknown).
+
+    `least` and `most` are the bounds of the window, `batch` the groups of a claim.
+    """
+    if pace.groups == 0:  # waits while the pipeline fills do not count
+        return Pace(most, _settling(most, batch))
+    groups = min(max(pace.groups, least), most)
+    if worked_s <= 0:
+        return replace(pace, groups=groups)
+    waited_s = min(waited_s, worked_s)  # one long wait, as after a sampler's death, must not dominate the share
+    past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
+    return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
+
+
+def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pace:
+    if pace.hold > 0:
+        return replace(pace, hold=pace.hold - 1)
+    first_step = math.ceil(batch / 8)
+    if waited and pace.waiting_share > TOLERATED:
+        wider = min(most, pace.groups + max(first_step, pace.step))
+        hold = _settling(wider, batch) if wider > pace.groups else 0
+        return replace(pace, groups=wider, hold=hold, step=2 * max(first_step, pace.step) if hold else pace.step)
+    if pace.waiting_share < TOLERATED / 2 and pace.groups > least:
+        narrower = max(least, pace.groups - first_step)
+        return replace(pace, groups=narrower, hold=_settling(pace.groups, batch), step=first_step)
+    return pace if waited else replace(pace, step=first_step)
+
+
+def _settling(groups: int, batch: int) -> int:
+    """The number of claims until the groups that are in flight now have been claimed."""
+    return math.ceil(groups / batch) + 1

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from jaxroll.config.derived import GROUPS_AHEAD
-from jaxroll.policy.limiter import TOLERATED, max_age
+from jaxroll.policy.limiter import max_age
+from jaxroll.policy.selection import TOLERATED
 from jaxroll.report.figures import activity, record
 from jaxroll.report.figures.activity import Interval, intersection, length_s
 from jaxroll.report.figures.record import ClaimTimes, History, Run

@@ -6,10 +6,10 @@ Pure queries of settings and state.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from jaxroll.config import Config
@@ -21,12 +21,11 @@ from jaxroll.policy.limiter import (  # fmt: skip
     UNRELIABLE,
     AgeLimiter,
     Curriculum,
-    Pace,
+    HolderIndex,
     Share,
-    adapted,
     groups_ahead,
 )
-from jaxroll.policy.selection import Filter
+from jaxroll.policy.selection import Filter, Pace, adapted
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import (
     FREE,
@@ -133,7 +132,6 @@ class Settings:
 
 # --- in-flight window, speed of the holders, end of the run
 
-HUNGRY_S = 10.0  # a sampler with room asks again within this time
 IDLE_S = 120.0  # a holder that was idle within this time can take over the work of one that fails
 PRESENT_S = 10.0  # a holder counts as present for this time (or `lease_s`, if longer) after its last call
 
@@ -170,10 +168,10 @@ def holds_up(settings: Settings, state: State, name: str) -> bool:
     return is_slow(settings, state, name) or is_unreliable(state, name)
 
 
-def with_room(settings: Settings, state: State, but: str, now_s: float) -> list[str]:
-    """Samplers other than `but` that delay no claims and were refused within `HUNGRY_S` because the window was full."""
-    asking = (name for name, at_s in state.hungry.items() if name != but and now_s - at_s <= HUNGRY_S)
-    return [name for name in asking if not holds_up(settings, state, name)]
+def by_holder(settings: Settings, state: State) -> HolderIndex:
+    """The index of holders, for this run's idea of a slow one."""
+    state.by_holder.limit((settings.limiter.alpha + 1) * state.step_s)
+    return state.by_holder
 
 
 def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
@@ -182,7 +180,7 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
     A slow holder yields to a sampler with room. A holder that fails too often or is on trial yields to a reliable one
     that was idle lately. If all others are busy, it may work.
     """
-    if is_slow(settings, state, name) and (other := next(iter(with_room(settings, state, name, now_s)), "")):
+    if is_slow(settings, state, name) and (other := next(by_holder(settings, state).with_room(name, now_s), "")):
         return other
     if not is_unreliable(state, name) and not _waits_for_trial(state, name, now_s):
         return ""
@@ -252,13 +250,26 @@ def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
 
 def others(settings: Settings, state: State, name: str, now_s: float) -> Iterator[str]:
     """Holders other than `name` that are present and reliable: not resting, on trial or slow."""
-    for other in state.seen_s:
-        if other != name and is_present(settings, state, other, now_s):
-            if yields_to(settings, state, other, now_s):
-                continue  # it gets no leases now
-            health = state.holders.get(other)
-            if health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0):
-                yield other
+    return filter(holder_filter(settings, state, name, now_s), _present(settings, state, now_s))
+
+
+def _present(settings: Settings, state: State, now_s: float) -> Iterator[str]:
+    """The holders that called recently, the newest call first."""
+    return itertools.takewhile(lambda name: is_present(settings, state, name, now_s), reversed(state.seen_s))
+
+
+def holder_filter(settings: Settings, state: State, name: str, now_s: float) -> Callable[[str], bool]:
+    """Predicate for the holders of `others`."""
+
+    def is_other(other: str) -> bool:
+        if other == name or not is_present(settings, state, other, now_s):
+            return False
+        if yields_to(settings, state, other, now_s):
+            return False  # it gets no leases now
+        health = state.holders.get(other)
+        return health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0)
+
+    return is_other
 
 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
@@ -283,7 +294,7 @@ def left_to_another(settings: Settings, state: State, slot: Slot, now_s: float) 
 
 def has_leases(state: State, name: str) -> bool:
     """True if `name` holds a lease."""
-    return any(slot.holder == name and slot.status == LEASED for g in state.index.lacking.values() for slot in g.slots)
+    return len(state.index.leased_to(name)) > 0
 
 
 def on_trial(state: State, name: str) -> bool:
@@ -325,15 +336,12 @@ class MemberChooser:
     def __init__(self, settings: Settings, state: State, name: str, now_s: float) -> None:
         self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
 
-    @cached_property
-    def _others(self) -> tuple[str, ...]:
-        return tuple(others(self._settings, self._state, self._name, self._now_s))
-
     def takes(self, slot: Slot) -> bool:
         """True unless the member is reserved for a holder that has not failed it."""
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
             return True
-        return all(other in slot.failed_by for other in self._others)
+        others_ = others(self._settings, self._state, self._name, self._now_s)
+        return all(other in slot.failed_by for other in others_)
 
 
 # --- the share of the available work that one holder may lease
@@ -352,7 +360,7 @@ def is_awaited(settings: Settings, state: State, place: int) -> bool:
 
 def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: MemberChooser) -> Share:
     """The caller's share if other samplers have room too; all that it has room for if it is alone."""
-    others = sum(state.rooms.get(name, 0) for name in with_room(settings, state, r.name, now_s))
+    others = by_holder(settings, state).room_of_others(r.name, now_s)
     if others == 0:
         return Share(r.max_members)
     available = _available(settings, state, r, r.max_members + others, now_s, taker)
@@ -364,22 +372,17 @@ def _available(settings: Settings, state: State, r: ev.Lease, enough: int, now_s
     assert state.published is not None
     newest, in_force = state.published.version.step, window_in_force(settings, state)
     claimed, unclaimed = unpublished_groups(state), len(state.open)
-
-    def admits(ahead: int) -> bool:
-        return settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest)
-
-    found = 0
+    bound, found = settings.limiter.bound(newest, r.version.step, in_force, state.next_claim - newest), 0
     for group in state.index.with_free():
         if free := free_members(group, now_s, taker):
             place = state.index.place_of(group)
-            if not admits(claimed + groups_ahead(settings.order, place, unclaimed)):
+            if claimed + groups_ahead(settings.order, place, unclaimed) >= bound:
                 return found
             found += len(free)
     per_claim = settings.limiter.batch_groups + settings.limiter.redundant_groups
     last = (settings.steps - state.next_claim) * per_claim
-    while found < enough and unclaimed < last and admits(claimed + unclaimed):
-        found, unclaimed = found + settings.members_leased, unclaimed + 1
-    return found
+    new = max(0, min(last, bound - claimed) - unclaimed)
+    return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
 
 
 # --- status of the run, and what each role waits for

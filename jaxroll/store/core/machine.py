@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxroll.policy.limiter import KEPT_BY_CLAIM
+from jaxroll.policy.limiter import KEPT_BY_CLAIM, Question, touch
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
@@ -24,14 +24,13 @@ from jaxroll.store.core.state import (
     Group,
     LeaseReceipt,
     Lineage,
-    Question,
     Slot,
     State,
     base_step,
     keep_newest,
+    no_room,
     note_seen,
     recent_mean_s,
-    touch,
 )
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
@@ -92,8 +91,8 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
                 slot.deadline_s = now_s + lease_s
     state.moved_at_s = now_s
     state.claimed_at_s = state.awaited_at_s = None
-    state.hungry.clear()
-    state.rooms.clear()
+    for name in list(state.hungry):
+        no_room(state, name)
     state.idle_s.clear()
     state.seen_s.clear()
     for health in state.holders.values():
@@ -182,8 +181,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
     note_seen(state, e.holder, now_s)
     state.index.changed(group)
-    state.hungry.pop(e.holder, None)
-    state.rooms.pop(e.holder, None)
+    no_room(state, e.holder)
     receipt = state.receipts.get(e.session)
     if receipt is None or receipt.request != e.request:
         receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
@@ -262,6 +260,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     if e.worked_s > 0 and not at_once:
         state.step_s = recent_mean_s(state.step_s, e.worked_s)
     state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
+    state.by_holder.set_failing(state.failing)
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s
 
@@ -349,9 +348,11 @@ def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
     state.sessions[e.name] = e.session  # newest last
     if not e.session:  # it left: no other holder waits for it or leaves work to it
-        for known in (state.seen_s, state.hungry, state.rooms, state.idle_s):
+        no_room(state, e.name)
+        for known in (state.seen_s, state.idle_s):
             known.pop(e.name, None)
     state.failing.pop(e.name, None)
+    state.by_holder.dirty.add(e.name)
     if (health := state.holders.get(e.name)) is not None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
@@ -378,12 +379,12 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
     if e.hungry:
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
+        state.by_holder.set_room(e.name, now_s, e.room)
         state.idle_s.pop(e.name, None)
         state.idle_s[e.name] = now_s
         keep_newest(state.idle_s)
     else:
-        state.hungry.pop(e.name, None)
-        state.rooms.pop(e.name, None)
+        no_room(state, e.name)
 
 
 def _seen(state: State, e: ev.Seen, now_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
+from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, Recent, failing_share
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
@@ -19,12 +19,11 @@ from jaxroll.store.core.state import (
     DONE,
     DROPPED,
     FREE,
-    LEASED,
     Group,
-    Recent,
     Slot,
     State,
     keep_newest,
+    no_room,
     note_seen,
     on_line,
     recent_mean_s,
@@ -271,13 +270,14 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
 def _note_duration(state: State, holder: str, took_s: float, *, is_measured: bool) -> None:
     """Add the duration of a member to the means of its holder; `is_measured`: also to the one that is compared."""
     state.member_s[holder] = recent_mean_s(state.member_s.pop(holder, 0.0), took_s)
-    keep_newest(state.member_s)
+    dropped = keep_newest(state.member_s)
     if is_measured:
         recent = state.recent_s.pop(holder, None) or Recent()
         recent.count = min(recent.count + 1, _RECENT)
         recent.mean_s += (took_s - recent.mean_s) / recent.count
         state.recent_s[holder] = recent
-        keep_newest(state.recent_s)
+        dropped += keep_newest(state.recent_s)
+    state.by_holder.dirty |= {holder, *dropped}
 
 
 def _note_end(state: State, holder: str, *, failed: bool) -> None:
@@ -285,7 +285,7 @@ def _note_end(state: State, holder: str, *, failed: bool) -> None:
     share = state.failing.pop(holder, 0.0)
     if failed or share > 0:
         state.failing[holder] = failing_share(share, failed=failed)
-        keep_newest(state.failing)
+        state.by_holder.dirty |= {holder, *keep_newest(state.failing)}
 
 
 def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
@@ -306,6 +306,7 @@ def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: f
         if slow_rest_s > 0:
             health.begin_slow_rest(slow_rest_s, now_s)
             state.recent_s.pop(holder, None)  # only members leased for the trial count in it
+            state.by_holder.dirty.add(holder)
             _clear_idle(state, holder)
         keep_newest(state.holders)
     elif (health := state.holders.get(holder)) is not None:
@@ -315,8 +316,8 @@ def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: f
 
 
 def _clear_idle(state: State, holder: str) -> None:
-    for table in (state.hungry, state.rooms, state.idle_s):
-        table.pop(holder, None)
+    no_room(state, holder)
+    state.idle_s.pop(holder, None)
 
 
 # --- comparison of the durations of holders
@@ -328,19 +329,21 @@ def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, no
     health = state.holders.get(slot.holder, Health())
     enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
     keeps_up = None if enough else 0.0  # a single quick member does not end a trial
-    measured = {name: mean for name, mean in state.recent_s.items() if mean.count >= TRIP and name != slot.holder}
-    others = admission.others(settings, state, slot.holder, now_s) if measured else ()
-    usual = {other: measured[other] for other in others if other in measured}
-    if (
-        not usual
-        or took_s <= 0
-        or slot.leased_at_s is None
-        or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values()))
-    ):
+    is_alone = state.recent_s.keys() <= {slot.holder}
+    if is_alone or took_s <= 0 or slot.leased_at_s is None or max(recent.mean_s, took_s) <= SHORT_S:
         return keeps_up
-    running_s = _running_s(state, now_s, slot)
-    its_s = _mean_at_least_s(recent, took_s, running_s.get(slot.holder, []))
-    usual_s = median(_mean_at_most_s(mean, running_s.get(other, [])) for other, mean in usual.items())
+    is_other = admission.holder_filter(settings, state, slot.holder, now_s)
+    usual = (one for one in state.by_holder.quickest() if is_other(one[1]))
+    if (quickest := next(usual, None)) is None:
+        return keeps_up
+    # The median below is at least `quickest`: most holders need no comparison with all others.
+    if max(recent.mean_s, took_s) <= SLOWER * quickest[0]:
+        return keeps_up
+    its_s = _mean_at_least_s(recent, took_s, _running_s(state, slot.holder, now_s, slot))
+    if its_s <= max(SHORT_S, SLOWER * quickest[0]):
+        return keeps_up
+    names = (quickest[1], *(name for _, name in usual))
+    usual_s = median(_mean_at_most_s(state.recent_s[name], _running_s(state, name, now_s, slot)) for name in names)
     if its_s <= max(SHORT_S, SLOWER * usual_s):
         return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
@@ -361,11 +364,7 @@ def _mean_at_most_s(recent: Recent, running_s: list[float]) -> float:
     return (recent.count * recent.mean_s + expected) / (recent.count + len(running_s))
 
 
-def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]]:
-    """For each holder: how long each of its members has been leased so far, without the one in slot `ended`."""
-    found: dict[str, list[float]] = {}
-    for group in state.index.lacking.values():
-        for slot in group.slots:
-            if slot.status == LEASED and slot.leased_at_s is not None and slot is not ended:
-                found.setdefault(slot.holder, []).append(now_s - slot.leased_at_s)
-    return found
+def _running_s(state: State, holder: str, now_s: float, ended: Slot) -> list[float]:
+    """Seconds since the lease of each leased member of `holder`, without the one in slot `ended`."""
+    leased = state.index.leased_to(holder)
+    return [now_s - slot.leased_at_s for slot in leased if slot.leased_at_s is not None and slot is not ended]

@@ -1,17 +1,14 @@
-"""State of a run: groups, their members and the run's counters. Plain records and queries; only `machine` changes them.
-
-Every group that is claimed, or rejected by the filter, counts once among the questions, however often a learner trains
-on the claim. Only the questions touched last are kept in the state; the table `questions` of the database has all.
-"""
+"""State of a run: groups, their members and the run's counters. Records and queries; only `machine` changes them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from jaxroll.policy.limiter import Health, Pace
+from jaxroll.policy.limiter import Health, HolderIndex, Question, Recent
+from jaxroll.policy.selection import Pace
 from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core.events import Cut
 
@@ -136,6 +133,9 @@ class Index:
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
         self.lacking: dict[int, Group] = {}
         self.pending = self.leased = self.put_bytes = 0
+        self.edges: dict[int, tuple[int, int]] = {}  # open group → steps of its oldest and its newest token
+        self._leased_to: dict[str, dict[tuple[int, int], Slot]] = {}
+        self._holders: dict[int, list[tuple[str, int]]] = {}  # group → (holder, member) of its leases
         self._free: dict[int, Group] = {}
         self._free_order: list[int] = []
         self._order: list[int] = []
@@ -160,6 +160,10 @@ class Index:
         Consume the iterator before you apply another event: events change the index.
         """
         return (self._free[gid] for gid in self._free_order)
+
+    def leased_to(self, holder: str) -> Collection[Slot]:
+        """The leased members of `holder`."""
+        return self._leased_to.get(holder, {}).values()
 
     def opened(self, group: Group) -> None:
         """Add a group that was issued after all others."""
@@ -190,9 +194,11 @@ class Index:
         """Remove a group that is not alive any more."""
         self._closed(group)
         self._add(self._shares.pop(group.id), -1)
+        self._note_leases(group, [])
 
     def _closed(self, group: Group) -> None:
         self.lacking.pop(group.id, None)
+        self.edges.pop(group.id, None)
         self._filled(group)
         place = bisect_left(self._order, group.id)
         if self._order[place : place + 1] == [group.id]:
@@ -203,73 +209,33 @@ class Index:
             del self._free_order[bisect_left(self._free_order, group.id)]
 
     def _count(self, group: Group, *, is_open: bool) -> None:
-        leased = sum(slot.status == LEASED for slot in group.slots)
+        held = [(slot.holder, m) for m, slot in enumerate(group.slots) if slot.status == LEASED]
+        self._note_leases(group, held)
+        if is_open and any(slot.runs for slot in group.slots if slot.status == DONE):
+            self.edges[group.id] = group.oldest_step, group.newest_step
+        leased = len(held)
         put_bytes = sum(slot.size_bytes for slot in group.slots if slot.status == DONE)
         if group.id in self._shares:
             self._add(self._shares[group.id], -1)
         share = self._shares[group.id] = (int(is_open and group.id in self._free and not leased), leased, put_bytes)
         self._add(share, 1)
 
+    def _note_leases(self, group: Group, held: list[tuple[str, int]]) -> None:
+        for holder, member in self._holders.pop(group.id, ()):
+            leases = self._leased_to[holder]
+            del leases[group.id, member]
+            if not leases:
+                del self._leased_to[holder]
+        for holder, member in held:
+            self._leased_to.setdefault(holder, {})[group.id, member] = group.slots[member]
+        if held:
+            self._holders[group.id] = held
+
     def _add(self, share: tuple[int, int, int], sign: int) -> None:
         pending, leased, put_bytes = share
         self.pending += sign * pending
         self.leased += sign * leased
         self.put_bytes += sign * put_bytes
-
-
-# --- difficulty of questions, lengths of members, durations
-
-QUESTIONS_KEPT = 20_000
-
-
-class Question(msgspec.Struct, array_like=True):
-    """Counts of one question: groups issued and trained; members claimed or filtered, and the sum of their rewards."""
-
-    issued: int = 0
-    trained: int = 0
-    members: int = 0
-    reward_sum: float = 0.0
-    last_step: int | None = None  # the claim that took it last
-
-    @property
-    def reward_mean(self) -> float | None:
-        """Mean reward over all members that were claimed or rejected by the filter; None before the first."""
-        return self.reward_sum / self.members if self.members else None
-
-
-class Lengths(msgspec.Struct):
-    """Tokens and finished members of claimed groups (trained) and of groups that ended otherwise (lost).
-
-    `reissues` counts reissued prompts by the length class of the group that ended: the tokens of its longest finished
-    member, rounded up to a power of two.
-    """
-
-    trained_tokens: int = 0
-    trained_members: int = 0
-    lost_tokens: int = 0
-    lost_members: int = 0
-    reissues: dict[int, int] = {}
-
-
-def touch(questions: dict[str, Question], question_hash: str) -> Question:
-    """Return the question's row and make it the newest; drop the oldest beyond `QUESTIONS_KEPT`."""
-    row = questions.pop(question_hash, None) or Question()
-    questions[question_hash] = row
-    if len(questions) > QUESTIONS_KEPT:
-        del questions[next(iter(questions))]
-    return row
-
-
-class Recent(msgspec.Struct):
-    """Mean duration of the last `_RECENT` members of a holder; newer members weigh more."""
-
-    mean_s: float = 0.0
-    count: int = 0
-
-
-def recent_mean_s(before_s: float, now_s: float) -> float:
-    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
-    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
 
 # --- the state
@@ -279,6 +245,19 @@ def recent_mean_s(before_s: float, now_s: float) -> float:
 
 NAMES_KNOWN = 10_000
 HOLDERS_KEPT = 1000  # entries of each table by holder
+
+
+class Lengths(msgspec.Struct):
+    """Tokens and finished members of claimed groups (trained) and of groups that ended otherwise (lost).
+
+    `reissues` counts reissued prompts by the tokens of the longest finished member, rounded up to a power of two.
+    """
+
+    trained_tokens: int = 0
+    trained_members: int = 0
+    lost_tokens: int = 0
+    lost_members: int = 0
+    reissues: dict[int, int] = {}
 
 
 class Batch(msgspec.Struct):
@@ -311,7 +290,7 @@ class LeaseReceipt(msgspec.Struct):
 class State(msgspec.Struct, dict=True):
     """State of the run. `open`: groups not claimed yet, in the order of issue; `held`: the other groups alive.
 
-    `index` is derived from both, so that queries need not scan all groups; it is neither encoded nor compared.
+    `index` is derived from both, `by_holder` from the tables by holder; they are neither encoded nor compared.
     """
 
     position: int = 0  # records in the log
@@ -369,6 +348,7 @@ class State(msgspec.Struct, dict=True):
 
     def __post_init__(self) -> None:
         self.index = Index(self.open, self.held)
+        self.by_holder = HolderIndex(self.member_s, self.recent_s, self.hungry, self.rooms, self.failing)
 
     @property
     def lineage(self) -> int:
@@ -471,6 +451,13 @@ def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float
             yield group.leased_at_s + deadline_s
 
 
+def no_room(state: State, holder: str) -> None:
+    """Forget that the holder had room."""
+    state.hungry.pop(holder, None)
+    state.rooms.pop(holder, None)
+    state.by_holder.set_room(holder, 0.0, None)
+
+
 def note_seen(state: State, holder: str, now_s: float) -> None:
     """Record that the holder is present."""
     state.seen_s.pop(holder, None)
@@ -478,7 +465,15 @@ def note_seen(state: State, holder: str, now_s: float) -> None:
     keep_newest(state.seen_s)
 
 
-def keep_newest(table: dict) -> None:
-    """Drop the oldest entries of `table` beyond `HOLDERS_KEPT`."""
+def recent_mean_s(before_s: float, now_s: float) -> float:
+    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
+    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
+
+
+def keep_newest(table: dict) -> list[str]:
+    """Drop the oldest entries of `table` beyond `HOLDERS_KEPT`; the names that were dropped."""
+    dropped = []
     while len(table) > HOLDERS_KEPT:
-        del table[next(iter(table))]
+        dropped.append(next(iter(table)))
+        del table[dropped[-1]]
+    return dropped

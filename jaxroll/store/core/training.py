@@ -41,10 +41,10 @@ def claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) -> De
 def _new_claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) -> Decision:
     events: list[ev.Event] = []
     old_enough = r.step > settings.limiter.max_age  # before that no token can be too old
-    stale = {g.id for g in state.open.values() if old_enough and _is_stale(settings, g, r.step)}
+    stale = _stale(settings, state, r.step) if old_enough else set()
     for gid in sorted(stale):
         events += expire_and_reissue(settings, state, state.open[gid], "stale", sum(map(_is_issue, events)))
-    usable = [g for g in state.open.values() if g.id not in stale]
+    usable = [g for g in state.open.values() if g.id not in stale] if stale else [*state.open.values()]
     last = state.data_ended and not any(map(_is_issue, events))
     if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
         events += [ev.Expired(group.id, "last_batch") for group in usable]
@@ -56,11 +56,16 @@ def _new_claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) 
         return Decision(events, Closed(over[0]))
     closed = {e.group: place for place, e in enumerate(shrinking)}
     gone = {e.group for e in rejected if isinstance(e, ev.Expired)}
-    candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
-    if last and not candidates:
-        return Decision(events, Closed(END_OF_DATA))
     limiter = settings.limiter
-    pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
+    candidates: list[Group] | list[selection.Candidate] = usable
+    if not (last or closed) and len(state.open) - len(state.index.lacking) < limiter.batch_groups:
+        head = usable[: limiter.batch_groups + limiter.redundant_groups] if settings.order == "lease_order" else usable
+        pick = selection.Pick(missing=tuple(g.id for g in head if g.ready_place is None))
+    else:
+        candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
+        if last and not candidates:
+            return Decision(events, Closed(END_OF_DATA))
+        pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
         if state.awaited_at_s is None and not r.ahead:
             events.append(ev.Awaited(r.step))
@@ -87,16 +92,15 @@ def _learner_s(state: State, now_s: float) -> tuple[float, float]:
     return now_s - asked_at_s, max(0.0, worked_s)
 
 
-def _is_stale(settings: Settings, group: Group, step: int) -> bool:
-    """True if `on_stale` ends the group because of tokens too old for `step`.
+def _stale(settings: Settings, state: State, step: int) -> set[int]:
+    """The open groups that `on_stale` ends because of tokens too old for `step`.
 
     With "expire" one such token suffices; with "mask" all tokens must be too old.
     """
-    finished = [slot for _, slot in group.done() if slot.runs]
-    if not finished:
-        return False
-    edge = group.oldest_step if settings.on_stale == "expire" else group.newest_step
-    return settings.limiter.too_old(edge, step)
+    place = 0 if settings.on_stale == "expire" else 1
+    edges = state.index.edges
+    old = {edge for edge in set(edges.values()) if settings.limiter.too_old(edge[place], step)}
+    return {gid for gid, edge in edges.items() if edge in old} if old else set()
 
 
 def _stale_tokens(settings: Settings, group: Group, step: int) -> int:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxroll import wire
+from jaxroll.policy.limiter import HUNGRY_S
 from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import state as st
-from jaxroll.store.core.admission import Settings
+from jaxroll.store.core.admission import Settings, by_holder
 from jaxroll.store.core.machine import Core, decide, rebased
 from jaxroll.store.core.state import Index
 from tests.harness.store_model.books import Broken, Fact, Rules, broken
@@ -212,6 +213,11 @@ class Store:
             broken("conservation", f"(the store's figure, the contract's): {wrong}")
         if whole and state.index != Index(state.open, state.held):
             broken("conservation", "what is found by the index is not what there is")
+        index = by_holder(self.settings, state)
+        room = {name: state.rooms[name] for name, at_s in state.hungry.items()
+                if self.now - at_s <= HUNGRY_S and not index.holds_up(name)}  # fmt: skip
+        if {*index.with_room("", self.now)} != {*room} or index.room_of_others("", self.now) != sum(room.values()):
+            broken("9 shares", f"the index of holders does not find {room}")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")
         resting = {name for name, health in state.holders.items() if health.rested_at_s is not None}

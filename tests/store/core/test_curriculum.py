@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.limiter import Curriculum
+from jaxroll.policy.limiter import Curriculum, Question
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status
 from jaxroll.store.core.invariants import Seen
-from jaxroll.store.core.state import Question, State
+from jaxroll.store.core.state import State
 from jaxroll.store.log.replay import broken_by
 from tests.harness.store.machine import V0, Machine
 

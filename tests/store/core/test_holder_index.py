@@ -1,0 +1,146 @@
+"""The indexes of holders and of open groups answer as a scan of the tables and of all groups does."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+
+from jaxroll.errors import NoCredit
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, Health, Recent
+from jaxroll.store.core import admission, puts, training
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.admission import Settings
+from jaxroll.store.core.state import DONE, LEASED, Slot, State
+from tests.harness.store.machine import Machine
+from tests.harness.store.virtual_cluster import Cluster, Fault, World
+
+WORLDS = {
+    "many": World(lambda rng: rng.lognormvariate(1.0, 0.8), lambda rng: 2.0, samplers=8, slots=6, batch=6, size=4),
+    "scarce": World(lambda rng: rng.uniform(1.0, 3.0), lambda rng: 4.0, samplers=6, slots=24, batch=4, size=4),
+    "aging": World(lambda rng: rng.lognormvariate(0.5, 1.0), lambda rng: 0.5, samplers=5, slots=8, batch=4, alpha=1.0),
+}
+FAULTS = (Fault(), Fault(after=1.0), Fault(after=1.0, share=0.2, kind="DATA"), Fault(from_s=5.0, until_s=30.0))
+
+
+def others(settings: Settings, state: State, name: str, now_s: float) -> set[str]:
+    """Present holders that get leases and are not on trial, by a look at each."""
+    found = set()
+    for other in state.seen_s:
+        health = state.holders.get(other, Health())
+        if other == name or now_s - state.seen_s[other] > max(admission.PRESENT_S, settings.lease_s):
+            continue
+        if not (health.on_trial or health.left_s(now_s, alone=False) > 0 or yields(settings, state, other, now_s)):
+            found.add(other)
+    return found
+
+
+def yields(settings: Settings, state: State, name: str, now_s: float) -> bool:
+    is_slow = admission.is_slow(settings, state, name)
+    by_speed = is_slow and bool(with_room(settings, state, name, now_s))
+    return by_speed or bool(admission.yields_to(settings, state, name, now_s))
+
+
+def with_room(settings: Settings, state: State, but: str, now_s: float) -> dict[str, int]:
+    """Room of the others that delay no claims and were refused lately."""
+    return {
+        name: state.rooms[name] for name, at_s in state.hungry.items()
+        if name != but and now_s - at_s <= HUNGRY_S and not admission.is_slow(settings, state, name)
+        and not admission.is_unreliable(state, name)
+    }  # fmt: skip
+
+
+def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
+    """The rest of a slow holder, from all means and all leases."""
+    recent, health = state.recent_s.get(slot.holder, Recent()), state.holders.get(slot.holder, Health())
+    keeps_up = None if recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW) else 0.0
+    there = others(settings, state, slot.holder, now_s)
+    usual = {name: mean for name, mean in state.recent_s.items() if mean.count >= TRIP and name in there}
+    if not usual or took_s <= 0 or slot.leased_at_s is None:
+        return keeps_up
+    if max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(mean.mean_s for mean in usual.values())):
+        return keeps_up
+    running: dict[str, list[float]] = {}
+    for group in state.open.values():
+        for s in group.slots:
+            if s.status == LEASED and s.leased_at_s is not None and s is not slot:
+                running.setdefault(s.holder, []).append(now_s - s.leased_at_s)
+    its_s = puts._mean_at_least_s(recent, took_s, running.get(slot.holder, []))
+    usual_s = median(puts._mean_at_most_s(mean, running.get(name, [])) for name, mean in usual.items())
+    if its_s <= max(SHORT_S, SLOWER * usual_s):
+        return keeps_up
+    return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
+
+
+def stale(settings: Settings, state: State, step: int) -> set[int]:
+    """The groups whose oldest token (to mask: whose newest) is too old."""
+    edge = min if settings.on_stale == "expire" else max
+    found = set()
+    for gid, group in state.open.items():
+        steps = [run.version.step for slot in group.slots if slot.status == DONE for run in slot.runs]
+        if steps and step - edge(steps) > math.ceil(settings.limiter.alpha):
+            found.add(gid)
+    return found
+
+
+def assert_equal_answers(cluster: Cluster, request: Any) -> None:
+    settings, state, now_s = cluster.core.settings, cluster.core.state, cluster.now
+    names = {f"s{i}" for i in range(cluster.world.samplers)}
+    if isinstance(request, ev.Lease):
+        room = with_room(settings, state, request.name, now_s)
+        index = admission.by_holder(settings, state)
+        assert set(index.with_room(request.name, now_s)) == room.keys()
+        assert index.room_of_others(request.name, now_s) == sum(room.values())
+        for name in names:
+            assert set(admission.others(settings, state, name, now_s)) == others(settings, state, name, now_s)
+            leased = [s for g in state.open.values() for s in g.slots if s.status == LEASED and s.holder == name]
+            assert sorted(map(id, state.index.leased_to(name))) == sorted(map(id, leased))
+    elif isinstance(request, ev.PutMember) and (group := state.open.get(request.group)) is not None:
+        slot = group.slots[request.member]
+        took_s = puts._took_s(slot, now_s)
+        expected = slow_rest_s(settings, state, slot, took_s, now_s)
+        assert puts._slow_rest_s(settings, state, slot, took_s, now_s) == expected
+    elif isinstance(request, ev.ClaimStep):
+        assert training._stale(settings, state, request.step) == stale(settings, state, request.step)
+
+
+@pytest.mark.parametrize("on_stale", ["expire", "mask"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_indexes_answer_as_a_look_at_all_does(world: str, on_stale: str) -> None:
+    """In runs with slow, failing and recovering holders; tokens grow old where the order is `ready_first`."""
+    rng = random.Random(world + on_stale)
+    at = WORLDS[world]
+    faults = tuple((i, rng.choice(FAULTS)) for i in range(at.samplers) if rng.random() < 0.25)
+    slower = tuple(rng.choice((1.0, 1.0, 1.0, 1.5, 6.0)) for _ in range(at.samplers))
+    rules = {"on_stale": on_stale, "order": "ready_first" if world == "aging" else "lease_order"}
+    cluster = Cluster(replace(at, steps=8, faults=faults, slower=slower), **rules)
+    handle = cluster.core.handle
+
+    def checked(request: ev.Request, now_s: float) -> Any:
+        assert_equal_answers(cluster, request)
+        return handle(request, now_s)
+
+    cluster.core.handle = checked  # type: ignore[method-assign]
+    cluster.play(skipped=1)
+    if world != "scarce":
+        assert cluster.core.state.holders, "no holder was slow or failed"
+
+
+def test_a_claim_that_forgives_a_holder_makes_its_room_count() -> None:
+    m = Machine(alpha=1.0, batch=1, size=1)
+    m.start()
+    m.state.failing["A"] = 1.005 * UNRELIABLE
+    for key in m.lease(9, name="B"):
+        m.put(key)
+    with pytest.raises(NoCredit, match="window"):
+        m.lease(3, name="A")
+    index = admission.by_holder(m.core.settings, m.state)
+    assert index.room_of_others("B", m.now) == 0, "it fails too often"
+    m.claim(0)
+    assert m.state.failing["A"] < UNRELIABLE
+    assert index.room_of_others("B", m.now) == 3
+    assert index.room_of_others("B", m.now + HUNGRY_S + 1.0) == 0, "it has not asked again"
