@@ -19,7 +19,7 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-jetstream soak lint bench docs package constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv
+.PHONY: help demo test test-jetstream soak lint bench docs package constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv venv-tinker
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
@@ -31,7 +31,7 @@ help:
 	@echo "make docs         the documentation site, in build/site"
 	@echo "make package      build the sdist and the wheel in dist/, and install the wheel into an empty environment"
 	@echo "make venv         only install the packages that the tests need"
-	@echo "make peers        only install torch, tunix, jetstream, trl, more, verifiers, openenv, each in its own environment; PEERS=torch for one,"
+	@echo "make peers        only install torch, tunix, jetstream, trl, more, verifiers, openenv, tinker, each in its own environment; PEERS=torch for one,"
 	@echo "                  PEERS= (also for soak and bench) for none"
 	@echo "make constraints  pin the newest versions that fit pyproject.toml again"
 	@echo "make clean        remove caches; runs/ and .venv stay"
@@ -91,6 +91,7 @@ constraints: venv-demo
 	pin constraints-tunix.txt "$$(echo google-tunix==0.1.7 | $(UV) -)"; \
 	pin constraints-verifiers.txt "$$(printf '%s\n' verifiers renderers transformers uv | $(UV) -)"; \
 	pin constraints-openenv.txt "$$(echo openenv-core | $(UV) -)"; \
+	pin constraints-tinker.txt "$$(echo tinker | $(UV) -)"; \
 	pin constraints-torch.txt "$$(printf '%s\n' transformers safetensors numpy $(TORCH_NEEDS) | $(UV) -c constraints.txt -; grep '^torch==' constraints-torch.txt)"; \
 	echo "run make test and make soak before you commit the pins"
 
@@ -113,7 +114,7 @@ venv: venv-demo  ; @$(call install,test,tools for tests$(comma) and libtpu on Li
 
 # Peers: the libraries that JaxRoll is compared with, each in its own environment: they need other versions or are large.
 # Tests and benchmarks start their Pythons as processes. A peer that needs JaxRoll itself installs it with -e.
-PEERS ?= torch tunix jetstream trl more verifiers openenv
+PEERS ?= torch tunix jetstream trl more verifiers openenv tinker
 TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
 TUNIX_REQUIREMENTS     := google-tunix
 JETSTREAM_REQUIREMENTS := -e '.[jetstream]'
@@ -123,13 +124,14 @@ MORE_REQUIREMENTS      := -e '.[envs-more,textworld,wandb,mlflow,trackio]'
 # The built-in harnesses of verifiers prepare their programs with uv.
 VERIFIERS_REQUIREMENTS := verifiers renderers transformers uv
 OPENENV_REQUIREMENTS   := openenv-core
+TINKER_REQUIREMENTS    := tinker
 
 peers: $(PEERS:%=venv-%)
-venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv: INTO = .$@
-venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv: PINS = constraints-$(@:venv-%=%).txt
+venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv venv-tinker: INTO = .$@
+venv-torch venv-tunix venv-jetstream venv-trl venv-more venv-verifiers venv-openenv venv-tinker: PINS = constraints-$(@:venv-%=%).txt
 venv-torch venv-trl: NEED_DISK_MB := 2048
 venv-more:      NEED_DISK_MB := 2048
-venv-verifiers venv-openenv: NEED_DISK_MB := 1024
+venv-verifiers venv-openenv venv-tinker: NEED_DISK_MB := 1024
 venv-tunix:     NEED_DISK_MB := 2560
 venv-jetstream: NEED_DISK_MB := 5120
 venv-torch venv-trl: HINT = Linux wants the CPU build of torch ("+cpu"): if pip cannot find it, name the PyTorch index of CPU builds\
@@ -139,6 +141,7 @@ venv-trl:       ; @$(call install,peer,TRL and PEFT with torch (CPU),$(TRL_REQUI
 venv-more:      ; @$(call install,peer,JaxRoll with textarena$(comma) PettingZoo$(comma) TextWorld and trackers,$(MORE_REQUIREMENTS))
 venv-verifiers: ; @$(call install,peer,verifiers and its client renderers,$(VERIFIERS_REQUIREMENTS))
 venv-openenv:   ; @$(call install,peer,OpenEnv,$(OPENENV_REQUIREMENTS))
+venv-tinker:    ; @$(call install,peer,the SDK of Tinker,$(TINKER_REQUIREMENTS))
 venv-tunix:     ; @$(call install,peer,google-tunix,$(TUNIX_REQUIREMENTS))
 venv-jetstream: ; @$(call install,peer,JaxRoll with google-jetstream and TensorFlow,$(JETSTREAM_REQUIREMENTS))
 

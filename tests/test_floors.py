@@ -70,6 +70,7 @@ ROOMS: Mapping[str, Room] = {
     "testing": Room(6, "none"),  # users check their environments
     "ui": Room(7, "none"),  # the dashboard reads runs
     "sim": Room(8, "none"),
+    "tinker": Room(7),
     "roles": Room(7),
     "control": Room(9, "none"),
     "__main__": Room(10, "none"),

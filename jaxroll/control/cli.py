@@ -60,6 +60,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("eval", "held-out accuracy of the newest weights of a run", "jaxroll eval runs/demo"),
         Command("serve", "serve the newest weights of a run, or a Hugging Face folder, behind OpenAI's HTTP interface",
                 "jaxroll serve runs/demo --port=8000"),
+        Command("tinker-serve", "train and sample for clients of the Tinker API",
+                "jaxroll tinker-serve models/Qwen3-0.6B --port=8200"),
         Command("weights", "import a model from Hugging Face, or export one",
                 "jaxroll weights export runs/demo exported"),
     ),
@@ -90,7 +92,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
-RUNNING = ("train", "demo", "serve", "ui")  # like the roles, these continue when their output has no reader
+RUNNING = ("train", "demo", "serve", "tinker-serve", "ui")  # like roles, these go on when their output has no reader
 HELP = (
     "RUN is the folder of a run; commands with --config also take it as --run=DIR. --config.KEY=VALUE changes a key\n"
     "of the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
@@ -130,7 +132,7 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         if options.command == "generate":
             passed = spelled(subparsers(top)["generate"], options, ("help", "run", "config"))
             options.passed_on = [*passed, "--", *options.prompts]
-        if options.command in ("eval", "serve"):
+        if options.command in ("eval", "serve", "tinker-serve"):
             one = subparsers(top)[options.command]
             options.passed_on = spelled(one, options, ("help", "run", "config", "folder"))
         if output is not None and options.command in (*RUNNING, *ROLES):
@@ -229,14 +231,14 @@ class _Top(argparse.ArgumentParser):
         for title, commands in GROUPS.items():
             lines.append(f"{title}:")
             for one in commands:
-                lines += [f"  {one.name:<12}{one.text}", f"{'':14}$ {one.example}"]
+                lines += [f"  {one.name:<14}{one.text}", f"{'':16}$ {one.example}"]
             lines.append("")
         return "\n".join([*lines, HELP])
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    from jaxroll.control import launchers
+    from jaxroll.control import launchers, tinker_serve
 
     top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
                description="Asynchronous RL for language models in JAX.")  # fmt: skip
@@ -244,17 +246,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="jaxroll", parser_class=argparse.ArgumentParser
     )
-    known = {
-        one.name: commands.add_parser(
-            one.name,
-            description=f"{one.text[0].upper()}{one.text[1:]}.",
-            epilog=f"example: {one.example}",
-            allow_abbrev=False,
-        )
-        for group in GROUPS.values()
-        for one in group
-    }
-    for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "launch", *ROLES):
+    known = {}
+    for one in (command for group in GROUPS.values() for command in group):
+        text = f"{one.text[0].upper()}{one.text[1:]}."
+        known[one.name] = commands.add_parser(one.name, description=text, epilog=f"example: {one.example}",
+                                              allow_abbrev=False)  # fmt: skip
+    for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "tinker-serve", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
@@ -287,6 +284,8 @@ def parser() -> argparse.ArgumentParser:
     _generate_options(known["generate"])
     _eval_options(known["eval"])
     _serve_options(known["serve"])
+    http_options(known["tinker-serve"], 8200)
+    tinker_serve.add_options(known["tinker-serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
     _sim_options(known["sim"])
@@ -384,8 +383,7 @@ def _eval_options(one: argparse.ArgumentParser) -> None:
 
 def _serve_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll serve RUN|FOLDER [OPTIONS]"
-    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    one.add_argument("--port", type=int, default=8000, help="the port (default: 8000; 0: any free port)")
+    http_options(one, 8000)
     one.add_argument("--name", help="the name of the model (default: that of the folder)")
     one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token, or "
                      "jaxroll/http.token in your state folder)")  # fmt: skip
@@ -393,17 +391,21 @@ def _serve_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--queue", type=int, default=504, help="answers that may wait for a slot (default: 504)")
     one.add_argument("--context", type=int, metavar="TOKENS",
                      help="tokens of prompt and answer together (default: the config's, or 4096)")  # fmt: skip
+
+
+def http_options(one: argparse.ArgumentParser, port: int) -> None:
+    """The options of every HTTP server."""
+    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    one.add_argument("--port", type=int, default=port, help=f"the port (default: {port}; 0: any free port)")
     one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 
 def _ui_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("folder", nargs="?", default="runs", metavar="RUNS",
                      help="the folder that holds the runs, or the folder of one run (default: runs)")  # fmt: skip
-    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    one.add_argument("--port", type=int, default=8100, help="the port (default: 8100; 0: any free port)")
+    http_options(one, 8100)
     one.add_argument("--token-file", metavar="FILE",
                      help="file of the token (default: jaxroll/ui.token in your state folder)")  # fmt: skip
-    one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:
@@ -438,9 +440,7 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     serve = actions.add_parser("serve", help=text, description=text, allow_abbrev=False)
     serve.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     serve.add_argument("--config", metavar="FILE", help="a config file with the tasks to serve (see configs/)")
-    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="the port (default: 8000; 0: any free port)")
-    serve.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
+    http_options(serve, 8000)
 
 
 # Questions of `jaxroll init`, by flag.

@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import init, launchers, preflight, program, run_dir, train
+from jaxroll.control import init, launchers, preflight, program, run_dir, tinker_serve, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Progress
@@ -150,13 +150,19 @@ def _evaluate_model_folder(options: argparse.Namespace) -> None:
 
 
 def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
-    """The config and path of a model's folder that `serve` names; None if it names a run."""
-    if options.command != "serve" or options.config or not options.run:
+    """The config and path of a model's folder that `serve` or `tinker-serve` names; None if it names a run."""
+    if options.command not in ("serve", "tinker-serve") or options.config or not options.run:
         return None
     path = _absolute(options.run)
     if RunPaths(path).run_file.exists() or not (path / "tokenizer.json").is_file():
         return None
     return configs.of_model_folder(path), path
+
+
+def run_tinker(options: argparse.Namespace) -> int:
+    """`tinker-serve`: a trainer and a sampler under the supervisor; or, as their child, one of them."""
+    model = _model_folder(options)
+    return tinker_serve.run(*(model or _config_and_run(options, "tinker")), options, of_model=model is not None)
 
 
 def run_compile(options: argparse.Namespace) -> int:
@@ -471,6 +477,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": run_train,
     **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder"), run_role),
     **dict.fromkeys(("sft", "eval", "generate", "serve"), run_offline),
+    "tinker-serve": run_tinker,
     "compile": run_compile,
     "sim": run_sim,
     "plan": run_plan,

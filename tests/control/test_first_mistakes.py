@@ -106,6 +106,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("eval begun", ("begun", "train begun --resume"), "train begun --resume"),
     ("serve begun", ("begun", "train begun --resume"), "train begun --resume"),
     ("serve", ("RUN",), ""),
+    ("tinker-serve", ("RUN",), ""),
+    ("tinker-serve begun --session-timeout=5", ("--session-timeout", "Use 20"), ""),
     ("weights import configs out", ("configs", "config.json", "Hugging Face"), ""),
     ("weights export begun out", ("begun", "checkpoints"), "train begun --resume"),
     ("weights", ("import|export",), "weights import --help"),

@@ -16,7 +16,6 @@ import shlex
 import sqlite3
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,14 +26,16 @@ from jaxroll.report.page import plots
 from jaxroll.store.log import schema
 from tests.docs.blocks import ROOT, Block, blocks, pages
 
-# Python blocks that belong together, with the test in test_documents.py that runs all of a page.
+# Python blocks that belong together, with the test in `TESTS` that runs all of a page.
 RUN_BY = {
     "README.md": "test_the_readme_trains_your_own",
     "docs/add_an_environment.md": "test_the_game_of_the_page_is_played_as_it_is_taught",
     "docs/algorithms.md": "test_the_algorithm_of_the_page_works",
     "docs/serving.md": "test_the_client_of_the_page_is_answered",
     "docs/prompts.md": "test_the_rows_of_the_page_are_prompts",
+    "docs/tinker.md": "test_the_client_of_the_page_trains",  # with the SDK, in tests/peers
 }
+TESTS = ("docs/test_documents.py", "peers/test_tinker.py")
 TEXT = ("README.md", "docs/store_contract.md")
 BLOCKS = [block for page in pages() for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.page not in RUN_BY]
@@ -46,7 +47,7 @@ def test_every_block_has_a_language_with_a_check() -> None:
     unchecked += [b.where for b in BLOCKS if b.language == "sql" and b.page != "docs/store_schema.md"]
     unchecked += [b.where for b in BLOCKS if b.language == "text" and b.page not in TEXT]
     assert unchecked == []
-    tests = (Path(__file__).parent / "test_documents.py").read_text()
+    tests = "".join((ROOT / "tests" / name).read_text() for name in TESTS)
     assert all(f"def {name}(" in tests for name in RUN_BY.values())
 
 
