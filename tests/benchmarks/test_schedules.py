@@ -219,13 +219,15 @@ def test_random_workloads_take_at_most_the_time_of_propositions_1_and_2(workload
         assert min(ratios.values()) > 0.3, "a bound without meaning"
 
 
-def test_the_bound_of_an_age_bound_by_hand() -> None:
+def test_the_bounds_by_hand() -> None:
     """Two slots, α = 1, steps of two rollouts: 1 + 3 s and 2 + 2 s after the first step, and 1 s of training."""
     theory = importlib.import_module("benchmarks.schedules.theory")
     steps = [[9.0, 9.0], [1.0, 3.0], [2.0, 2.0]]
     assert theory.aged(steps, 2, 1, 1.0) == max(2.0 + 2.0, 4.0 + 1.0) + 3.0
     assert theory.aged(steps, 2, 1, 3.0) == 2.0 + 6.0 + 3.0
     assert theory.published(steps, 2, 0, 1.0) == (2.0 + 3.0 + 1.0) + (2.0 + 2.0 + 1.0)
+    assert theory.published(steps, 2, 1, 1.0) == 4.0 + 3.0
+    assert theory.published(steps, 2, 1, 4.0) == 2 * 4.0
 
 
 def test_the_queue_between_samplers_and_learner_is_that_of_the_recursion() -> None:
@@ -245,8 +247,28 @@ def test_an_interval_takes_the_expected_maximum_of_its_environments() -> None:
 @pytest.mark.soak
 def test_intervals_are_within_five_percent_of_the_closed_form() -> None:
     theory = importlib.import_module("benchmarks.schedules.theory")
-    for row in theory.intervals(10_000, 12):
+    for row in theory.intervals(10_000, 5):
         assert abs(row["error"]) <= 0.05, row
+
+
+def test_the_page_of_all_schedules_is_that_of_its_figures() -> None:
+    compare = importlib.import_module("benchmarks.schedules.compare")
+    found = json.loads(compare.DATA.read_text())
+    assert compare.PAGE.read_text() == compare.page(found)
+    for name, row in found["workloads"][compare.NULL].items():
+        assert row["tokens_per_s"] == pytest.approx(
+            found["workloads"][compare.NULL][compare.BASELINE]["tokens_per_s"], rel=0.02
+        ), name
+
+
+@pytest.mark.soak
+def test_no_schedule_is_faster_where_nothing_can_be_gained() -> None:
+    compare = importlib.import_module("benchmarks.schedules.compare")
+    rates = {
+        name: compare.simulated(compare.NULL, schedule, 0, compare.NULL_STEPS, 0)["tokens_per_s"]
+        for name, schedule in compare.SCHEDULES.items()
+    }
+    assert min(rates.values()) == pytest.approx(max(rates.values()), rel=0.02), rates
 
 
 def test_three_groups_on_the_seats_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
