@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxroll.config import schema, schema_system  # noqa: E402
-from jaxroll.migration import RENAMED  # noqa: E402
+from jaxroll.run_paths import RENAMED  # noqa: E402
 
 PAGE = ROOT / "docs" / "config_keys.md"
 HEAD = """# Config keys

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from jaxroll import migration
+from jaxroll import run_paths
 from jaxroll.clock import unix_s
 from jaxroll.errors import ConfigError
 
@@ -60,7 +60,7 @@ def loads(line: bytes | str) -> Row | None:
         row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which JSON does not have
     except (ValueError, RecursionError):  # not JSON, not UTF-8, an integer of thousands of digits; nested too deep
         return None
-    return checked_row(migration.row(row) if isinstance(row, dict) else row)
+    return checked_row(run_paths.row(row) if isinstance(row, dict) else row)
 
 
 def read(path: str | Path) -> list[Row]:

@@ -44,10 +44,9 @@ ROOMS: Mapping[str, Room] = {
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
     "metrics": Room(0, "none"),
-    "migration": Room(0, "none"),  # names that earlier versions wrote
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
-    "run_paths": Room(0, "none"),  # names of the files in a run's folder
+    "run_paths": Room(0, "none"),  # names of the files in a run's folder, today and in earlier versions
     "disk": Room(0, "none"),  # full and broken disks, and untrusted files
     "rpc": Room(1, "none"),
     "algorithms": Room(1),

@@ -46,7 +46,7 @@ import numpy as np
 
 from jaxroll import lifeline, wire
 from jaxroll.records import MAX_SEGMENTS, Failed, Finished, Member, Segment, Version, VersionRun
-from jaxroll.rpc import auth, protocol
+from jaxroll.rpc import protocol
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 
@@ -160,7 +160,7 @@ class Attack:
                 "protocol": str(wire.PROTOCOL_VERSION), "config": orders.get("config_digest", "")}  # fmt: skip
         token = changes.pop("token", orders.get("token", ""))
         metadata = [(f"jaxroll-{key}", value) for key, value in (said | changes).items()]
-        return [*metadata, *([("authorization", f"Bearer {auth.bearer(token, 'sampler')}")] if token else [])]
+        return [*metadata, *([("authorization", f"Bearer {protocol.bearer(token, 'sampler')}")] if token else [])]
 
     def channels(self) -> list[grpc.aio.Channel]:
         """As many separate connections as ordered."""

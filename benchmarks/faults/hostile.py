@@ -31,7 +31,7 @@ from benchmarks.lib.report import ROOT, commit, hardware
 from benchmarks.store.server import config
 from jaxroll.config import digest
 from jaxroll.records import VersionRef
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
 
 CHANGES = {"steps": 1, "groups_per_step": 16_384, "group_size": 4, "alpha": 0.0, "lease_s": 60.0, "retention_mb": 8192}
@@ -94,7 +94,7 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
     count, orders = ATTACKS.get(kind, (0, {}))
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        secret = auth.create(folder)
+        secret = protocol.create(folder)
         server = stack.enter_context(
             process("benchmarks.store.server", "ours", scratch, str(os.getpid()), json.dumps(CHANGES))
         )
@@ -102,7 +102,7 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
         address = (folder / "store.addr").read_text().strip()
         good = stack.enter_context(process("benchmarks.faults.good_client", scratch, json.dumps(known)))
         ready(good)
-        token = auth.bearer(secret, "sampler")
+        token = protocol.bearer(secret, "sampler")
         knows = json.dumps(known | orders | {"address": address, "token": token})
         attackers = [stack.enter_context(process("benchmarks.faults.attacks", kind, knows)) for _ in range(count)]
         for attacker in attackers:

@@ -22,7 +22,7 @@ import psutil
 from benchmarks.store.server import config
 from jaxroll.config import digest
 from jaxroll.records import Version, VersionRef
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ class Server:
 def serving(kind: str, parent: Path, changes: dict[str, Any]) -> Iterator[Server]:
     """A server in a new folder under `parent`; both are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=parent))
-    auth.create(folder)  # a run has a token, and checking it is part of a put
+    protocol.create(folder)  # a run has a token, and checking it is part of a put
     server = Server(kind, folder, changes)
     try:
         yield server

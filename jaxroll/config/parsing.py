@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from jaxroll.config.schema import Bounds, Config
 from jaxroll.errors import ConfigError
-from jaxroll.migration import RENAMED
+from jaxroll.run_paths import RENAMED
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_
 from jaxroll.config.parsing import check_bounds, coerce, nearest
 from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
 from jaxroll.errors import ConfigError
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Message
 
 _KL_REASONS = {
@@ -217,13 +217,13 @@ def _check_best(config: Config) -> None:
     learner, evaluator = config.learner, config.evaluator
     if not (metric := learner.keep_best):
         return
-    known = best.metrics_of(evaluator.sets)
+    known = selection.metrics_of(evaluator.sets)
     if metric not in known:
         raise ConfigError("learner.keep_best", metric, "no evaluation measures it", nearest(metric, known))
     if not evaluator.every:
         raise ConfigError("learner.keep_best", metric, "evaluator.every is 0: nothing is evaluated",
                           "Set it to a multiple of learner.checkpoint_every, or leave keep_best out.")  # fmt: skip
-    if metric == best.ACCURACY and not config.task.heldout_items and not config.task.mixture:
+    if metric == selection.ACCURACY and not config.task.heldout_items and not config.task.mixture:
         raise ConfigError("learner.keep_best", metric, "task.heldout_items is 0",
                           "Hold questions out, or name a set: sets.NAME.accuracy.")  # fmt: skip
     if evaluator.every % learner.checkpoint_every:

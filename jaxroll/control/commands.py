@@ -389,13 +389,13 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 def run_tls(options: argparse.Namespace) -> None:
     """`tls`: a CA and certificates for a run, or the token of one role."""
-    from jaxroll.rpc import auth, tls
+    from jaxroll.rpc import protocol, tls
 
     if options.token_of:
-        secret = auth.load_secret(_absolute(options.folder))
+        secret = protocol.load_secret(_absolute(options.folder))
         if secret is None:
             raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
-        print(auth.bearer(secret, auth.right_of(options.token_of)))
+        print(protocol.bearer(secret, protocol.right_of(options.token_of)))
         return
     print(tls.make_certificates(run_dir.checked(options.folder, "RUN"), options.host, options.days))
 

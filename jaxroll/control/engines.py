@@ -19,7 +19,7 @@ import yaml
 from jaxroll.config import Config
 from jaxroll.config.derived import actor_names
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, ConfigError
-from jaxroll.rpc.auth import TOKEN_VARIABLE
+from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.run_paths import RunPaths
 

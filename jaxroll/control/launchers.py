@@ -24,8 +24,8 @@ from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import engines, program
 from jaxroll.control.program import ProcessSpec, role_words
 from jaxroll.errors import ConfigError, InfraError
-from jaxroll.rpc import auth
-from jaxroll.rpc.auth import TOKEN_VARIABLE
+from jaxroll.rpc import protocol
+from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.run_paths import RunPaths
 
@@ -303,7 +303,7 @@ def hand_over(config: Config, engine: str, options: argparse.Namespace, run_dir:
         print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    secret = auth.create(run_dir)
+    secret = protocol.create(run_dir)
     if engine == "jobset":
         files["secret.json"] = engines.secret_manifest(_name(config, options), _secrets(run_dir))
     for name, content in files.items():

@@ -38,7 +38,7 @@ from jaxroll.protocols import Progress
 from jaxroll.report import trackers
 from jaxroll.rpc import tls
 from jaxroll.store.core.admission import Settings
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 
 # --- `jaxroll doctor`: installed dependencies, the features that missing ones disable, and how to install them
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll import disk, migration
+from jaxroll import disk, run_paths
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
@@ -87,7 +87,7 @@ def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[P
         write(
             path,
             {
-                "format": migration.FORMAT,
+                "format": run_paths.FORMAT,
                 "created": time.time(),
                 "argv": list(argv),
                 **description(),
@@ -181,7 +181,7 @@ def load(path: Path) -> dict[str, Any]:
     file = RunPaths(Path(path)).run_file
     try:
         values = json.loads(_run_file_bytes(file).decode())
-        values = migration.run_file(values, file) if isinstance(values, dict) else values
+        values = run_paths.run_file(values, file) if isinstance(values, dict) else values
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("RUN", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
     except OSError as error:

@@ -28,7 +28,7 @@ from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
 from jaxroll.report import trackers
 from jaxroll.report.figures import record, summary
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import client
 from jaxroll.store.messages import Joined
@@ -63,7 +63,7 @@ def train(
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
     if host is not None:
         specs = program.reachable(specs, config, host, insecure=insecure)
-    auth.create(path)
+    protocol.create(path)
     view = open_view(path, config.schedule.steps, configs.to_dict(config))
     try:
         view.tensorboard, view.aliases = "tensorboard" in config.run.trackers, trackers.aliases(config)
@@ -101,7 +101,7 @@ def over_ssh(config: Config, path: Path, target: launchers.Target) -> int:
     Starts and restarts are in RUN/metrics.jsonl here, so the store's host is the best one to call this on.
     """
     specs = launchers.supervised(config, target)
-    auth.create(path)
+    protocol.create(path)
     launchers.send_secrets(target, path)
     with (
         run_dir.locked(path),

@@ -29,7 +29,7 @@ from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
 from jaxroll.learner.state import TrainState
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Version
 
 FORMAT = 1
@@ -108,7 +108,7 @@ class Checkpoints:
         been replaced (for example while it was suspended), and such a learner must not remove the checkpoint that its
         successor started from.
         """
-        for version in best.removable(self.versions(), durable, self.kept, spared):
+        for version in selection.removable(self.versions(), durable, self.kept, spared):
             removed = self.path(version).with_name(f"{self.path(version).name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             self.path(version).rename(removed)  # first: a reader finds the checkpoint whole or not at all

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxroll import disk, metrics
 from jaxroll.errors import CheckpointDamaged, DataError, one_line
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.run_paths import RunPaths
 
@@ -70,8 +70,8 @@ def path_of(folder: Path, version: Version) -> Path:
 def best_of(run_dir: Path, metric: str) -> tuple[Version, float] | None:
     """The checkpoint of a run with the highest `metric`, over all lineages, and its value; None if none is measured."""
     paths = RunPaths(run_dir)
-    values = best.measured(metrics.read(paths.metrics) if metric else (), metric)
-    found = best.best(values, versions(paths.checkpoints))
+    values = selection.measured(metrics.read(paths.metrics) if metric else (), metric)
+    found = selection.best(values, versions(paths.checkpoints))
     return None if found is None else (found, values[found])
 
 

@@ -21,9 +21,9 @@ from jaxroll import disk
 from jaxroll.config import LearnerConfig
 from jaxroll.config.schema import LORA_TARGETS
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.models import hf_config, tensor_files
+from jaxroll.models import folders, hf_config
+from jaxroll.models.folders import Leaf, Tensors
 from jaxroll.models.spec import ModelSpec
-from jaxroll.models.tensor_files import Leaf, Tensors
 
 CONFIG_FILE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "learner.lora_path"
@@ -74,7 +74,7 @@ def write(
         for keys, value in zip(theirs, (a, b), strict=True):
             values |= zip(keys, value.swapaxes(1, 2).astype(dtype), strict=True)
     leaves = {name: Leaf(dtype, value.shape) for name, value in values.items()}
-    tensor_files.write(folder / ARRAYS, leaves, values.__getitem__)
+    folders.write(folder / ARRAYS, leaves, values.__getitem__)
     modules = sorted({hf_config.name(spec, name).rsplit(".", 2)[1] for name in names})
     config = {
         "peft_type": "LORA",
@@ -96,7 +96,7 @@ def _opened(learner: LearnerConfig, spec: ModelSpec) -> Tensors:
     """The tensors of `learner.lora_path`, after the check of config, names and shapes."""
     folder = Path(learner.lora_path)
     try:
-        config, tensors = disk.read_json(folder / CONFIG_FILE), tensor_files.opened(folder / ARRAYS)
+        config, tensors = disk.read_json(folder / CONFIG_FILE), folders.opened(folder / ARRAYS)
     except (OSError, DataError) as error:
         raise ConfigError(_KEY, str(folder), f"cannot be read: {error}", "Give a folder that PEFT wrote.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -19,7 +19,7 @@ from jaxroll.learner import lora as adapters
 from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.tensor_files import Converted
+from jaxroll.models.folders import Converted
 from jaxroll.sharding import layout as layouts
 from jaxroll.sharding.layout import Layout, replicated
 

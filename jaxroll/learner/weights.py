@@ -27,12 +27,12 @@ from jaxroll.config import Config
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
-from jaxroll.models import folders, pretrained, tensor_files
+from jaxroll.models import folders, pretrained
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.tensor_files import Converted, Leaf
+from jaxroll.models.folders import Converted, Leaf
 from jaxroll.run_paths import RunPaths
 
-_ARRAYS, _MODEL, _TOKENIZER = tensor_files.SINGLE, folders.MODEL_FILE, "text.json"
+_ARRAYS, _MODEL, _TOKENIZER = folders.SINGLE, folders.MODEL_FILE, "text.json"
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -51,7 +51,7 @@ def write(
     tokenizer: Mapping[str, Any],
 ) -> None:
     """Write the three files into `folder`; call `value` for one parameter at a time."""
-    tensor_files.write(folder / _ARRAYS, leaves, value)
+    folders.write(folder / _ARRAYS, leaves, value)
     (folder / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1), encoding="utf-8")
     (folder / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -89,7 +89,7 @@ def load(folder: Path) -> Mapping[str, np.ndarray]:
     """
     path = _file(folder, _ARRAYS)
     try:
-        tensors = tensor_files.opened(path)
+        tensors = folders.opened(path)
     except DataError as error:
         raise ConfigError("weights", str(path), f"not a safetensors file ({error})", "Write it again.") from error
     return Converted(tensors, lambda name: np.asarray(tensors[name], np.float32))

@@ -9,6 +9,5 @@ Read `transformer` first (the functions that the learner and the engine call), t
     moe           mixtures of experts: the router and the grouped products
     cache         the paged KV cache, and a contiguous copy of it
     pretrained    weights of an imported model
-    folders       model folders: spec and completeness of weights (no JAX)
-    tensor_files  safetensors files (no JAX)
+    folders       model folders: spec, completeness of weights, safetensors files (no JAX)
 """

@@ -12,9 +12,8 @@ from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import spec
+from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
 from jaxroll.models.hf_config import name, names, of_experts
-from jaxroll.models.tensor_files import Converted, Index, Leaf, Tensors
 
 __all__ = ["leaves", "names", "of_experts", "spec", "stored", "weights"]
 

@@ -29,7 +29,7 @@ from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.sampler import MemberPlayer, Members, episode_counts, training_params, until_one_ends
 from jaxroll.rollout.episode import Transcript
-from jaxroll.rpc import auth, tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
 from jaxroll.serving.service import Samplers
@@ -98,7 +98,7 @@ class ActorLoops:
     def _client(self, address: str | Path) -> RawClient:
         args = self.session.args
         client = RawClient(
-            service.SERVICE, address, role="actor", name=self.session.role, token=auth.load(args.run_dir),
+            service.SERVICE, address, role="actor", name=self.session.role, token=protocol.load(args.run_dir),
             patience_s=0.0, max_message_bytes=self.config.store.max_message_mb * 2**20,
             config_digest=args.config_digest, tls=tls.load(args.run_dir),
         )  # fmt: skip

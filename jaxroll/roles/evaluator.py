@@ -22,7 +22,7 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.section_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
@@ -91,7 +91,7 @@ class EvaluatorLoops:
     def _may_measure(self, step: int) -> bool:
         """False for versions without a checkpoint where the best one is kept (`learner.keep_best`)."""
         learner = self.config.learner
-        return not learner.keep_best or best.is_kept(step, learner.checkpoint_every, self.config.schedule.steps)
+        return not learner.keep_best or selection.is_kept(step, learner.checkpoint_every, self.config.schedule.steps)
 
     async def _fetch(self, ref: VersionRef) -> bool:
         """True if the weights are in the engine; they may be replaced by newer ones during the fetch."""

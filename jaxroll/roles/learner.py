@@ -44,7 +44,7 @@ from jaxroll.errors import (
     NotReady,
     StaleClient,
 )
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
 from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
@@ -461,7 +461,7 @@ class LearnerSession:
         """The best checkpoint so far, and the version that the evaluator measures now (`learner.keep_best`)."""
         status = await self.store.status()
         values = {Version(lineage, step): value for lineage, step, value in status["measured"]}
-        found = best.best(values, self.checkpoints.versions())
+        found = selection.best(values, self.checkpoints.versions())
         held = status["holders"].get("evaluator")
         return [version for version in self.checkpoints.versions() if version == found or str(version) == held]
 

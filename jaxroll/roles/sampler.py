@@ -33,7 +33,7 @@ from jaxroll.roles.session import EngineSession, Session
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.rpc import auth, protocol, tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
 
@@ -343,7 +343,7 @@ class Serving:
     async def _serve(self) -> None:
         args, kept = self._args, self._config.store
         server = RawServer(
-            service.SERVICE, self._service.methods(), secret=auth.load_secret(args.run_dir),
+            service.SERVICE, self._service.methods(), secret=protocol.load_secret(args.run_dir),
             max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
             calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
             held_bytes=service.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
@@ -378,7 +378,7 @@ async def serve_http(session: EngineSession) -> None:
     args, parts = session.args, session.parts
     port = session.config.sampler.http_port
     listening = http.listen(LOOPBACK, port + args.index if port else 0)
-    token = http.token(auth.load_secret(args.run_dir), args.paths.http_token)
+    token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
     room = Room(cache_tokens(session.config), parts.tokenizer)
     served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
                     parts.engine.latencies.percentiles)  # fmt: skip

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Version, VersionRef
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
@@ -144,8 +144,8 @@ def _no_descriptor(error: TransferError) -> bool:
 
 def weights_token(run_dir: Path) -> str:
     """The token that a weight transfer requires, derived from the run's secret; empty in a run without one."""
-    secret = auth.load(run_dir)
-    return auth.bearer(secret, "sampler") if secret else ""
+    secret = protocol.load(run_dir)
+    return protocol.bearer(secret, "sampler") if secret else ""
 
 
 # --- Background publisher: publishes, acknowledges and reports a finished step while the next one is computed

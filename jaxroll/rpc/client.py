@@ -28,7 +28,7 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.errors import ConfigError, DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
-from jaxroll.rpc import auth, protocol
+from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.protocol import Envelope, error_of
 from jaxroll.rpc.tls import Material
@@ -99,8 +99,8 @@ class RawClient:
         self._service, self._patience_s = service, patience_s
         is_address = isinstance(address, (str, Path))
         self._transport = GrpcTransport(address, max_message_bytes, tls) if is_address else address
-        self._right, self._name, self.session = auth.right_of(role), name, uuid.uuid4().hex
-        self._proof = () if token is None else (("authorization", f"Bearer {auth.bearer(token, self._right)}"),)
+        self._right, self._name, self.session = protocol.right_of(role), name, uuid.uuid4().hex
+        self._proof = () if token is None else (("authorization", f"Bearer {protocol.bearer(token, self._right)}"),)
         self._config_digest = config_digest
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
         self._answered_s = float("-inf")  # time of the last reply

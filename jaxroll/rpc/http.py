@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from jaxroll import disk
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 
 _STOP_S = 2.0  # for open connections when the server ends
 
@@ -87,10 +87,10 @@ def token(secret: str | None, path: Path) -> str:
     Without a secret the token in `path` is used again. ConfigError if the file cannot be made private.
     """
     if secret is None and path.is_file():
-        auth.keep_private(path)
+        protocol.keep_private(path)
         if kept := disk.read_text(path).strip():
             return kept
-    made = secrets.token_hex(32) if secret is None else auth.derived(secret, "http")
+    made = secrets.token_hex(32) if secret is None else protocol.derived(secret, "http")
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk.replaced(path) as draft:
         draft.unlink(missing_ok=True)  # left by a killed process with this pid; its mode may differ

@@ -20,8 +20,7 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.errors import ConfigError, InfraError, StoreRefusal
-from jaxroll.rpc import auth
-from jaxroll.rpc import protocol as limits
+from jaxroll.rpc import protocol as rpc_protocol
 from jaxroll.rpc.intake import Busy, Intake, Malformed, RefusalThrottle, Refused, TooManyCalls
 from jaxroll.rpc.protocol import Envelope, refusal_of
 from jaxroll.rpc.tls import Material
@@ -75,24 +74,24 @@ class RawServer:
         tls: Material | None = None,
         mutual_tls: bool = False,
         refused: Refused | None = None,
-        calls_per_connection: int = limits.CALLS_PER_CONNECTION,
+        calls_per_connection: int = rpc_protocol.CALLS_PER_CONNECTION,
         held_bytes: int = 0,
     ) -> None:
         self._secret, self._tls, self._mutual_tls = secret, tls, mutual_tls
         self.intake = Intake(max_message_bytes, held_bytes)
         self.throttle = RefusalThrottle(refused)
-        most = limits.connections(limits.raise_descriptor_limit())
-        options = limits.server_options(limits.PIECE_BYTES, most, calls_per_connection)
+        most = rpc_protocol.connections(rpc_protocol.raise_descriptor_limit())
+        options = rpc_protocol.server_options(rpc_protocol.PIECE_BYTES, most, calls_per_connection)
         self._server = grpc.aio.server(options=options)
         paths = {f"/{service}/{name}": method for name, method in methods.items()}
         self._server.add_generic_rpc_handlers((_Dispatcher(paths, secret, self.throttle, self.intake, position),))
 
     def bind(self, host: str, port: int, *, insecure: bool = False) -> int:
         """Bind to `port` if it is free, otherwise (and for 0) to any; the port bound. ConfigError if that fails."""
-        limits.check_exposure(host, secret=self._secret, has_tls=self._tls is not None, insecure=insecure)
+        rpc_protocol.check_exposure(host, secret=self._secret, has_tls=self._tls is not None, insecure=insecure)
         if port and not _is_free(host, port):
             port = 0
-        address = limits.address(host, port)
+        address = rpc_protocol.address(host, port)
         try:
             if self._tls is None:
                 return self._server.add_insecure_port(address)
@@ -132,7 +131,7 @@ class _Dispatcher(grpc.GenericRpcHandler):
         position: Callable[[], int],
     ) -> None:
         self._methods, self._throttle, self._intake, self._position = methods, throttle, intake, position
-        self._tokens = None if secret is None else auth.tokens(secret)
+        self._tokens = None if secret is None else rpc_protocol.tokens(secret)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         metadata = {
@@ -147,7 +146,7 @@ class _Dispatcher(grpc.GenericRpcHandler):
             if caller.right not in method.rights:
                 name = path.rpartition("/")[2]
                 raise _Refused(Code.PERMISSION_DENIED, f"the role {caller.right} may not call {name}")
-            declared, asks_first = _number(metadata.get("jaxroll-bytes")), limits.ASKS_FIRST in metadata
+            declared, asks_first = _number(metadata.get("jaxroll-bytes")), rpc_protocol.ASKS_FIRST in metadata
         except _Refused as refusal:
             who = f"{metadata.get('jaxroll-right', '')}:{metadata.get('jaxroll-name', '')}"
             return self._refusing_handler(refusal, who)
@@ -156,18 +155,25 @@ class _Dispatcher(grpc.GenericRpcHandler):
     def _caller(self, metadata: Mapping[str, str]) -> Caller:
         right, name, session = (metadata.get(f"jaxroll-{key}", "") for key in ("right", "name", "session"))
         shown = metadata.get("authorization", "").removeprefix("Bearer ")
-        known = right in auth.ROLES and (self._tokens is None or auth.matches(self._tokens, right, shown))
+        known = right in rpc_protocol.ROLES and (
+            self._tokens is None or rpc_protocol.matches(self._tokens, right, shown)
+        )
         if not known:
             raise _Refused(Code.UNAUTHENTICATED, f"no valid token for the role {right[:64]!r}; roles take it from "
-                              f"{auth.TOKEN_VARIABLE} or RUN/token")  # fmt: skip
-        if not (limits.NAME.fullmatch(name) and limits.NAME.fullmatch(session)):
+                              f"{rpc_protocol.TOKEN_VARIABLE} or RUN/token")  # fmt: skip
+        if not (rpc_protocol.NAME.fullmatch(name) and rpc_protocol.NAME.fullmatch(session)):
             raise _Refused(Code.INVALID_ARGUMENT, "name and session must match [A-Za-z0-9_-]{1,64}")
         protocol = metadata.get("jaxroll-protocol", "")
         if protocol != str(wire.PROTOCOL_VERSION):
             raise _Refused(Code.UNAUTHENTICATED, f"the server has protocol {wire.PROTOCOL_VERSION}, the caller "
                            f"{protocol[:16] or 'none'}: install the same JaxRoll on both sides")  # fmt: skip
         return Caller(
-            right, name, session, metadata.get("jaxroll-run", ""), limits.MAX_WAIT_S, metadata.get("jaxroll-config", "")
+            right,
+            name,
+            session,
+            metadata.get("jaxroll-run", ""),
+            rpc_protocol.MAX_WAIT_S,
+            metadata.get("jaxroll-config", ""),
         )
 
     def _refusing_handler(self, refusal: _Refused, who: str) -> grpc.RpcMethodHandler:
@@ -217,7 +223,7 @@ class _Dispatcher(grpc.GenericRpcHandler):
 def _left_s(context: grpc.aio.ServicerContext) -> float:
     """Seconds that the caller still waits for the reply."""
     left_s = context.time_remaining()
-    return limits.MAX_WAIT_S if left_s is None else left_s
+    return rpc_protocol.MAX_WAIT_S if left_s is None else left_s
 
 
 def _announcing_read(context: grpc.aio.ServicerContext) -> Callable[[], Awaitable[bytes]]:
@@ -228,7 +234,7 @@ def _announcing_read(context: grpc.aio.ServicerContext) -> Callable[[], Awaitabl
         nonlocal announced
         if not announced:
             announced = True
-            await context.send_initial_metadata(((limits.READS_NOW, "1"),))
+            await context.send_initial_metadata(((rpc_protocol.READS_NOW, "1"),))
         return await context.read()
 
     return read

@@ -27,7 +27,7 @@ import grpc
 
 from jaxroll import disk
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 
 TLS_VARIABLE = "JAXROLL_TLS"
@@ -164,14 +164,14 @@ class Material:
             if not path.is_file():
                 raise ConfigError(str(self.folder), path.name, "is missing, and a server needs a certificate",
                                   f"Copy {CERT} and {KEY} to this host, which listens.")  # fmt: skip
-        auth.keep_private(key)
+        protocol.keep_private(key)
         return cert, key
 
     def client_certificate(self) -> tuple[Path, Path] | None:
         """Certificate and key of a client; None if there are none."""
         for cert, key in ((CLIENT_CERT, CLIENT_KEY), (CERT, KEY)):
             if (self.folder / cert).is_file() and (self.folder / key).is_file():
-                auth.keep_private(self.folder / key)
+                protocol.keep_private(self.folder / key)
                 return self.folder / cert, self.folder / key
         return None
 
@@ -387,7 +387,7 @@ def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
     _certificate(folder, CERT, KEY, "jaxroll server", serving, days)
     _certificate(folder, CLIENT_CERT, CLIENT_KEY, "jaxroll client", "clientAuth", days)
-    auth.create(run_dir)
+    protocol.create(run_dir)
     return _next_steps(folder, names, kept)
 
 
@@ -454,5 +454,5 @@ def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:
         f"On the hosts of store and learner put:  {listening}\n"
         f"On the hosts of samplers and evaluator: {calling}\n"
         f"into RUN/tls there, or into a folder named in {TLS_VARIABLE}. {CA_KEY} stays here.\n"
-        f"The token in {RunPaths(folder.parent).token} goes into {auth.TOKEN_VARIABLE} on every host."
+        f"The token in {RunPaths(folder.parent).token} goes into {protocol.TOKEN_VARIABLE} on every host."
     )

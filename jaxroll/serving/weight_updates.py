@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxroll.models import tensor_files
+from jaxroll.models import folders
 from jaxroll.records import Version
 from jaxroll.serving import http_requests as requests
 from jaxroll.serving.http_requests import ApiError
@@ -101,7 +101,7 @@ class WeightUpdates:
                         raise ApiError(f"the update has more than {self._limit_bytes} bytes, which this model cannot "
                                        "have", status=413)  # fmt: skip
                     await asyncio.to_thread(file.write, part)
-            await asyncio.to_thread(tensor_files.opened, path)
+            await asyncio.to_thread(folders.opened, path)
         except BaseException:  # a cancelled request too: a part of a file must not become a tensor
             path.unlink(missing_ok=True)
             raise
@@ -136,8 +136,8 @@ class WeightUpdates:
         folder = self._folder
         if self._files is not None:
             parts = sorted(self._files.glob("part-*.safetensors"))
-            held = {name: part.name for part in parts for name in tensor_files.opened(part)}
-            (self._files / tensor_files.INDEX).write_text(json.dumps({"weight_map": held}), encoding="utf-8")
+            held = {name: part.name for part in parts for name in folders.opened(part)}
+            (self._files / folders.INDEX).write_text(json.dumps({"weight_map": held}), encoding="utf-8")
             folder = self._files
         assert folder is not None
         return dict(self._read(folder))

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
 from jaxroll.config import Config, RoleArgs, digest
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Message, Task, Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.learner import LearnerSession
@@ -182,7 +182,7 @@ class MemoryCheckpoints:
     def settle(self, version: Version) -> None: ...
 
     def remove_old(self, version: Version, spared: Collection[Version] = ()) -> None:
-        for old in best.removable(self._written, version, self.kept, spared):
+        for old in selection.removable(self._written, version, self.kept, spared):
             self._written.remove(old)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
 from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Version, VersionRef
-from jaxroll.rpc import auth, protocol, tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
@@ -235,7 +235,7 @@ def _raw_client(
     if run_dir is None and isinstance(address, Path):
         run_dir = address.parent
     return RawClient(
-        msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
+        msg.SERVICE, address, role=role, name=name, token=token or protocol.load(run_dir), patience_s=patience_s,
         max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a config names, and a character tokenizer built from a task's alphabet.
+"""The tokenizer that a config names: of a Hugging Face folder, or of characters, built from a task's alphabet.
 
 In both kinds, `decode` drops the end-of-sequence token and shows all other tokens. If a model samples padding or
 another special token within an answer, the text shows it, so that the answer is scored as wrong.
@@ -6,18 +6,206 @@ another special token within an answer, the text shows it, so that the answer is
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxroll import disk
 from jaxroll.config import TokenizerConfig
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, JaxRollError, one_line
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Message
 from jaxroll.run_paths import RunPaths
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text import chat
+
+# --- Tokenizers of local Hugging Face folders: tokenizer.json, tokenizer_config.json, chat_template.jinja
+
+_TOKENIZER_LIMIT_BYTES = 128 << 20  # the largest known vocabularies take about 35 MB
+_MAX_VOCABULARY = 1 << 24
+_AGAIN = "Copy the file again from the model."
+
+
+class HFTokenizer:
+    """The tokenizer of `folder`, with its chat template if it has one. Nothing is downloaded.
+
+    `template_args` are variables of the chat template; ConfigError for one that the template does not read.
+
+    `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. If the latter lists
+    several tokens, it is the one that the chat template writes after an answer (Gemma's end of a turn is not its
+    eos_token). `pad_id` comes from pad_token; the default is `eos_id`, because no mask is derived from it.
+    """
+
+    def __init__(self, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        if not str(folder):
+            raise ConfigError(
+                "tokenizer.path",
+                "",
+                "tokenizer.kind='hf' needs a folder",
+                "Set it to a local folder that holds tokenizer.json.",
+            )
+        self._tokenizer = _load(self.folder / "tokenizer.json")
+        self._settings = _read_json(self.folder / "tokenizer_config.json")
+        # Not the number of entries: ids may have gaps, and the largest id determines the size of the embedding.
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 1 <= self.vocab_size <= _MAX_VOCABULARY:
+            reason = f"its largest token id is {self.vocab_size - 1}; between 0 and {_MAX_VOCABULARY - 1} are possible"
+            raise ConfigError("tokenizer.path", str(folder), reason, "Copy tokenizer.json again from the model.")
+        self._format = self._chat_format(template_args or {})
+        self.eos_id = self._eos_id()
+        pad_id = self._token_id(self._settings.get("pad_token"))
+        self.pad_id = self.eos_id if pad_id is None else pad_id
+        self._eos_token: str = self._tokenizer.id_to_token(self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without added special tokens. DataError for text that cannot be tokenised."""
+        with _typed(lambda why: DataError(f"{one_line(repr(text), 80)} cannot be tokenized: {why}")):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids` without eos; other special tokens appear as text."""
+        with _typed(lambda why: DataError(f"{len(ids)} token ids cannot be decoded: {why}")):
+            return self._tokenizer.decode([i for i in ids if i != self.eos_id], skip_special_tokens=False)
+
+    def render(
+        self, messages: tuple[Message, ...], *, first: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of `messages` in the model's chat format, ending at the start of the assistant's turn.
+
+        ConfigError for `tools` that the format does not show.
+        """
+        if first:
+            return self.encode(self._format(messages, tools))
+        return self.encode(chat.continuation(self._format, messages, self._eos_token, tools))
+
+    def conversation(self, messages: tuple[Message, ...]) -> list[int]:
+        """Ids of a whole conversation in the model's chat format, without the start of another turn."""
+        return self.encode(self._format(messages, (), whole=True))
+
+    @property
+    def has_template(self) -> bool:
+        """True if the folder has a chat template."""
+        return self._format is not chat.plain_format
+
+    def _eos_id(self) -> int:
+        generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
+        listed = generation if isinstance(generation, list) else [generation]
+        ends = [one for one in listed if isinstance(one, int) and 0 <= one < self.vocab_size]
+        if len(ends) > 1 and (turn := self._end_of_turn(ends)) is not None:
+            return turn
+        named = self._token_id(self._settings.get("eos_token"))
+        if named is not None:
+            return named
+        if ends and ends[0] == listed[0]:
+            return ends[0]
+        raise ConfigError(
+            "tokenizer.path",
+            str(self.folder),
+            "it does not define the token that ends a sequence",
+            "Name it as eos_token in tokenizer_config.json.",
+        )
+
+    def _end_of_turn(self, ends: list[int]) -> int | None:
+        """The one of `ends` that the chat template writes after an answer; None if it writes none of them."""
+        try:
+            after = chat.continuation(self._format, (Message("user", "?"),), "")
+        except DataError:  # the template refuses such a conversation, or shows no earlier answers
+            return None
+        texts = {one: self._tokenizer.id_to_token(one) for one in ends}
+        return next((one for one, text in texts.items() if text and after.startswith(text)), None)
+
+    def _token_id(self, token: Any) -> int | None:
+        """The id of a token in the notation of tokenizer_config.json: a string, or an object with its content."""
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    def _chat_format(self, template_args: Mapping[str, Any]) -> chat.ChatFormat:
+        path = self.folder / "chat_template.jinja"
+        if path.exists():
+            with _reading(path):
+                source: Any = disk.read_text(path)
+        else:
+            path, source = self.folder / "tokenizer_config.json", self._settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            named = [entry for entry in source if isinstance(entry, dict)]
+            source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        if not source and template_args:
+            raise ConfigError("tokenizer.template_args", dict(template_args), "the folder has no chat template",
+                              "Leave them out, or add chat_template.jinja to tokenizer.path.")  # fmt: skip
+        if not source:
+            return chat.plain_format
+        if not isinstance(source, str):
+            raise ConfigError("tokenizer.path", str(path), "its chat_template is not text", "Write it as one string.")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: self._token_text(name) for name in names if self._token_text(name)}
+        return chat.jinja_format(source, special, str(path), template_args)
+
+    def _token_text(self, name: str) -> str:
+        token = self._settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        return text if isinstance(text, str) else ""
+
+
+def _load(path: Path) -> Any:
+    if not path.exists():
+        raise ConfigError(
+            "tokenizer.path",
+            str(path.parent),
+            "there is no tokenizer.json in it",
+            "Point it to a local folder of a Hugging Face model.",
+        )
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(
+            "tokenizer.kind", "hf", "the package tokenizers is not installed", "pip install tokenizers."
+        ) from error
+    with _reading(path):
+        text = disk.read_text(path, _TOKENIZER_LIMIT_BYTES)
+    with _typed(lambda why: ConfigError("tokenizer.path", str(path), f"it cannot be read: {why}", _AGAIN)):
+        made = tokenizers.Tokenizer.from_str(text)
+    # A file may define both for a training script's batches; prompts must be neither truncated nor padded here.
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty when there is no such file. ConfigError when it is not an object."""
+    if not path.exists():
+        return {}
+    with _reading(path):
+        found = disk.read_json(path)
+    if not isinstance(found, dict):
+        raise ConfigError("tokenizer.path", str(path), "it is not a JSON object", _AGAIN)
+    return found
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DataError) as error:
+        raise ConfigError("tokenizer.path", str(path), f"it cannot be read: {error}", _AGAIN) from error
+
+
+@contextlib.contextmanager
+def _typed(made: Callable[[str], JaxRollError]) -> Iterator[None]:
+    """Convert errors of the tokenizers library by `made`."""
+    # The library raises bare Exceptions; a panic of its Rust code is a BaseException of type PanicException.
+    try:
+        yield
+    except Exception as error:
+        raise made(one_line(str(error), 300)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise made(one_line(str(error), 300)) from error
+
+
+# --- The tokenizer that a config names
 
 __all__ = ["CharTokenizer", "HFTokenizer", "build", "note", "of_run"]
 

@@ -33,7 +33,7 @@ from jaxroll.models import folders, pretrained, transformer
 from jaxroll.models.params import module
 from jaxroll.records import Message
 from jaxroll.rewards.remote import READY, Question, Served, Verdict
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 
 LEAST_TOKENS = 64  # rows are padded to this length, or to one that doubles it
 

@@ -11,7 +11,7 @@ from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
-from jaxroll.rpc import auth, http
+from jaxroll.rpc import http, protocol
 from jaxroll.serving import http_answers, http_requests, http_server, weight_updates
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
@@ -22,7 +22,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     config, paths = args.config, args.paths
     listening = http.listen(options.host, options.port, insecure=options.insecure)
     of_run = paths.run_file.exists()
-    secret = auth.load_secret(args.run_dir) if of_run else None
+    secret = protocol.load_secret(args.run_dir) if of_run else None
     token_file = Path(options.token_file) if options.token_file else (
         paths.http_token if of_run else http.user_token_file(paths.http_token.name)
     )  # fmt: skip

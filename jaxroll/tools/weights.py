@@ -25,9 +25,9 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import checkpoint_files, lora, peft, weights
 from jaxroll.learner.lora import Lora
-from jaxroll.models import folders, hf_config, params, pretrained, tensor_files
+from jaxroll.models import folders, hf_config, params, pretrained
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.tensor_files import DTYPES, Leaf
+from jaxroll.models.folders import DTYPES, Leaf
 from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
@@ -96,7 +96,7 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
 
     text = {} if source.text is None else _text_files(source.text)
     with _new(out) as unfinished:
-        count = tensor_files.write_folder(
+        count = folders.write_folder(
             unfinished,
             {name: leaf for name, (_, _, leaf) in leaves.items()},
             tensor,
@@ -160,7 +160,7 @@ def cast_to(source: Source, dtype: str) -> Source:
 def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], digest: str) -> Source:
     """`base` merged with a checkpoint's adapters, float32; ConfigError when they were trained on another base."""
     shapes = {name: Leaf(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
-    frozen = tensor_files.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
+    frozen = folders.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
     if lora.digest(frozen) != digest:
         reason = "the checkpoint's adapters were trained on other parameters"
         raise ConfigError("model.path", base.description, reason, "Restore the parameters that the run started from.")

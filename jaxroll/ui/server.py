@@ -32,7 +32,8 @@ from jaxroll import lifeline
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.policy.limiter import max_age
 from jaxroll.rpc import http
-from jaxroll.ui import controls, rollouts, series
+from jaxroll.ui import rollouts, series
+from jaxroll.ui import runs as run_list
 from jaxroll.ui.runs import Runs, encoded
 
 STATIC = Path(__file__).parent / "static"
@@ -169,7 +170,7 @@ class Dashboard:
     async def _control(self, request: Request) -> Response:
         shown = await _body(request)
         path = await run_in_threadpool(self.runs.path, str(shown.get("run")))
-        return _json({"text": await controls.control(path, str(shown.get("action")))})
+        return _json({"text": await run_list.control(path, str(shown.get("action")))})
 
     # --- views: JSON
 

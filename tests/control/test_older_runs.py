@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from jaxroll import config as configs
-from jaxroll import metrics, migration
+from jaxroll import metrics, run_paths
 from jaxroll.config import Config
 from jaxroll.config.parsing import leaves
 from jaxroll.control import cli, run_dir
@@ -43,13 +43,13 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 def test_every_renamed_key_is_a_key_under_its_new_name_only() -> None:
     keys = set(leaves(Config))
-    assert set(migration.RENAMED.values()) <= keys
-    assert keys.isdisjoint(migration.RENAMED), "a retired name has a new meaning"
+    assert set(run_paths.RENAMED.values()) <= keys
+    assert keys.isdisjoint(run_paths.RENAMED), "a retired name has a new meaning"
 
 
-@pytest.mark.parametrize("old", migration.RENAMED)
+@pytest.mark.parametrize("old", run_paths.RENAMED)
 def test_an_old_key_is_refused_with_its_new_name(old: str, tmp_path: Path) -> None:
-    new = re.escape(migration.RENAMED[old])
+    new = re.escape(run_paths.RENAMED[old])
     with pytest.raises(ConfigError, match=rf"{re.escape(old)} = .*new name.*{new}"):
         configs.load(SMOKE, [f"--config.{old}=1"])
     file = tmp_path / "x.py"
@@ -66,17 +66,17 @@ def test_the_config_keeps_its_values_under_the_new_names(older: Path) -> None:
     assert config.schedule.weight_swap == written["config"]["schedule"]["flip"] == "reprefill"
     assert written["config"] == json.loads((older / "run.json").read_text())["config"], "reading changed the file"
     found = configs.to_dict(config)
-    for old, new in migration.RENAMED.items():
+    for old, new in run_paths.RENAMED.items():
         (section, key), (_, after) = old.split("."), new.split(".")
         assert found[section][after] == written["config"][section][key]
     run_dir.write(older, run_dir.load(older))
     again = json.loads((older / "run.json").read_text())
-    assert again["format"] == migration.FORMAT and run_dir.load_config(older) == config
+    assert again["format"] == run_paths.FORMAT and run_dir.load_config(older) == config
 
 
 def test_a_folder_of_a_newer_version_is_refused(older: Path) -> None:
     values = json.loads((older / "run.json").read_text())
-    (older / "run.json").write_text(json.dumps(values | {"format": migration.FORMAT + 1}))
+    (older / "run.json").write_text(json.dumps(values | {"format": run_paths.FORMAT + 1}))
     with pytest.raises(ConfigError, match=r"its format is 3.*Use the version of JaxRoll"):
         run_dir.load(older)
     assert cli.main(["report", str(older)]) == 64
@@ -86,7 +86,7 @@ def test_rows_have_the_new_names(older: Path) -> None:
     raw = [json.loads(line) for line in (older / "metrics.jsonl").read_text().splitlines()]
     rows = metrics.read(older / "metrics.jsonl")
     assert len(rows) == len(raw)
-    for kind, fields in migration.ROW_FIELDS.items():
+    for kind, fields in run_paths.ROW_FIELDS.items():
         before = [row for row in raw if row["kind"] == kind]
         after = [row for row in rows if row["kind"] == kind]
         for old, new in fields.items():
@@ -97,13 +97,13 @@ def test_rows_have_the_new_names(older: Path) -> None:
 
 
 def test_an_old_row_of_each_kind_is_migrated() -> None:
-    for kind, fields in migration.ROW_FIELDS.items():
+    for kind, fields in run_paths.ROW_FIELDS.items():
         for old, new in fields.items():
-            assert migration.row({"kind": kind, old: 3}) == {"kind": kind, new: 3}
+            assert run_paths.row({"kind": kind, old: 3}) == {"kind": kind, new: 3}
     serving = {"kind": "stats", "open": 2, "served": 5}
-    assert migration.row(serving) == {"kind": "stats", "requests_in_flight": 2, "requests_served": 5}
+    assert run_paths.row(serving) == {"kind": "stats", "requests_in_flight": 2, "requests_served": 5}
     other = {"kind": "eval", "open": 2}
-    assert migration.row(other) is other
+    assert run_paths.row(other) is other
 
 
 def test_every_command_reads_the_run(older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import digest
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from tests.harness.cluster.cluster import LIMIT_S, ROOT, Cluster
 from tests.harness.cluster.criteria import Row, judge
 
@@ -62,13 +62,13 @@ def test_20_a_run_goes_on_among_hostile_clients(tmp_path: Path, note: Callable[[
 @contextlib.contextmanager
 def attacking(run: Cluster, kind: str, orders: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """A process that has started to attack the run's store."""
-    secret = auth.load_secret(run.run_dir)
+    secret = protocol.load_secret(run.run_dir)
     assert secret is not None
     knows = {
         "run_id": run.query("SELECT value FROM meta WHERE key = 'run_id'")[0][0],
         "config_digest": digest(run.config),
         "address": (run.run_dir / "store.addr").read_text().strip(),
-        "token": auth.bearer(secret, "sampler"),
+        "token": protocol.bearer(secret, "sampler"),
         "parent": os.getpid(),
     }
     command = [sys.executable, "-m", "benchmarks.faults.attacks", kind, json.dumps(knows | orders)]

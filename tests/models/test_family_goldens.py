@@ -18,7 +18,7 @@ from jaxroll.models import cache, folders, hf_config, params, pretrained, transf
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Message
 from jaxroll.sharding import layout
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 from tests.golden.write_families import CHATS, VARIANTS, tensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

@@ -14,7 +14,7 @@ from jaxroll.config import ModelConfig
 from jaxroll.models import families, pretrained, transformer
 from jaxroll.records import Message
 from jaxroll.text import chat
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 # Seldom changed on purpose. `python tests/golden/write_qwen3.py tests/golden/qwen3` in .venv-torch writes them again.

@@ -14,7 +14,7 @@ import pytest
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner import weights
-from jaxroll.models import folders, tensor_files
+from jaxroll.models import folders
 from jaxroll.models.families import ModelSpec
 from tests.harness.resource_bounds import bounded, check_refusal
 
@@ -87,7 +87,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with bounded(16 << 20), pytest.raises(DataError) as refused:
-        tensor_files.opened(path)
+        folders.opened(path)
     check_refusal(refused.value, path.name)
     with pytest.raises(ConfigError) as told:
         folders.weight_tensors(tmp_path)
@@ -98,14 +98,14 @@ def test_a_header_costs_memory_in_proportion_to_itself(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of(f"[{'[],' * (4 << 20)}[]]"))  # 12 MiB, and 200 MiB as Python objects
     with bounded(memory_bytes=40 << 20), pytest.raises(DataError):
-        tensor_files.opened(path)
+        folders.opened(path)
 
 
 def test_files_of_the_reference_implementation_are_read(tmp_path: Path) -> None:
     reference = pytest.importorskip("safetensors.numpy")
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.float32(3)}
     reference.save_file({name: np.asarray(value) for name, value in arrays.items()}, tmp_path / "model.safetensors")
-    found = tensor_files.opened(tmp_path / "model.safetensors")
+    found = folders.opened(tmp_path / "model.safetensors")
     assert {name: found[name].tolist() for name in found} == {name: value.tolist() for name, value in arrays.items()}
 
 
@@ -127,11 +127,11 @@ def _loop(folder: Path) -> None:
 
 def _shard_fifo(folder: Path) -> None:
     os.mkfifo(folder / "one.safetensors")
-    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
+    (folder / folders.INDEX).write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
 
 
 def _index_fifo(folder: Path) -> None:
-    os.mkfifo(folder / tensor_files.INDEX)
+    os.mkfifo(folder / folders.INDEX)
 
 
 @pytest.mark.parametrize("make", [_fifo, _device, _folder, _loop, _shard_fifo, _index_fifo])
@@ -170,7 +170,7 @@ INDICES = {
 @pytest.mark.parametrize("content", INDICES.values(), ids=INDICES)
 def test_a_hostile_index_is_refused(tmp_path: Path, content: str | bytes) -> None:
     (tmp_path / "one.safetensors").write_bytes(file_of(header(w=entry())))
-    (tmp_path / tensor_files.INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / folders.INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
     with bounded(), pytest.raises(ConfigError) as refused:
         folders.weight_tensors(tmp_path)
     check_refusal(refused.value, "model.path", tmp_path)
@@ -266,7 +266,7 @@ def test_a_hostile_model_json_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_a_config_with_many_layers_and_no_such_weights_is_refused_soon(tmp_path: Path) -> None:
     (tmp_path / folders.CONFIG_FILE).write_text(_config(num_hidden_layers=4096, hidden_size=1 << 24))
-    (tmp_path / tensor_files.SINGLE).write_bytes(file_of(header(w=entry())))
+    (tmp_path / folders.SINGLE).write_bytes(file_of(header(w=entry())))
     config = ModelConfig(path=str(tmp_path))
     with bounded(), pytest.raises(ConfigError) as refused:
         folders.check_weights(config, folders.spec(config, 8))
@@ -280,7 +280,7 @@ def test_a_value_of_an_error_is_shown_in_part() -> None:
 
 @pytest.mark.parametrize("content", ["", "{", NESTED, "[1]", '{"a": 1' + "0" * 5000 + "}"])
 def test_a_hostile_warm_start_is_refused(tmp_path: Path, content: str) -> None:
-    for name in (folders.MODEL_FILE, "text.json", tensor_files.SINGLE):
+    for name in (folders.MODEL_FILE, "text.json", folders.SINGLE):
         (tmp_path / name).write_text(content)
     for read in (weights.model_spec, weights.tokenizer, weights.load):
         with bounded(), pytest.raises(ConfigError) as refused:

@@ -15,7 +15,7 @@ from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
 from jaxroll.models import families, folders, hf_config, params, pretrained
-from jaxroll.models.tensor_files import Converted, Leaf
+from jaxroll.models.folders import Converted, Leaf
 from jaxroll.sharding import layout
 
 MOE = Path(__file__).parents[1] / "golden" / "qwen3" / "moe"

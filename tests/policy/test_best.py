@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Version
 
 ROWS = [
@@ -25,8 +25,8 @@ def version(text: str) -> Version:
 
 
 def test_the_last_row_of_a_version_counts_and_unknown_values_do_not() -> None:
-    assert best.measured(ROWS, "accuracy") == {version("0.0"): 0.1, version("0.20"): 0.7, version("1.40"): 0.7}
-    assert best.measured(ROWS, "sets.a.b.accuracy") == {version("0.0"): 0.9, version("1.40"): 0.3}
+    assert selection.measured(ROWS, "accuracy") == {version("0.0"): 0.1, version("0.20"): 0.7, version("1.40"): 0.7}
+    assert selection.measured(ROWS, "sets.a.b.accuracy") == {version("0.0"): 0.9, version("1.40"): 0.3}
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,15 @@ def test_the_last_row_of_a_version_counts_and_unknown_values_do_not() -> None:
     ],
 )
 def test_the_best_has_the_highest_value_among_checkpoints(versions: list[str], found: str | None) -> None:
-    values = best.measured(ROWS, "accuracy")
-    assert best.best(values, [version(text) for text in versions]) == (found and version(found))
+    values = selection.measured(ROWS, "accuracy")
+    assert selection.best(values, [version(text) for text in versions]) == (found and version(found))
 
 
 def test_the_newest_stay_and_so_do_the_spared() -> None:
     steps = [Version(0, step) for step in (0, 2, 4, 6)]
-    assert best.removable(steps, Version(0, 6), 2) == steps[:2]
-    assert best.removable(steps, Version(0, 6), 2, spared=steps[:1]) == steps[1:2]
-    assert best.removable(steps, Version(0, 2), 3) == [], "newer ones do not count"
+    assert selection.removable(steps, Version(0, 6), 2) == steps[:2]
+    assert selection.removable(steps, Version(0, 6), 2, spared=steps[:1]) == steps[1:2]
+    assert selection.removable(steps, Version(0, 2), 3) == [], "newer ones do not count"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,16 +61,16 @@ def test_the_best_of_all_measured_versions_is_kept_however_late_the_evaluator_is
             values[measuring], measuring = draw.random(), None
         if measuring is None and (step == last or draw.random() < 0.5):
             behind = [
-                old for old in (step - 1, step) if best.is_kept(old, every, last) and Version(0, old) not in values
+                old for old in (step - 1, step) if selection.is_kept(old, every, last) and Version(0, old) not in values
             ]
             if behind:
                 measuring, until = Version(0, behind[0]), step + draw.randint(1, 25)
-        if best.is_kept(step, every, last):
+        if selection.is_kept(step, every, last):
             versions.append(durable := Version(0, step))
-            spared = {best.best(values, versions), measuring}
-            for old in best.removable(versions, durable, 2, spared):
+            spared = {selection.best(values, versions), measuring}
+            for old in selection.removable(versions, durable, 2, spared):
                 versions.remove(old)
             assert len(versions) <= 4
     if measuring is not None:
         values[measuring] = draw.random()
-    assert best.best(values, versions) == max(values, key=lambda one: values[one])
+    assert selection.best(values, versions) == max(values, key=lambda one: values[one])

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.report.commands import intact
 from tests.harness.train_process import SMALL, SYNCHRONOUS, Train
@@ -51,7 +51,7 @@ def test_the_best_checkpoint_of_all_lineages_is_kept_over_a_resume_and_a_fork(tm
         with Train(run, *words, resume=resume) as train:
             assert train.finish() == 0, train.logs()
             rows += train.rows
-        values = best.measured(rows, "accuracy")
+        values = selection.measured(rows, "accuracy")
         found = intact.facts(run, verify=True, keep_best="accuracy")
         left = [Version(row["lineage"], row["step"]) for row in found["checkpoints"]]
         assert not any(row["problem"] for row in found["checkpoints"])

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxroll.models import families, params
-from jaxroll.models.tensor_files import DTYPES, Leaf
+from jaxroll.models.folders import DTYPES, Leaf
 from jaxroll.tools import weights
 from tests.harness.train_process import Train, assert_sound
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll import metrics, migration
+from jaxroll import metrics, run_paths
 from jaxroll.control import cli
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.harness.run_folder import run_of_format_1
@@ -49,7 +49,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
         assert_sound(train, steps=10, alpha=1)
         assert [row["step"] for row in train.rows if row["kind"] == "step"] == [9, 10]
     written = json.loads((older / "run.json").read_text())
-    assert written["format"] == migration.FORMAT and written["config"]["schedule"]["weight_swap"] == "reprefill"
+    assert written["format"] == run_paths.FORMAT and written["config"]["schedule"]["weight_swap"] == "reprefill"
     after = metrics.read(older / "metrics.jsonl")
     assert len(after) > rows and {row["what"] for row in after if row["kind"] == "span"} >= {"weight_swap"}
     assert cli.main(["replay", str(older)]) == 0

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Unauthorized
-from jaxroll.rpc import auth, tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from tests.harness.train_process import SMALL, START_S, Train, assert_sound, last_step
@@ -50,11 +50,11 @@ def test_a_run_over_tls_outlives_its_certificates(
         soon = [row["text"] for row in train.rows if row["kind"] == "event" and "expires at" in row["text"]]
         assert len(soon) >= 2 and all("jaxroll tls RUN" in text for text in soon), "a day is less than a week"
 
-        secret = auth.load_secret(run) or ""
+        secret = protocol.load_secret(run) or ""
         assert refusal(train, monkeypatch, None, secret, "observer") == ""
         assert "another CA; copy ca.pem" in refusal(train, monkeypatch, certified.client.folder, secret, "observer")
-        wrong = refusal(train, monkeypatch, None, auth.bearer(secret, "sampler"), "learner")
-        assert "no valid token for the role 'learner'" in wrong and auth.TOKEN_VARIABLE in wrong
+        wrong = refusal(train, monkeypatch, None, protocol.bearer(secret, "sampler"), "learner")
+        assert "no valid token for the role 'learner'" in wrong and protocol.TOKEN_VARIABLE in wrong
 
         shutil.rmtree(RunPaths(run).tls)  # a new CA: old certificates are no longer trusted
         tls.make_certificates(run, [], 1)

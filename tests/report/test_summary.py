@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.report.figures import activity, checks, summary
+from jaxroll.report.figures import activity, record, summary
 from jaxroll.report.figures.record import History, Run
 from tests.harness.run_folder import REQUIRED
 
@@ -250,34 +250,34 @@ GOOD = {
     ],
 )  # fmt: skip
 def test_each_invariant_can_fail_alone(key, value, name):
-    assert all(check.holds for check in checks.checks(GOOD, EVALUATED))
-    assert [check.name for check in checks.checks(GOOD | {key: value}, EVALUATED) if not check.holds] == [name]
-    unknown = checks.checks(GOOD | {key: None}, EVALUATED)
+    assert all(check.holds for check in record.checks(GOOD, EVALUATED))
+    assert [check.name for check in record.checks(GOOD | {key: value}, EVALUATED) if not check.holds] == [name]
+    unknown = record.checks(GOOD | {key: None}, EVALUATED)
     assert [check.name for check in unknown if check.holds is None] == [name]
 
 
 def test_colocated_roles_are_not_judged_by_overlap():
     together = EVALUATED | {"placement": {"colocated": True}}
-    found = {check.name: check for check in checks.checks(GOOD | {"overlap": 0.1}, together)}
+    found = {check.name: check for check in record.checks(GOOD | {"overlap": 0.1}, together)}
     assert found["overlap"].holds is None and found["largest age"].holds
 
 
 @pytest.mark.parametrize("steps", [[0, 8], [1, 9], [0, 0], None])
 def test_a_finished_run_is_evaluated_at_its_first_and_last_weights(steps):
-    broken = checks.checks(GOOD | {"eval_steps": steps}, EVALUATED)
+    broken = record.checks(GOOD | {"eval_steps": steps}, EVALUATED)
     assert [check.name for check in broken if check.holds is not True] == ["evaluated at"]
     assert [check.name for check in broken if check.holds is False] == ["evaluated at"]
     for config, figures in (({}, {}), ({"evaluator": {"every": 0}}, {}), (EVALUATED, {"steps": 8})):
-        found = {check.name: check for check in checks.checks(GOOD | {"eval_steps": steps} | figures, config)}
+        found = {check.name: check for check in record.checks(GOOD | {"eval_steps": steps} | figures, config)}
         assert found["evaluated at"].holds is None, "no evaluator, or the run is not over"
 
 
 def test_padding_is_not_judged_in_steps_that_cannot_fill_their_rows():
     """A healthy run with four short answers per step has one micro-batch, which is mostly padding."""
-    small = checks.checks(GOOD | {"padding_waste": 0.6, "tokens_per_step": 200.0}, EVALUATED)
+    small = record.checks(GOOD | {"padding_waste": 0.6, "tokens_per_step": 200.0}, EVALUATED)
     assert {check.name: check.holds for check in small}["padding"] is None
     shards = EVALUATED | {"learner": {"row_tokens": 128, "mesh": {"data": 2, "fsdp": 4}}}
-    assert {check.name: check.holds for check in checks.checks(GOOD | {"padding_waste": 0.6}, shards)}[
+    assert {check.name: check.holds for check in record.checks(GOOD | {"padding_waste": 0.6}, shards)}[
         "padding"
     ] is None
 
@@ -303,7 +303,7 @@ def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
 
 
 def test_invariants_that_do_not_apply_are_not_judged():
-    by_name = {check.name: check for check in checks.checks(GOOD | {"alpha": 0.0, "age_max": 0, "overlap": 0.0}, {})}
+    by_name = {check.name: check for check in record.checks(GOOD | {"alpha": 0.0, "age_max": 0, "overlap": 0.0}, {})}
     assert by_name["overlap"].holds is None  # synchronous by choice
-    bf16 = checks.checks(GOOD | {"logprob_mismatch_max": 0.1}, {"model": {"dtype": "bfloat16"}})
+    bf16 = record.checks(GOOD | {"logprob_mismatch_max": 0.1}, {"model": {"dtype": "bfloat16"}})
     assert {check.name: check.holds for check in bf16}["log-prob mismatch"] is None

@@ -12,35 +12,35 @@ import pytest
 
 from jaxroll import errors, wire
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth, protocol
+from jaxroll.rpc import protocol
 from jaxroll.rpc.protocol import Envelope, Refusal, error_of, refusal_of
 
 
 def test_a_token_admits_its_own_role_only() -> None:
     secret = "s" * 64
-    for right in auth.ROLES:
-        for shown in auth.ROLES:
-            assert auth.admits(secret, right, auth.bearer(secret, shown)) == (right == shown)
-    assert not auth.admits(secret, "learner", secret)
-    assert not auth.admits(secret, "learner", "")
-    assert not auth.admits(secret, "learner", "learner.")
-    assert auth.admits(None, "learner", "")
+    for right in protocol.ROLES:
+        for shown in protocol.ROLES:
+            assert protocol.admits(secret, right, protocol.bearer(secret, shown)) == (right == shown)
+    assert not protocol.admits(secret, "learner", secret)
+    assert not protocol.admits(secret, "learner", "")
+    assert not protocol.admits(secret, "learner", "learner.")
+    assert protocol.admits(None, "learner", "")
 
 
 def test_a_role_token_is_shown_as_it_is_and_does_not_show_the_secret() -> None:
-    token = auth.bearer("secret", "sampler")
-    assert auth.bearer(token, "sampler") == token
+    token = protocol.bearer("secret", "sampler")
+    assert protocol.bearer(token, "sampler") == token
     assert "secret" not in token
-    assert auth.bearer(token, "learner") != auth.bearer("secret", "learner")
+    assert protocol.bearer(token, "learner") != protocol.bearer("secret", "learner")
 
 
 def test_the_secret_is_made_once_for_its_owner(tmp_path: Path) -> None:
-    assert auth.load(tmp_path, {}) is None
-    secret = auth.create(tmp_path)
-    assert auth.create(tmp_path) == secret == auth.load(tmp_path, {})
+    assert protocol.load(tmp_path, {}) is None
+    secret = protocol.create(tmp_path)
+    assert protocol.create(tmp_path) == secret == protocol.load(tmp_path, {})
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    assert auth.load(tmp_path, {"JAXROLL_TOKEN": "other"}) == "other"
-    assert auth.load(None, {}) is None
+    assert protocol.load(tmp_path, {"JAXROLL_TOKEN": "other"}) == "other"
+    assert protocol.load(None, {}) is None
 
 
 def test_a_token_that_others_can_read_is_made_private_with_a_warning(
@@ -48,23 +48,23 @@ def test_a_token_that_others_can_read_is_made_private_with_a_warning(
 ) -> None:
     (tmp_path / "token").write_text("a secret of a user\n")
     (tmp_path / "token").chmod(0o644)
-    assert auth.load(tmp_path, {}) == "a secret of a user"
+    assert protocol.load(tmp_path, {}) == "a secret of a user"
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
     printed = capsys.readouterr().err
     assert "other users could read" in printed and "a secret" not in printed
-    assert auth.load(tmp_path, {}) and capsys.readouterr().err == ""
+    assert protocol.load(tmp_path, {}) and capsys.readouterr().err == ""
 
 
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(" \n")
-    for read in (auth.create, lambda path: auth.load(path, {}), lambda path: auth.load_secret(path, {})):
+    for read in (protocol.create, lambda path: protocol.load(path, {}), lambda path: protocol.load_secret(path, {})):
         with pytest.raises(ConfigError, match="would admit every process"):
             read(tmp_path)
 
 
 def test_two_processes_that_make_a_token_have_the_same(tmp_path: Path) -> None:
     made: list[str] = []
-    threads = [threading.Thread(target=lambda: made.append(auth.create(tmp_path))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: made.append(protocol.create(tmp_path))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,31 +75,31 @@ def test_two_processes_that_make_a_token_have_the_same(tmp_path: Path) -> None:
 
 def test_a_role_token_cannot_stand_for_the_secret(tmp_path: Path) -> None:
     """A store that took it for the secret would admit a caller with it in every role."""
-    token = auth.bearer(SECRET, "sampler")
+    token = protocol.bearer(SECRET, "sampler")
     with pytest.raises(ConfigError, match="secret"):
-        auth.load_secret(tmp_path, {"JAXROLL_TOKEN": token})
-    assert auth.load(tmp_path, {"JAXROLL_TOKEN": token}) == token
-    assert auth.bearer(token, "learner") == token, "it is shown as it is, and refused"
-    assert not auth.admits(SECRET, "learner", token)
+        protocol.load_secret(tmp_path, {"JAXROLL_TOKEN": token})
+    assert protocol.load(tmp_path, {"JAXROLL_TOKEN": token}) == token
+    assert protocol.bearer(token, "learner") == token, "it is shown as it is, and refused"
+    assert not protocol.admits(SECRET, "learner", token)
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every comparison of a token uses hmac.compare_digest, on bytes."""
     compared = []
-    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
-    expected = auth.tokens(SECRET)
-    for shown in ("", "sampler.", "\udcff", "é" * 10_000, auth.bearer(SECRET, "sampler")):
-        assert auth.matches(expected, "sampler", shown) == (shown == auth.bearer(SECRET, "sampler"))
+    monkeypatch.setattr(protocol.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    expected = protocol.tokens(SECRET)
+    for shown in ("", "sampler.", "\udcff", "é" * 10_000, protocol.bearer(SECRET, "sampler")):
+        assert protocol.matches(expected, "sampler", shown) == (shown == protocol.bearer(SECRET, "sampler"))
     assert len(compared) == 5 and all(len(shown) <= 1024 for _, shown in compared)
-    assert not auth.matches(expected, "root", auth.bearer(SECRET, "sampler"))
+    assert not protocol.matches(expected, "root", protocol.bearer(SECRET, "sampler"))
 
 
 def test_roles_have_rights() -> None:
-    assert [auth.right_of(r) for r in ("learner", "actor", "evaluator", "supervisor")] == [
+    assert [protocol.right_of(r) for r in ("learner", "actor", "evaluator", "supervisor")] == [
         "learner", "sampler", "observer", "admin",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="unknown role"):
-        auth.right_of("root")
+        protocol.right_of("root")
 
 
 @pytest.mark.parametrize("name", ["sampler-0", "a", "A-b_c9", "x" * 64])

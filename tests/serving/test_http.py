@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth, http
+from jaxroll.rpc import http, protocol
 from jaxroll.serving import http_server
 from jaxroll.serving.http_answers import CallStream, TextStream
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 from tests.harness.http_engine import TEXT, TOKEN, Engine, served
 
 DEADLINE_S = 60.0
@@ -355,7 +355,7 @@ def test_the_token_is_private_and_lasts(tmp_path: Path) -> None:
     assert http.token(None, path) == first == path.read_text().strip()
     of_run = http.token("secret", tmp_path / "http.token")
     assert of_run == http.token("secret", tmp_path / "other") != http.token("another", tmp_path / "third")
-    assert of_run not in {auth.bearer("secret", right) for right in auth.ROLES}
+    assert of_run not in {protocol.bearer("secret", right) for right in protocol.ROLES}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # The shape of the ChatML templates that most open models use.

@@ -16,7 +16,7 @@ from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.records import Message
 from jaxroll.run_paths import RunPaths
 from jaxroll.text import tokenizers
-from jaxroll.text.hf import HFTokenizer
+from jaxroll.text.tokenizers import HFTokenizer
 from tests.harness.resource_bounds import bounded, check_refusal
 
 NESTED = "[" * 100_000 + "]" * 100_000

@@ -28,8 +28,8 @@ from jaxroll.learner import weights as own
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import TrainState
-from jaxroll.models import families, folders, params, pretrained, tensor_files
-from jaxroll.models.tensor_files import Leaf
+from jaxroll.models import families, folders, params, pretrained
+from jaxroll.models.folders import Leaf
 from jaxroll.records import Version
 from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
@@ -46,7 +46,7 @@ def exported(source: Path, out: Path, dtype: str = weights.AS_STORED, shard_byte
 
 
 def same_tensors(first: Path, second: Path) -> bool:
-    one, other = tensor_files.opened_folder(first), tensor_files.opened_folder(second)
+    one, other = folders.opened_folder(first), folders.opened_folder(second)
     assert one is not None and other is not None and one.keys() == other.keys()
     return all(one.leaf(name) == other.leaf(name) and one[name].tobytes() == other[name].tobytes() for name in one)
 
@@ -236,7 +236,7 @@ def _changed(tmp_path: Path, change) -> Path:
     change(tensors)
     (folder / "model.safetensors").unlink()
     leaves = {name: Leaf(value.dtype, value.shape) for name, value in tensors.items()}
-    tensor_files.write(folder / "model.safetensors", leaves, tensors.__getitem__)
+    folders.write(folder / "model.safetensors", leaves, tensors.__getitem__)
     return folder
 
 
@@ -278,10 +278,10 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
 def test_an_invalid_file_or_one_outside_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(DataError, match="is not a safetensors file"):
-        tensor_files.opened(tmp_path / "model.safetensors")
-    (tmp_path / tensor_files.INDEX).write_text('{"weight_map": {"a": "../secret"}}')
+        folders.opened(tmp_path / "model.safetensors")
+    (tmp_path / folders.INDEX).write_text('{"weight_map": {"a": "../secret"}}')
     with pytest.raises(DataError, match="not a file of the folder"):
-        tensor_files.opened_folder(tmp_path)
+        folders.opened_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "config.json"])

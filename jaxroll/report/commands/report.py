@@ -17,8 +17,7 @@ from jaxroll import disk, metrics
 from jaxroll.report.figures import record
 from jaxroll.report.figures import summary as ahead
 from jaxroll.report.figures.activity import Bottleneck
-from jaxroll.report.figures.checks import checks
-from jaxroll.report.figures.record import Run
+from jaxroll.report.figures.record import Run, checks
 from jaxroll.report.figures.summary import state_of, summary, warnings
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
 from jaxroll.report.page.page import page

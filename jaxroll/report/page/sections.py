@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxroll import config as configs
-from jaxroll.report.figures.checks import Check, checks
-from jaxroll.report.figures.record import Run
+from jaxroll.report.figures.record import Check, Run, checks
 from jaxroll.report.figures.summary import of_kind, state_of
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
 from jaxroll.report.page import plots

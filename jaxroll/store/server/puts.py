@@ -28,7 +28,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.core import puts
 from jaxroll.store.core.events import PutMember, Recorded
 from jaxroll.store.log import schema
-from jaxroll.store.server.audit import Audit
+from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import Keeper
 
 _TURN_S = 0.005  # a put yields to other calls after this time

@@ -19,7 +19,7 @@ from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.errors import ConfigError
 from jaxroll.metrics import JsonlTracker
-from jaxroll.rpc import auth, protocol, tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
@@ -27,7 +27,7 @@ from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.log.commit_log import Log
-from jaxroll.store.server.audit import Audit
+from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, Feeder, PromptBuffer, StoreService
 
@@ -65,7 +65,7 @@ async def serve(
     InfraError if the log or the feeder fails, or another store has the run open.
     """
     settings, before_s = Settings.of(config), sys.getswitchinterval()
-    secret, certificates = auth.load_secret(run_dir), tls.load(run_dir)
+    secret, certificates = protocol.load_secret(run_dir), tls.load(run_dir)
     kept = config.store
     log = Log(run_dir, history_bytes=kept.history_mb * 2**20, keep_bytes=kept.keep_trajectories_mb * 2**20)
     try:

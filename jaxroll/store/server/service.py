@@ -19,7 +19,7 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
-from jaxroll.policy import best
+from jaxroll.policy import selection
 from jaxroll.records import Finished, Member, Task, Version, VersionRef, ages
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
@@ -27,7 +27,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import checkpoint_wanted, over, status
 from jaxroll.store.core.state import Batch
-from jaxroll.store.server.audit import Audit, rows_of
+from jaxroll.store.log.schema import Audit, rows_of
 from jaxroll.store.server.keeper import (
     CLAIM,
     ENDED,
@@ -173,7 +173,7 @@ class StoreService:
         keep_best: str = "",
     ) -> None:
         self._keep_best = keep_best
-        self._measured = best.measured(metrics.written() if keep_best else (), keep_best)
+        self._measured = selection.measured(metrics.written() if keep_best else (), keep_best)
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
         self._page_bytes, self._turns, self._workers = page_bytes, turns, workers
         self._run_id = keeper.run_id
@@ -403,7 +403,7 @@ class StoreService:
             rows, left_out = rows_of(call.rows, caller.right)
             self._metrics.log_all(rows)
             if self._keep_best:
-                self._measured |= best.measured(rows, self._keep_best)
+                self._measured |= selection.measured(rows, self._keep_best)
             if left_out:
                 self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
             self._last_report[caller.session] = call.request

@@ -22,7 +22,7 @@ from jaxroll import config as configs
 from jaxroll import metrics, wire
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.records import Member, Version
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.messages import Key
@@ -150,7 +150,7 @@ class Cluster:
         self.roles: dict[str, Role] = {}
         self.hands: list[ByHand] = []
         self.run_dir.mkdir(exist_ok=True)  # a test may have put it on a separate disk
-        auth.create(self.run_dir)
+        protocol.create(self.run_dir)
         words = ["store", f"--config={CONFIG}", f"--run={self.run_dir}", *(f"--config.{o}" for o in overrides)]
         if real_feeder:
             self.store = Role("store", folder, "jaxroll", *words)

@@ -23,7 +23,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
-from jaxroll.models.tensor_files import Converted, Index
+from jaxroll.models.folders import Converted, Index
 from jaxroll.records import Claim, Version
 from jaxroll.sharding import layout
 from jaxroll.transfer import channels

@@ -22,7 +22,7 @@ from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.log.commit_log import Log
-from jaxroll.store.server.audit import Audit
+from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, PromptBuffer, StoreService
 from tests.harness.store.builders import configured, finished, snapshot

@@ -16,8 +16,7 @@ from jaxroll.errors import (
     StoreRefusal,
     Unauthorized,
 )  # fmt: skip
-from jaxroll.rpc import auth
-from jaxroll.rpc import protocol as limits
+from jaxroll.rpc import protocol
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from tests.harness.store.machine import V0
@@ -25,8 +24,8 @@ from tests.harness.store.machine import V0
 
 def test_wrong_protocol_config_role_and_token_are_turned_away(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured()
-    secret = auth.create(tmp_path)
-    shown_by_sampler = auth.bearer(secret, "sampler")
+    secret = protocol.create(tmp_path)
+    shown_by_sampler = protocol.bearer(secret, "sampler")
 
     async def turned_away() -> None:
         async with small.serving(tmp_path, config) as address:
@@ -88,7 +87,7 @@ def test_hostile_metadata_is_refused(tmp_path: Path, small: SimpleNamespace, run
     async def hostile() -> None:
         async with (
             small.serving(tmp_path, config) as address,
-            grpc.aio.insecure_channel(address, options=limits.client_options(2**20)) as channel,
+            grpc.aio.insecure_channel(address, options=protocol.client_options(2**20)) as channel,
         ):
             said = {"right": "sampler", "name": "s", "session": "x", "run": ""} | metadata
             call = channel.unary_unary(f"/{msg.SERVICE}/Hello")
@@ -106,6 +105,6 @@ def test_other_addresses_need_a_token_and_consent(tmp_path: Path, small: SimpleN
 
     with pytest.raises(ConfigError, match="no token"):
         run(exposed())
-    auth.create(tmp_path)
+    protocol.create(tmp_path)
     with pytest.raises(ConfigError, match="plain text"):
         run(exposed())

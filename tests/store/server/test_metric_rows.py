@@ -15,7 +15,7 @@ from jaxroll.errors import (
     StoreRefusal,
 )  # fmt: skip
 from jaxroll.metrics import KINDS, dumps
-from jaxroll.store.server import audit
+from jaxroll.store.log import schema
 
 STEP = {
     "t": 1.0, "role": "learner", "kind": "step", "step": 1, "t0": 0.0, "t1": 1.0, "train_s": 1.0, "wait_s": 0.0,
@@ -78,13 +78,13 @@ def test_malformed_rows_are_left_out_and_noted_and_the_caller_goes_on(
 
 
 def test_every_kind_that_readers_know_has_a_writer() -> None:
-    assert set(KINDS) == audit.KNOWN
+    assert set(KINDS) == schema.KNOWN
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"{", b"\xff", b'{"a":' * 100_000, b"null"])
 def test_what_is_no_object_is_refused_with_its_place(line: bytes) -> None:
     with pytest.raises(StoreRefusal, match="row 1 of a report"):
-        audit.rows_of([dumps(STEP).encode(), line], "learner")
+        schema.rows_of([dumps(STEP).encode(), line], "learner")
 
 
 def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: SimpleNamespace, run) -> None:

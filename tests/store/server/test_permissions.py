@@ -22,12 +22,12 @@ from jaxroll import wire
 from jaxroll.config import digest
 from jaxroll.errors import Closed, Conflict, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Version
-from jaxroll.rpc import auth, intake
-from jaxroll.rpc import protocol as limits
+from jaxroll.rpc import intake
+from jaxroll.rpc import protocol as rpc_protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
-from jaxroll.store.server import audit
+from jaxroll.store.log import schema
 from jaxroll.store.server.service import StoreService
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def raw(address: str | Path, role: str, token: str | None, **options: Any) -> Ra
 
 def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """With a token of each role, and under every name that a role can be claimed by."""
-    config, secret = small.configured(), auth.create(tmp_path)
+    config, secret = small.configured(), rpc_protocol.create(tmp_path)
     parts = {"handshake": SimpleNamespace(answering=lambda *_: None), "_workers": SimpleNamespace(leave=None)}
     methods = StoreService.methods(SimpleNamespace(**parts, **_handlers()))
     assert {name: set(method.rights) for name, method in methods.items()} == RIGHTS
@@ -65,7 +65,7 @@ def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: Simpl
     async def tries() -> None:
         async with small.serving(tmp_path, config) as address:
             for role in sorted(ALL):
-                client = raw(address, role, auth.bearer(secret, role), config_digest=digest(config))
+                client = raw(address, role, rpc_protocol.bearer(secret, role), config_digest=digest(config))
                 client.run_id = "of another run"
                 for method, allowed in RIGHTS.items():
                     try:
@@ -79,7 +79,7 @@ def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: Simpl
                     assert outcome == ("in" if role in allowed else "turned away"), (role, method)
                 await client.close()
                 for other in sorted(ALL - {role}):
-                    liar = raw(address, other, auth.bearer(secret, role))
+                    liar = raw(address, other, rpc_protocol.bearer(secret, role))
                     with pytest.raises(Unauthorized, match="no valid token"):
                         await liar.call("Status", b"", 10.0)
                     await liar.close()
@@ -113,7 +113,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
     async def refused(address: str, **said: str) -> str:
         metadata = {"right": "sampler", "name": "s", "session": "x", "run": "", "protocol": str(wire.PROTOCOL_VERSION),
                     "config": digest(config)} | said  # fmt: skip
-        async with grpc.aio.insecure_channel(address, options=limits.client_options(2**20)) as channel:
+        async with grpc.aio.insecure_channel(address, options=rpc_protocol.client_options(2**20)) as channel:
             body = wire.encode(msg.Hello(wire.PROTOCOL_VERSION, digest(config)))
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 send = channel.unary_unary(f"/{msg.SERVICE}/Hello")
@@ -229,7 +229,7 @@ def test_a_store_that_others_can_reach_speaks_tls(
 
 def audited(run_dir: Path) -> list[tuple]:
     with sqlite3.connect(run_dir / "store.db") as db:
-        return [row[1:] for row in db.execute(audit.QUERY)]
+        return [row[1:] for row in db.execute(schema.QUERY)]
 
 
 def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
@@ -253,7 +253,7 @@ def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNam
 
 
 def test_what_changes_the_run_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config, secret = small.configured(data_retries=0), auth.create(tmp_path)
+    config, secret = small.configured(data_retries=0), rpc_protocol.create(tmp_path)
 
     async def acts() -> None:
         async with (
@@ -304,27 +304,27 @@ def test_knocking_does_not_fill_the_disk() -> None:
         for sql, values in statements:
             (rows if sql.startswith("INSERT") else trims).append(values)
 
-    book = audit.Audit(append, lambda: now_s[0])
+    book = schema.Audit(append, lambda: now_s[0])
     for minute in range(3):
-        now_s[0] = minute * audit.WINDOW_S
+        now_s[0] = minute * schema.WINDOW_S
         for _ in range(10_000):
             book.refused("ipv4:1.2.3.4:5", "sampler:" + "x" * 10_000 + "\n\x00é", "no valid token")
     book.flush()
-    assert len(rows) == 3 * (audit.AT_ONCE + 1) and len(trims) == 3
+    assert len(rows) == 3 * (schema.AT_ONCE + 1) and len(trims) == 3
     assert sum(row[-1] for row in rows) == 30_000
     assert all(len(text) <= 300 and text.isprintable() and text.isascii() for row in rows for text in row[1:-1])
 
 
 def test_only_the_newest_refusals_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db = sqlite3.connect(tmp_path / "a.db")
-    db.executescript(audit.TABLE)
-    monkeypatch.setattr(audit, "KEPT", 5)
+    db.executescript(schema.TABLE)
+    monkeypatch.setattr(schema, "KEPT", 5)
 
     def append(statements) -> None:
         for sql, values in statements:
             db.execute(sql, values)
 
-    book = audit.Audit(append, lambda: 0.0)
+    book = schema.Audit(append, lambda: 0.0)
     book.record(SimpleNamespace(name="l", right="learner", peer=""), "Close", "kept", "ok")  # type: ignore[arg-type]
     for i in range(50):
         book.refused("", f"sampler:{i}", "no")
@@ -365,7 +365,7 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
             await learner.report([{"kind": "step", "role": "learner"}])
             lines.append(str(await learner.status()))
             lines.extend(str(psutil.Process(store.pid).cmdline()).splitlines())
-            for token in (auth.bearer(secret, "sampler"), secret[:-1], secret.upper()):
+            for token in (rpc_protocol.bearer(secret, "sampler"), secret[:-1], secret.upper()):
                 with pytest.raises(Unauthorized) as error:
                     async with small.connected(tmp_path, config, "admin", token=token):
                         pass
@@ -381,7 +381,7 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
         store.terminate()
         store.wait(20)
         log.close()
-    tokens = [secret, *(auth.bearer(secret, role) for role in ALL)]
+    tokens = [secret, *(rpc_protocol.bearer(secret, role) for role in ALL)]
     found = {
         str(path.relative_to(tmp_path))
         for path in tmp_path.rglob("*")

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from jaxroll.config import digest
-from jaxroll.rpc import auth, intake, protocol
-from jaxroll.store.server import audit
+from jaxroll.rpc import intake, protocol
+from jaxroll.store.log import schema
 from tests.harness.resource_bounds import MB
 from tests.harness.store.machine import V0
 
@@ -122,7 +122,7 @@ def test_a_store_under_attack_serves_those_who_behave(
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    secret = auth.create(run_dir)
+    secret = protocol.create(run_dir)
     config = small.configured(**CHANGES)
     pid, settings = str(os.getpid()), json.dumps(CHANGES)
     largest: dict[str, int] = {}
@@ -140,7 +140,7 @@ def test_a_store_under_attack_serves_those_who_behave(
         _await_ready(good)
         knows = known | {
             "address": (run_dir / "store.addr").read_text().strip(),
-            "token": auth.bearer(secret, "sampler"),
+            "token": protocol.bearer(secret, "sampler"),
         }
         for kind, orders in attacks.items():
             began_s = time.monotonic()
@@ -199,7 +199,7 @@ def _check(tmp_path: Path, did: dict[str, Any], status: dict[str, Any], largest:
         db.execute("PRAGMA integrity_check")
         (refused,) = db.execute("SELECT COUNT(*) FROM audit WHERE what = 'refused'").fetchone()
         (acked,) = db.execute("SELECT COUNT(*) FROM members WHERE digest != '' AND holder = 'good'").fetchone()
-    assert 0 < refused <= 20 * (audit.AT_ONCE + 1)
+    assert 0 < refused <= 20 * (schema.AT_ONCE + 1)
     assert acked == did["acknowledged"], "an acknowledged put is not in the log"
 
 
