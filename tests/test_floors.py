@@ -38,7 +38,7 @@ PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
-    "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority
+    "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority, standard streams
     "records": Room(0, "none"),
     "supports": Room(0, "none"),  # ids to which sampled tokens were restricted
     "protocols": Room(0, "none"),

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll import sharding
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.data import sources, tasks
 from jaxroll.data.tasks import Candidates, Skipped
@@ -24,10 +25,8 @@ from jaxroll.engine.requests import Request, Result
 from jaxroll.learner import weights
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import params as model_params
-from jaxroll.models import pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
 from jaxroll.tools import sft
 
@@ -47,8 +46,8 @@ class Bench:
     def __init__(self, config: Config, folder: Path, say) -> None:
         self.config, self._say = config, say
         self.text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-        self.spec = pretrained.spec(config.model, self.text.vocab_size)
-        self.mesh = layout.build(config.learner.mesh)
+        self.spec = model_params.spec(config.model, self.text.vocab_size)
+        self.mesh = sharding.build(config.learner.mesh)
         if not folder.is_dir():
             sft.train(config, folder, say)
         self.warm = weights.load(folder)
@@ -63,8 +62,8 @@ class Bench:
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,
             prefill_buckets=config.sampler.prefill_buckets,
         )
-        self.engine = Engine(self.spec, self.mesh, layout.SAMPLER, engine_config)
-        self._shardings = model_params.shardings(self.spec, self.mesh, layout.SAMPLER)
+        self.engine = Engine(self.spec, self.mesh, sharding.SAMPLER, engine_config)
+        self._shardings = model_params.shardings(self.spec, self.mesh, sharding.SAMPLER)
         self.engine.warmup(self.placed(self.warm), say)
         self._versions, self._trainers = 0, {}
 
@@ -77,7 +76,7 @@ class Bench:
         """The trainer of an algorithm, compiled once, at the warm start."""
         if learner not in self._trainers:
             config = replace(self.config, learner=learner)
-            made = Trainer(config, self.spec, self.mesh, layout.LEARNER, key=jax.random.key(0))
+            made = Trainer(config, self.spec, self.mesh, sharding.LEARNER, key=jax.random.key(0))
             made.warmup(self._say)
             self._trainers[learner] = made
         self._trainers[learner].set_params(self.warm)

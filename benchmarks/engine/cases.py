@@ -17,9 +17,9 @@ from benchmarks.engine.our_arm import SPEC
 from benchmarks.engine.work import MODEL, Work
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Runs, percentile_ms, ratio, spread
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.models import hf_config, params, pretrained
-from jaxroll.sharding import layout
+from jaxroll.models import hf_config, params
 
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # otherwise every token repeats the previous one
 
@@ -67,10 +67,10 @@ class Case:
 
 def prepare(folder: Path, cases: list[Case]) -> None:
     """Write random weights for every arm, scaled so that tokens vary, and each case's work."""
-    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), sharding.build(MeshConfig()), sharding.SAMPLER)
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
-    save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(params.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(SPEC, "float32")))
     for case in cases:
         case.work().save(folder / f"{case.name}.npz")

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks.engine.work import MODEL, Generate, Work, serve
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
@@ -21,16 +22,15 @@ from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import layout
 
 SPEC = ModelSpec("tiny", **MODEL)
 
 
 def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
     """A warm engine without weights whose slots are spread over all devices, and the folder's weights."""
-    mesh = layout.build(MeshConfig(data=jax.device_count()))
-    made = Engine(SPEC, mesh, layout.SAMPLER, EngineConfig(seed=0, **options))
-    where = params.shardings(SPEC, mesh, layout.SAMPLER)
+    mesh = sharding.build(MeshConfig(data=jax.device_count()))
+    made = Engine(SPEC, mesh, sharding.SAMPLER, EngineConfig(seed=0, **options))
+    where = params.shardings(SPEC, mesh, sharding.SAMPLER)
     weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
     made.warmup(weights)
     return made, weights

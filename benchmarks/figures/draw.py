@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.lib import figures
 from benchmarks.lib.figures import Panel, Value
 from jaxroll.report.page import plots
-from jaxroll.report.page.svg import tag
+from jaxroll.report.page.plots import tag
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, FIGURES = ROOT / "benchmarks" / "figures", ROOT / "docs" / "results" / "figures"

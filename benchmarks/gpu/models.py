@@ -20,6 +20,7 @@ from benchmarks.gpu import card
 from benchmarks.gpu.case import Case, device_facts, rates, run_case, timed
 from benchmarks.learner.gpu_arm import GROUP, flops, peak, prepared
 from benchmarks.lib.report import spread
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import device, programs, requests
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -28,7 +29,6 @@ from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import layout
 
 SIZES = ("qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 DEPTHS = (2, 6)  # compiled numbers of layers
@@ -83,7 +83,7 @@ def weights(spec: ModelSpec, dtype: str = "", seed: int = 0) -> params.Params:
     draw = jax.jit(lambda key, shape, kind: jax.random.normal(key, shape, kind) * 0.02, static_argnums=(1, 2))
     one = jax.jit(jnp.ones, static_argnums=(0, 1))
     kind, made = jnp.dtype(dtype or spec.compute_dtype), {}
-    where = params.shardings(spec, layout.build(MeshConfig()), layout.SAMPLER)
+    where = params.shardings(spec, sharding.build(MeshConfig()), sharding.SAMPLER)
     for number, (name, leaf) in enumerate(params.abstract(spec).items()):
         key = jax.random.fold_in(jax.random.key(seed), number)
         value = one(leaf.shape, kind) if name.endswith("norm") else draw(key, leaf.shape, kind)
@@ -105,10 +105,10 @@ class Decoder:
     """The engine's decode program with all slots running, at any context up to the longest."""
 
     def __init__(self, spec: ModelSpec, slots: int, longest: int, chunk: int) -> None:
-        mesh = layout.build(MeshConfig())
+        mesh = sharding.build(MeshConfig())
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
         self.attention = device.choose_kernels(spec, mesh, sizes)
-        self._programs = programs.build(spec, mesh, layout.SAMPLER, sizes, self.attention)
+        self._programs = programs.build(spec, mesh, sharding.SAMPLER, sizes, self.attention)
         self._state, self._params, self._chunk = self._programs.empty(), weights(spec), chunk
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
         tables = np.arange(slots * sizes.table, dtype=np.int32).reshape(slots, sizes.table)
@@ -194,7 +194,7 @@ def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: 
         decode_chunk=chunk,
         seed=0,
     )
-    made = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, config)
+    made = Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, config)
     held, started = weights(spec), time.perf_counter()
     made.warmup(held, lambda text: print(text, flush=True))
     warm_s, rng, found = time.perf_counter() - started, np.random.default_rng(0), []
@@ -255,14 +255,14 @@ def prefill(case: Case) -> None:
 
 
 def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> dict[str, Any]:
-    spec, mesh, by_depth = spec_of(size, quick), layout.build(MeshConfig()), {}
+    spec, mesh, by_depth = spec_of(size, quick), sharding.build(MeshConfig()), {}
     sizes = Sizes(rows, tokens, rows, rows, (tokens,), 1, 4, page_tokens=64, logit_rows=rows)
     attention = ""
     for layers in depths(quick):
         model = at_depth(spec, layers)
         chosen = device.choose_kernels(model, mesh, sizes)
         attention = str(chosen.prefill)
-        made = programs.build(model, mesh, layout.SAMPLER, sizes, chosen)
+        made = programs.build(model, mesh, sharding.SAMPLER, sizes, chosen)
         held, words = (
             weights(model),
             np.random.default_rng(0).integers(1, spec.vocab_size, (rows, tokens)).astype(np.int32),

@@ -181,13 +181,13 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     from benchmarks.gpu.models import SIZES, spec_of, weights
     from benchmarks.learner.gpu_arm import GROUP, batch, prepared
     from benchmarks.learner.work import WEIGHT_DECAY
+    from jaxroll import sharding
     from jaxroll.config import MeshConfig
     from jaxroll.engine.engine import Engine, EngineConfig
     from jaxroll.engine.requests import Request
-    from jaxroll.models import hf_config, pretrained
+    from jaxroll.models import hf_config, params
     from jaxroll.protocols import GenerationKey, SamplingParams
     from jaxroll.records import Version
-    from jaxroll.sharding import layout
 
     spec = dataclasses.replace(
         spec_of(SIZES[0], shape.quick), layers=shape.layers, compute_dtype=shape.dtype, remat="none"
@@ -195,7 +195,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     made = weights(spec, "float32")
     held = {name: leaf * SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     host = {name: np.asarray(leaf) for name, leaf in held.items()}
-    save_file(pretrained.exported(spec, host), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(params.exported(spec, host), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(spec, "float32")))
     work = batch(GROUP, shape.row_tokens, spec.vocab_size)
     work.save(folder / "batch.npz")
@@ -211,7 +211,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
         decode_chunk=min(16, shape.new),
         seed=0,
     )
-    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, engine_config)
+    engine = Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, engine_config)
     engine.warmup(served)
     trainers: list[Any] = []
     runs = iter(range(1_000_000))

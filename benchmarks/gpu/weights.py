@@ -26,12 +26,11 @@ import numpy as np
 from benchmarks.gpu.case import Case, device_facts, rates, run_case
 from benchmarks.gpu.models import SIZES, spec_of, weights
 from benchmarks.lib.report import ratio, spread
-from jaxroll import wire
+from jaxroll import sharding, wire
 from jaxroll.config import MeshConfig, TransferConfig
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version, VersionRef
-from jaxroll.sharding import layout
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.ends import Publisher, Receiver
 
@@ -47,7 +46,7 @@ def channels() -> list[str]:
 
 
 def _target(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    where = params.shardings(spec, layout.build(MeshConfig()), layout.SAMPLER)
+    where = params.shardings(spec, sharding.build(MeshConfig()), sharding.SAMPLER)
     return where, {name: jax.ShapeDtypeStruct(leaf.shape, DTYPE) for name, leaf in params.abstract(spec).items()}
 
 

@@ -21,12 +21,12 @@ from benchmarks.engine.work import answering
 from benchmarks.grpo.our_arm import CONFIG
 from benchmarks.grpo.work import GROUP, Batch
 from jaxroll import config as configs
+from jaxroll import sharding
 from jaxroll.config import Config
 from jaxroll.learner import minibatch
 from jaxroll.learner.trainer import Trainer
-from jaxroll.models import pretrained
+from jaxroll.models import params
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import layout
 
 
 def segments(batch: Batch, row: int, behaviour: np.ndarray) -> Iterator[Segment]:
@@ -72,9 +72,9 @@ def main() -> None:
     say = answering()
     folder = Path(sys.argv[1])
     config = configs.load(CONFIG, [f"{key}={value}" for key, value in json.loads(sys.argv[2]).items()])
-    spec, mesh = pretrained.spec(config.model, 0), layout.build(config.learner.mesh)
-    trainer = Trainer(config, spec, mesh, layout.LEARNER, key=jax.random.key(0))
-    trainer.set_params(pretrained.weights(config.model, spec))
+    spec, mesh = params.spec(config.model, 0), sharding.build(config.learner.mesh)
+    trainer = Trainer(config, spec, mesh, sharding.LEARNER, key=jax.random.key(0))
+    trainer.set_params(params.weights(config.model, spec))
     say({"ready": True})
     for _ in sys.stdin:
         batch = Batch.load(folder / "batch.npz")

@@ -11,9 +11,9 @@ from safetensors.numpy import save_file
 
 from benchmarks.engine.our_arm import SPEC
 from benchmarks.grpo.work import END, FIRST, TURN, Work, batch, text
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.models import hf_config, params, pretrained
-from jaxroll.sharding import layout
+from jaxroll.models import hf_config, params
 
 QUESTIONS = 4000
 _OWN, _NEXT, _REST = 1.5, 3.0, 0.1  # scales of a token's own link, of the next link, and of random weights
@@ -23,7 +23,7 @@ def prepare(folder: Path, work: Work) -> None:
     """Write weights.npz (our names), the same as a checkpoint (Hugging Face's), questions.jsonl, and one batch."""
     weights = planted(work)
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
-    save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(params.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(SPEC, "float32")))
     with (folder / "questions.jsonl").open("w") as file:
         for number in range(QUESTIONS):
@@ -38,7 +38,7 @@ def planted(work: Work) -> dict[str, np.ndarray]:
     A token's embedding marks its link on a separate axis; a hidden unit of the first layer reads that axis and writes
     the next link's. Within a link the letters remain about equally likely.
     """
-    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), sharding.build(MeshConfig()), sharding.SAMPLER)
     weights = {name: np.array(leaf) for name, leaf in made.items()}
     for name in weights:
         if name.endswith(("attn.o", "mlp.down")):

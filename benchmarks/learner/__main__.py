@@ -35,7 +35,7 @@ from benchmarks.lib.arms import Arms, best_threads, raced
 from benchmarks.lib.child import Child, python_of
 from benchmarks.lib.report import Runs, arguments, finish, say, spread
 from jaxroll.control import program
-from jaxroll.models import pretrained
+from jaxroll.models import params
 from jaxroll.models.families import parameter_count
 
 EQUAL = 1e-4  # bound, relative to the largest gradient of a parameter
@@ -191,7 +191,7 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
 
 def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients of transformers' parameters under our names."""
-    return pretrained.imported(SPEC, theirs.__getitem__)
+    return params.imported(SPEC, theirs.__getitem__)
 
 
 def _matmul(threads: int) -> dict[str, float]:

@@ -15,12 +15,12 @@ import numpy as np
 from benchmarks.engine.work import answering
 from benchmarks.learner.our_arm import claim
 from benchmarks.learner.work import GROUP, LEARNING_RATE, MAX_NORM, Batch
+from jaxroll import sharding
 from jaxroll.config import Config, LearnerConfig, MeshConfig, ModelConfig, SamplingConfig, ScheduleConfig
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Claim
-from jaxroll.sharding import layout
 
 # The maker's figures for dense bfloat16 operations per second, by words in the device's name.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -58,7 +58,7 @@ def prepared(
         learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_batch_rows=micro_batch_rows,
                               learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM, **options),
     )  # fmt: skip
-    trainer = Trainer(config, spec, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, spec, sharding.build(mesh), sharding.LEARNER, key=jax.random.key(0))
     trainer.warmup()
     return trainer, claim(batch(rows, tokens, spec.vocab_size))
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.engine.our_arm import SPEC
 from benchmarks.learner.work import BETAS, GROUP, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Arm, Batch, serve
+from jaxroll import sharding
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplingConfig, ScheduleConfig
 from jaxroll.learner import minibatch, state
 from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import layout
 
 
 def member(batch: Batch, row: int) -> Member:
@@ -56,7 +56,7 @@ def made(folder: Path, batch: Batch) -> Arm:
     )  # fmt: skip
     if (state.BETA1, state.BETA2) != BETAS:
         raise RuntimeError("the peers' optimizer differs from ours")
-    trainer = Trainer(config, SPEC, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, SPEC, sharding.build(mesh), sharding.LEARNER, key=jax.random.key(0))
     trainer.set_params(dict(np.load(folder / "weights.npz")))
     trainer.warmup()
     work = claim(batch)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxroll.report.formats import tick
-from jaxroll.report.page import svg
-from jaxroll.report.page.svg import Markup, joined, tag
+from jaxroll.report.page import plots
+from jaxroll.report.page.plots import Markup, joined, tag
 
 COLOURS = ("#3b6ea5", "#c8662b", "#4b8f4a", "#8a5aa0", "#7a7a7a")
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM, KEY = 430, 170, 14, 30, 22, 26, 26
@@ -65,10 +65,10 @@ def write(path: Path, panels: Sequence[Panel], kinds: Sequence[str], columns: in
 
 def _panel(panel: Panel, kinds: Sequence[str]) -> Markup:
     every = [end for row in panel.rows.values() for one in row.values() for end in one if end is not None]
-    x = svg.Scale(*svg.padded([*every, *([] if panel.at is None else [panel.at])]), LEFT, WIDTH - RIGHT)
+    x = plots.Scale(*plots.padded([*every, *([] if panel.at is None else [panel.at])]), LEFT, WIDTH - RIGHT)
     bottom = TOP + ROW * len(panel.rows)
     parts = [tag("text", panel.title, class_="title", x=LEFT, y=TOP - 12)]
-    for value in svg.ticks(x.low, x.high, 5):
+    for value in plots.ticks(x.low, x.high, 5):
         parts.append(tag("line", class_="grid", x1=x(value), x2=x(value), y1=TOP, y2=bottom))
         parts.append(tag("text", tick(value), class_="tick", x=x(value), y=bottom + 15))
     if panel.at is not None:
@@ -86,7 +86,7 @@ def _panel(panel: Panel, kinds: Sequence[str]) -> Markup:
     return joined(parts)
 
 
-def _interval(x: svg.Scale, one: Value, y: float, kind: int) -> Markup:
+def _interval(x: plots.Scale, one: Value, y: float, kind: int) -> Markup:
     if one.low is None or one.high is None:
         return joined([])
     return tag("path", class_=f"bar-line k{kind}", d=f"M{x(one.low):.1f} {y:.1f}H{x(one.high):.1f}")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxroll import __version__, disk, lifeline
-from jaxroll.control import streams
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
 
@@ -103,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command. Without `argv` this is the program itself, and stdout and stderr are made safe."""
     if argv is not None:
         return _command(list(argv), None)
-    streams.ensure_utf8()
-    output = streams.harden()
+    lifeline.ensure_utf8()
+    output = lifeline.harden()
     code = _command(sys.argv[1:], output)
     sys.stdout.flush()
     if output.patience_s is None and output.lost is not None:
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _command(words: list[str], output: streams.Outlet | None) -> int:
+def _command(words: list[str], output: lifeline.Outlet | None) -> int:
     options = argparse.Namespace()
     try:
         child = lifeline.bind_from_env()
@@ -136,7 +135,7 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
             one = subparsers(top)[options.command]
             options.passed_on = spelled(one, options, ("help", "run", "config", "folder"))
         if output is not None and options.command in (*RUNNING, *ROLES):
-            output.patience_s = streams.NOT_SHOWN_S
+            output.patience_s = lifeline.NOT_SHOWN_S
         from jaxroll.control import commands
 
         return int(commands.COMMANDS[options.command](options) or 0)

@@ -14,7 +14,7 @@ from jaxroll.control import program, run_dir, train
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 
 URL_FILE = "tinker.addr"  # URL, model and token file, once clients can connect
 LEAST_S = 20.0  # of --session-timeout
@@ -83,7 +83,7 @@ def serve(config: Config, path: Path, options: argparse.Namespace) -> int:
         for part, name in PARTS.items()
     ]
     with run_dir.locked(path):
-        auth.create(path)
+        protocol.create(path)
         (path / URL_FILE).unlink(missing_ok=True)
         environ = {**os.environ, **run_dir.config_environment(path, config)}
         shown = _Shown(path / URL_FILE)

@@ -15,17 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll import sharding as layout
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
-from jaxroll.errors import TransferError
 from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Progress
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import Rules
+from jaxroll.sharding import Rules
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -56,15 +55,15 @@ class Device:
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: Serving = PLAIN
     ) -> None:
-        self._name, self._sizes = spec.name, sizes
-        self._served = model_params.served(spec)
+        self._sizes, self.served = sizes, model_params.served(spec)
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
+        self.shardings = self._programs.params
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
         # Kept on the device by value, because new arrays would need a host-to-device copy in every dispatch.
         self._limits: dict[tuple[int, int], jax.Array] = {}
         self.set_tables([()] * sizes.slots)
-        self._dtypes: dict[str, np.dtype] | None = None
+        self.dtypes: dict[str, np.dtype] | None = None  # of the parameters that the programs are compiled for
         self._warm = 0
 
     # --- prompts and requests
@@ -75,13 +74,13 @@ class Device:
         self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
 
     def insert(self, entries: Sequence[tuple]) -> None:
-        """Start requests whose prompts are in the cache; for `entries` see `packets.pack_inserts`."""
+        """Start requests whose prompts are in the cache; for `entries` see `requests.pack_inserts`."""
         for some in _batches(entries, self._sizes.inserts):
             packed = requests.pack_inserts(some, self._sizes)
             self._state = self._programs.insert(self._seed, self._state, packed)
 
     def restore(self, entries: Sequence[tuple]) -> None:
-        """Continue requests whose prompts and tokens are in the cache; for `entries` see `packets.pack_restores`."""
+        """Continue requests whose prompts and tokens are in the cache; for `entries` see `requests.pack_restores`."""
         for some in _batches(entries, self._sizes.inserts):
             self._state = self._programs.restore(self._state, requests.pack_restores(some, self._sizes))
 
@@ -165,18 +164,15 @@ class Device:
     def warmup(self, params: Params | None, progress: Progress | None) -> None:
         """Compile every program for parameters like `params` (None: zeros), and run each once without effect."""
         if params is None:
-            where = self._programs.params
-            params = {
-                name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self._served.items()
-            }
-        self.check(params)
-        self._dtypes = {name: leaf.dtype for name, leaf in params.items()}
+            where = self.shardings
+            params = {name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self.served.items()}
+        self.dtypes = {name: leaf.dtype for name, leaf in params.items()}
         for fresh, bucket in self._programs.prefill:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
             _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
         _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1, 1).report())
         _timed(progress, "insert, restore and copy", self._run_empty_moves)
-        self._warm = self._programs.compiled()
+        self._warm = self._compiled()
 
     def _run_empty_moves(self) -> None:
         sizes = self._sizes
@@ -190,24 +186,24 @@ class Device:
 
     def compiles(self) -> int:
         """Programs compiled since warm-up; 0 without a warm-up."""
-        return self._programs.compiled() - self._warm if self._warm else 0
+        return self._compiled() - self._warm if self._warm else 0
 
-    def check(self, params: Params) -> None:
-        """Raise TransferError, with the parameter and the reason, if `params` do not fit the compiled programs."""
-        wanted = self._programs.params
-        if params.keys() != wanted.keys():
-            differing = sorted(params.keys() ^ wanted.keys())
-            raise TransferError(f"these are not the parameters of {self._name}: missing or unknown {differing[:4]}")
-        for name, sharding in wanted.items():
-            leaf, known = params[name], self._dtypes
-            if leaf.shape != self._served[name].shape:
-                raise TransferError(
-                    f"parameter {name} has shape {leaf.shape}, the model has {self._served[name].shape}"
-                )
-            if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                raise TransferError(f"parameter {name} has {leaf.sharding}, this engine needs {sharding}")
-            if known is not None and leaf.dtype != known[name]:
-                raise TransferError(f"parameter {name} is {leaf.dtype}, this engine is compiled for {known[name]}")
+    def _compiled(self) -> int:
+        """The number of programs compiled so far."""
+        of = self._programs
+        every = (
+            *of.prefill.values(),
+            of.insert,
+            of.restore,
+            of.copy,
+            of.decode,
+            of.cancel,
+            of.allow,
+            of.save,
+            of.load,
+            *([of.experts] if of.experts else []),
+        )
+        return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
     def _placed(self, value):
         return jax.device_put(value, self._programs.replicated)

@@ -28,14 +28,14 @@ from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Limits, Sequence
 from jaxroll.engine.stats import EngineStats, Latencies
 from jaxroll.engine.work import Work
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.kernels.choice import AUTO
 from jaxroll.models import cache as kv
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, Progress
 from jaxroll.records import Version
-from jaxroll.sharding.layout import Rules
+from jaxroll.sharding import Rules
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Engine:
         sizes = config.sizes(shards)
         check_sizes(sizes, config.weight_swap)
         self._sizes, self._weight_swap, self._clock = sizes, config.weight_swap, clock
-        self._vocab_size = spec.vocab_size
+        self._name, self._vocab_size = spec.name, spec.vocab_size
         self.attention = device.choose_kernels(
             spec, mesh, sizes, prefill=config.prefill_attention, paged=config.paged_attention
         )
@@ -223,8 +223,23 @@ class Engine:
 
         TransferError if `params` do not match the engine. If two swaps wait for draining, the later one is used.
         """
-        self._device.check(params)
+        self._check(params)
         self._commands.put(requests.Swap(version, params))
+
+    def _check(self, params: Params) -> None:
+        """Raise TransferError, with the parameter and the reason, if `params` do not fit the compiled programs."""
+        wanted, served, known = self._device.shardings, self._device.served, self._device.dtypes
+        if params.keys() != wanted.keys():
+            differing = sorted(params.keys() ^ wanted.keys())
+            raise TransferError(f"these are not the parameters of {self._name}: missing or unknown {differing[:4]}")
+        for name, sharding in wanted.items():
+            leaf = params[name]
+            if leaf.shape != served[name].shape:
+                raise TransferError(f"parameter {name} has shape {leaf.shape}, the model has {served[name].shape}")
+            if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                raise TransferError(f"parameter {name} has {leaf.sharding}, this engine needs {sharding}")
+            if known is not None and leaf.dtype != known[name]:
+                raise TransferError(f"parameter {name} is {leaf.dtype}, this engine is compiled for {known[name]}")
 
     # -------------------------------------------------------------------------------------- by the stepping thread
 
@@ -233,6 +248,8 @@ class Engine:
 
         Without `params` zeros take their place: the programs are the same, and end up in the compilation cache.
         """
+        if params is not None:
+            self._check(params)
         self._device.warmup(params, progress)
 
     def step(self) -> bool:

@@ -39,7 +39,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import GenerationKey, Tokenizer
-from jaxroll.sharding.layout import Layout, Rules, replicated
+from jaxroll.sharding import Layout, Rules, replicated
 
 
 class JetStreamEngine(engine_api.Engine):

@@ -19,7 +19,7 @@ from jaxroll.models import cache as kv
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
-from jaxroll.sharding.layout import Layout, replicated
+from jaxroll.sharding import Layout, replicated
 
 PROMPT_BUCKETS = tuple(2**power for power in range(4, 16))  # the lengths to which JetStream pads prompts
 NO_BOS = -1  # placeholder for the first token that JetStream puts before every prompt

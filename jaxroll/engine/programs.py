@@ -29,7 +29,7 @@ from jaxroll.models import transformer
 from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
-from jaxroll.sharding.layout import Layout, Rules, sharding
+from jaxroll.sharding import Layout, Rules, sharding
 
 
 @jax.tree_util.register_dataclass
@@ -95,22 +95,6 @@ class Programs:
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=shardings
         )()
 
-    def compiled(self) -> int:
-        """The number of programs compiled so far."""
-        every = (
-            *self.prefill.values(),
-            self.insert,
-            self.restore,
-            self.copy,
-            self.decode,
-            self.cancel,
-            self.allow,
-            self.save,
-            self.load,
-            *([self.experts] if self.experts else []),
-        )
-        return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
-
 
 def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> Programs:
     """The programs for `spec` on `mesh`. Nothing is compiled or allocated yet."""
@@ -120,8 +104,8 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     params = model_params.shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
     model = _Model(spec, Layout(mesh, rules), attention)
-    # A new partial per engine, because jitted wrappers of one function share a cache, and `compiled` counts this
-    # engine's programs.
+    # A new partial per engine, because jitted wrappers of one function share a cache, and
+    # `Device.compiles` counts this engine's programs.
     update = lambda change: jax.jit(  # noqa: E731
         partial(change), in_shardings=(state, whole), out_shardings=state, donate_argnums=0
     )

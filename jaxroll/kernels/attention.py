@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll import sharding as layouts
+from jaxroll.sharding import Layout
 
 _MASKED = -1e30  # finite, so that a row without keys stays finite in value and gradient
 

@@ -13,10 +13,10 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
+from jaxroll import sharding as layouts
 from jaxroll.kernels.attention import grouped, visible
 from jaxroll.kernels.choice import WINDOWED, XLA
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
 

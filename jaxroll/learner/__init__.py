@@ -5,8 +5,7 @@ a claim passes through them.
 
     samples           the members of a claim as flat per-token streams (numpy)
     minibatch         advantages, aggregation weights and the split of a claim into optimizer steps (numpy)
-    packing           samples → rows of a few fixed shapes (numpy)
-    sharing           the same for rows in which several answers share one copy of their prompt (numpy)
+    packing           samples → rows of a few fixed shapes (numpy); `minibatch` has those that share prompts
     state             parameters, optimizer state, the optimizer itself, and the frozen reference model
     lora              low-rank adapters on frozen parameters, and their merge
     peft              adapters in the format of Hugging Face's PEFT (no JAX)

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms import advantages
 from jaxroll.config import LearnerConfig
 from jaxroll.learner import packing, step
@@ -35,8 +36,7 @@ from jaxroll.learner.step import Accumulator, AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout, batch_spec, replicated
+from jaxroll.sharding import Layout, batch_spec, replicated
 
 _Leaf = TypeVar("_Leaf")
 HEAD = "value"

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from jaxroll import sharding as layouts
 from jaxroll.config import LearnerConfig
 from jaxroll.learner import peft
-from jaxroll.models import params as model_params
+from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.hf_config import of_experts
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 Params = dict[str, jax.Array]
 _A, _B = ".A", ".B"
@@ -63,7 +63,7 @@ def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
     Those of experts are A [E, in, r] and B [E, r, out].
     """
     found = {}
-    for name, leaf in model_params.abstract(spec).items():
+    for name, leaf in params.abstract(spec).items():
         if lora.adapts(name):
             each, inputs, outputs = peft.divided(name, leaf.shape)
             found[name + _A] = jax.ShapeDtypeStruct((*each, *inputs, lora.rank), leaf.dtype)
@@ -73,7 +73,7 @@ def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
 
 def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.NamedSharding]:
     """The sharding of every adapter by name: its parameter's axes are sharded alike, the rank axis is replicated."""
-    axes = model_params.logical_axes(spec)
+    axes = params.logical_axes(spec)
 
     def logical(adapter: str) -> tuple[str | None, ...]:
         name = adapter.removesuffix(_A).removesuffix(_B)
@@ -104,7 +104,7 @@ def merged(
 
     With a `layout`, each product is sharded like its parameter.
     """
-    axes = model_params.logical_axes(spec)
+    axes = params.logical_axes(spec)
 
     def one(name: str, value: Array) -> Array:
         if not lora.adapts(name):

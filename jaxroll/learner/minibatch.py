@@ -1,11 +1,11 @@
-"""Optimizer batches of a claim, with their advantages: a pure function of the claim and the config.
+"""Optimizer batches of a claim, with their advantages, and rows that store each prompt once for all of its answers.
 
 Rewards as earned → shuffled (in control runs) → shaped (overlong answers, KL to the reference) → advantages → weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,7 +17,18 @@ from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.config.derived import preset, sample_tokens, settled, support_tokens
-from jaxroll.errors import DataError
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.kernels.attention import SharedRows
+from jaxroll.learner.packing import (
+    PROMPT_IDS,
+    MicroBatch,
+    Placement,
+    empty_streams,
+    sharded,
+    split_rows,
+    work,
+    write,
+)
 from jaxroll.learner.samples import PerToken, Sample, conversations, of_claim, per_conversation
 from jaxroll.records import Claim
 
@@ -32,11 +43,32 @@ class Prepared:
     minibatches: list[list[Sample]]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Values that every claim of a run needs, derived from its config once."""
+
+    learner: LearnerConfig  # with the algorithm's values in place of "auto" and 0
+    algorithm: Algorithm
+    credit: estimators.Credit | None  # groups → advantages; None if a critic gives them
+    overlong_tokens: int  # below `sampling.max_tokens`, at which the penalty of long answers begins; 0: no penalty
+    support_tokens: int
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """The settings of this config."""
+        learner: LearnerConfig = settled(config.learner)
+        algorithm, last = registry.build(config.learner), config.learner.overlong_tokens
+        if not last and preset(config.learner.algorithm).overlong:
+            last = max(config.sampling.max_tokens // 5, 1)
+        credit = algorithm.credit or (None if learner.advantage == "gae" else estimator(learner))
+        return cls(learner, algorithm, credit, last, support_tokens(config.sampling))
+
+
 def prepare(
     claim: Claim,
     config: Config,
     *,
-    algorithm: Algorithm | None = None,
+    settings: Settings | None = None,
     costs: PerToken | None = None,
     values: PerToken | None = None,
 ) -> Prepared:
@@ -45,16 +77,17 @@ def prepare(
     The denominators of a step are counted over all its samples, before they are split into micro-batches.
     `costs` returns per-token costs (a KL penalty in the reward), which are subtracted before advantages are computed.
     Members of several conversations are divided into them at the end: they share the member's advantage and weight.
-    `values` returns the critic's values, in a run that has a critic. `algorithm` is the config's, built here if None.
+    `values` returns the critic's values, in a run that has a critic. `settings` are the config's, derived here if None.
     """
-    learner: LearnerConfig = settled(config.learner)
-    groups = of_claim(claim)
-    algorithm = algorithm or registry.build(config.learner)
+    settings = settings or Settings.of(config)
+    learner, algorithm, groups = settings.learner, settings.algorithm, of_claim(claim)
     if (values or algorithm.together > 1) and any(sample.branches for group in groups for sample in group):
         raise DataError("members of several conversations have no critic values and no pairs: use another algorithm")
     check_sizes(groups, config.schedule.group_size)
-    check_supports(groups, support_tokens(config.sampling))
-    shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
+    check_supports(groups, settings.support_tokens)
+    length = config.sampling.max_tokens
+    shaped = shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups
+    shaped = _shaped(shaped, length, settings.overlong_tokens)
     if costs:
         priced = iter(per_conversation(costs)([sample for group in shaped for sample in group]))
         shaped = [[sample.with_costs(next(priced)) for sample in group] for group in shaped]
@@ -65,13 +98,13 @@ def prepare(
             [replace(next(valued), reward=sample.reward, turns=sample.turns) for sample in group] for group in groups
         ]
     else:
-        advantages = (algorithm.credit or estimator(config))(shaped)
+        assert settings.credit is not None  # a run without one has a critic, whose values are given
+        advantages = settings.credit(shaped)
         credited = [
             [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
             for group, of_group in zip(groups, advantages, strict=True)
         ]
     parts = divided(credited, learner.minibatches, claim.shuffle_seed)
-    length = config.sampling.max_tokens
     with_weights = [weighted(part, learner.aggregation, algorithm, length) for part in parts]
     return Prepared(groups, [[each for sample in part for each in conversations(sample)] for part in with_weights])
 
@@ -131,12 +164,8 @@ def _rescaled(samples: list[Sample], credited: list[Sample]) -> list[Sample]:
     ]
 
 
-def _shaped(groups: Groups, config: Config) -> Groups:
-    """`groups` with the penalty for answers close to the token limit."""
-    limit = config.sampling.max_tokens
-    last = config.learner.overlong_tokens
-    if not last and preset(config.learner.algorithm).overlong:
-        last = max(limit // 5, 1)
+def _shaped(groups: Groups, limit: int, last: int) -> Groups:
+    """`groups` with the penalty for answers in the `last` tokens before `limit`; 0: no penalty."""
     if not last:
         return groups
 
@@ -165,9 +194,8 @@ _PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # (re
 }
 
 
-def estimator(config: Config) -> estimators.Credit:
-    """groups → the advantage of every member, by `learner.advantage`; with a critic see `critic_advantages`."""
-    learner: LearnerConfig = settled(config.learner)
+def estimator(learner: LearnerConfig) -> estimators.Credit:
+    """groups → the advantage of every member, by the settled `learner.advantage`; see `critic_advantages` for GAE."""
     kind = learner.advantage
     if kind in ("batch_std", "group_mean_batch_std"):
         baseline = kind == "group_mean_batch_std"
@@ -278,3 +306,183 @@ def _trainable(group: Group) -> np.ndarray:
 
 def _listed(advantages: Sequence[np.ndarray]) -> list[list[Advantage]]:
     return [[float(value) for value in of_group] for of_group in advantages]
+
+
+# --- Packing of samples into rows that store each prompt once for all of its answers. Pure, like `packing`
+#
+# Answers share their prompt except its last token. That token is copied, because the hidden state at it predicts an
+# answer's first token: so every trained token has its own previous state, and losses and statistics do not depend on
+# sharing. If the answers of a prompt do not fit into one row, they go into several rows, each with a copy of the
+# prompt.
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Samples whose first `shared` tokens are equal and stored once; `shared` is 0 for a sample that shares none.
+
+    `lengths` are the numbers of their other tokens; `cost` is the group's total, in the units of `packing.work`.
+    """
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: int
+    cost: float
+
+    @classmethod
+    def of(cls, members: Iterable[tuple[int, int]], shared: int, quadratic: float) -> PromptGroup:
+        """The group of `members`: (sample, number of its own tokens)."""
+        samples, lengths = zip(*members, strict=True)
+        own = work(lengths, quadratic) + 2 * quadratic * shared * np.asarray(lengths)
+        return cls(samples, lengths, shared, float(own.sum() + work([shared], quadratic)[0]))
+
+
+class _Row:
+    """A partly filled row, with its free space."""
+
+    def __init__(self, rows: SharedRows) -> None:
+        self.groups: list[PromptGroup] = []
+        self.answers: list[list[tuple[int, PromptGroup]]] = [[] for _ in range(rows.stretches)]  # samples by stretch
+        self.cost = 0.0
+        self._prompts, self._left = rows.prompt_tokens, [rows.tokens] * rows.stretches
+
+    def places(self, group: PromptGroup) -> dict[int, int]:
+        """The stretch for each sample of `group` that fits: longest sample first, into the fullest stretch."""
+        left, found = list(self._left), {}
+        if group.shared > self._prompts:
+            return found
+        for length, index in sorted(zip(group.lengths, group.samples, strict=True), key=lambda p: (-p[0], p[1])):
+            fits = [(room, stretch) for stretch, room in enumerate(left) if room >= length]
+            if fits:
+                found[index] = stretch = min(fits)[1]
+                left[stretch] -= length
+        return found
+
+    def put(self, group: PromptGroup) -> bool:
+        """Add the whole group; return False and add nothing if it does not fit."""
+        if sum(group.lengths) > sum(self._left):
+            return False
+        places = self.places(group)
+        if len(places) < len(group.samples):
+            return False
+        self.groups.append(group)
+        self.cost += group.cost
+        self._prompts -= group.shared
+        for index, length in zip(group.samples, group.lengths, strict=True):
+            self.answers[places[index]].append((index, group))
+            self._left[places[index]] -= length
+        return True
+
+
+def prompt_groups(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0) -> list[PromptGroup]:
+    """`samples` grouped by equal prompts, in order of first appearance."""
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for index, sample in enumerate(samples):
+        shared = prompt_tokens(sample) - 1
+        own = shared <= 0 or shared > rows.prompt_tokens
+        key = (-1 - index, b"") if own else (shared, sample.tokens[:shared].tobytes())
+        found.setdefault(key, []).append(index)
+    return [
+        PromptGroup.of([(i, len(samples[i].tokens) - max(shared, 0)) for i in members], max(shared, 0), quadratic)
+        for (shared, _), members in found.items()
+    ]
+
+
+def prompt_tokens(sample: Sample) -> int:
+    """The number of tokens before the first one that the model sampled."""
+    first = int(np.argmax(sample.mask)) if sample.mask.any() else len(sample.tokens)
+    return min([first, *(turn.start for turn in sample.turns[:1])])
+
+
+def pack(
+    samples: Sequence[Sample],
+    rows: SharedRows,
+    buckets: Sequence[int],
+    *,
+    shards: int = 1,
+    quadratic: float = 0.0,
+    support: int = 0,
+) -> list[MicroBatch]:
+    """Micro-batches that contain every answer exactly once, and every prompt in as few rows as its answers allow.
+
+    The arguments are those of `packing.pack`; buckets count rows of `rows.row_tokens`. ConfigError when an answer is
+    longer than a row.
+    """
+    units = prompt_groups(samples, rows, quadratic)
+    _check(max((length for unit in units for length in unit.lengths), default=0), rows)
+    filled = _first_fit(units, rows, quadratic)
+    batches = []
+    for count in split_rows(len(filled), buckets):
+        part, filled = _balanced(filled[:count], count, rows), filled[count:]
+        costs = np.array([row.cost for row in part])
+        order = sharded([[at] for at in range(count)], costs, shards)
+        batches.append(_filled(samples, [part[at] for (at,) in order], rows, support))
+    return batches
+
+
+def _check(longest: int, rows: SharedRows) -> None:
+    if longest > rows.tokens:
+        raise ConfigError(
+            "learner.row_tokens",
+            rows.tokens,
+            f"an answer of {longest} tokens does not fit into a row",
+            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.shared_prompt_tokens "
+            f"= {rows.prompt_tokens} tokens is copied for each of its answers.",
+        )
+
+
+def _first_fit(units: Sequence[PromptGroup], rows: SharedRows, quadratic: float) -> list[_Row]:
+    """Rows that hold all units.
+
+    The most expensive unit goes first, into the first row with room for all of it, or into a new row. A unit that does
+    not fit into one row is split over several.
+    """
+    filled: list[_Row] = []
+    for unit in sorted(units, key=lambda unit: (-unit.cost, unit.samples)):
+        left = unit
+        while not any(row.put(left) for row in filled):
+            filled.append(row := _Row(rows))
+            first = row.places(left)
+            if len(first) < len(left.samples):
+                pairs = list(zip(left.samples, left.lengths, strict=True))
+                taken = PromptGroup.of([pair for pair in pairs if pair[0] in first], left.shared, quadratic)
+                assert row.put(taken), "an empty row has room for the samples that `places` returned"
+                left = PromptGroup.of([pair for pair in pairs if pair[0] not in first], left.shared, quadratic)
+    return filled
+
+
+def _balanced(given: Sequence[_Row], count: int, rows: SharedRows) -> list[_Row]:
+    """The groups of `given` in `count` rows of more even cost; `given` itself, padded, if that is not better.
+
+    The most expensive group goes first, into the cheapest row with room for it.
+    """
+    even = [_Row(rows) for _ in range(count)]
+    groups = sorted((unit for row in given for unit in row.groups), key=lambda unit: (-unit.cost, unit.samples))
+    fits = all(any(row.put(unit) for row in sorted(even, key=lambda row: row.cost)) for unit in groups)
+    if fits and max(row.cost for row in even) < max(row.cost for row in given):
+        return even
+    return [*given, *(_Row(rows) for _ in range(count - len(given)))]
+
+
+def _filled(samples: Sequence[Sample], filled: Sequence[_Row], rows: SharedRows, support: int) -> MicroBatch:
+    """The micro-batch of `filled`; segments are numbered in order, prompts first."""
+    streams = empty_streams(len(filled), rows.row_tokens, support)
+    streams[PROMPT_IDS] = np.zeros((len(filled), rows.row_tokens), np.int32)
+    answers, prompts = [], []
+    for at, row in enumerate(filled):
+        start, shared = 0, [unit for unit in row.groups if unit.shared]
+        number = {unit.samples: segment for segment, unit in enumerate(shared, start=1)}
+        for unit in shared:
+            prompts.append(Placement(unit.samples[0], at, start, unit.shared))
+            write(streams, prompts[-1], samples[unit.samples[0]], number[unit.samples])
+            start += unit.shared
+        segment = len(shared)
+        for stretch, held in enumerate(row.answers):
+            start = rows.prompt_tokens + stretch * rows.tokens
+            for index, unit in held:
+                segment += 1
+                place = Placement(index, at, start, len(samples[index].tokens) - unit.shared, unit.shared)
+                write(streams, place, samples[index], segment)
+                streams[PROMPT_IDS][at, start : start + place.length] = number.get(unit.samples, 0)
+                answers.append(place)
+                start += place.length
+    return MicroBatch(streams, tuple(answers), tuple(prompts))

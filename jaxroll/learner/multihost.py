@@ -46,7 +46,7 @@ from jaxroll.protocols import Progress
 from jaxroll.records import Claim, Version
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
-from jaxroll.sharding.layout import Rules
+from jaxroll.sharding import Rules
 from jaxroll.transfer import channels
 
 JOIN_S = 300  # from the arrival of the first process to that of the last

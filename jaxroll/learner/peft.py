@@ -22,8 +22,8 @@ from jaxroll.config import LearnerConfig
 from jaxroll.config.schema import LORA_TARGETS
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, hf_config
+from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Leaf, Tensors
-from jaxroll.models.spec import ModelSpec
 
 CONFIG_FILE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "learner.lora_path"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxroll import sharding as layouts
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import lora as adapters
@@ -20,8 +21,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout, replicated
+from jaxroll.sharding import Layout, replicated
 
 Params = dict[str, jax.Array]
 

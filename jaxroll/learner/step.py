@@ -26,6 +26,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms import sampling as logprob
 from jaxroll.algorithms.advantages import Objective, Tokens
 from jaxroll.kernels.attention import SharedRows, lengthened
@@ -41,8 +42,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.moe import Load
 from jaxroll.protocols import Progress
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout, batch_spec, replicated
+from jaxroll.sharding import Layout, batch_spec, replicated
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms import registry
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
@@ -25,7 +26,7 @@ from jaxroll.config.derived import sample_tokens, support_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner import critic, lora, minibatch, packing, sharing, step_metrics
+from jaxroll.learner import critic, lora, minibatch, packing, step_metrics
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
@@ -39,8 +40,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout, Rules
+from jaxroll.sharding import Layout, Rules
 
 Metrics = dict[str, Any]
 Streams = dict[str, jax.Array]
@@ -84,7 +84,8 @@ class Trainer:
         self.buckets = packing.row_buckets(
             config.learner.micro_batch_rows, self._shards, config.learner.shared_prompt_rows
         )
-        self.algorithm = registry.build(config.learner)
+        self._settings = minibatch.Settings.of(config)
+        self.algorithm = self._settings.algorithm
         self._rows = shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
             raise ConfigError(
@@ -159,7 +160,7 @@ class Trainer:
         """`claim` packed and on the devices; KL costs and critic values are computed with the current parameters."""
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
-        prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs, values=values)
+        prepared = minibatch.prepare(claim, self.config, settings=self._settings, costs=costs, values=values)
         packed = [self.packed(samples, self.algorithm.together) for samples in prepared.minibatches]
         return Ready(
             claim, prepared, packed, [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
@@ -214,7 +215,7 @@ class Trainer:
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         """The micro-batches of `samples` under this config."""
         if self._rows:
-            batches = sharing.pack(
+            batches = minibatch.pack(
                 samples,
                 self._rows,
                 self.buckets,

@@ -27,7 +27,8 @@ from jaxroll.config import Config
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
-from jaxroll.models import folders, pretrained
+from jaxroll.models import folders
+from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted, Leaf
 from jaxroll.run_paths import RunPaths
@@ -108,7 +109,7 @@ def initial_folder(config: Config, run_dir: Path) -> Path | None:
 def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
     """The parameters in `initial_folder`, as float32 host arrays that are read on access; None for a fresh init."""
     folder = initial_folder(config, run_dir)
-    return folder and pretrained.weights(dataclasses.replace(config.model, path=str(folder)), spec)
+    return folder and model_params.weights(dataclasses.replace(config.model, path=str(folder)), spec)
 
 
 # --- model and tokenizer of a weights folder

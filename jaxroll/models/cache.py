@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxroll.kernels.attention import dense, levels
 from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.layout import Layout, Rules, sharding
+from jaxroll.sharding import Layout, Rules, sharding
 
 LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 

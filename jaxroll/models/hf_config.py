@@ -8,8 +8,20 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxroll.errors import ConfigError
-from jaxroll.models.families import FAMILIES, IMAGES, METADATA, MOE, ROPE, TEXT_PARTS, Family
-from jaxroll.models.spec import ModelSpec, RopeScaling, check_flag, check_number, check_size
+from jaxroll.models.families import (
+    FAMILIES,
+    IMAGES,
+    METADATA,
+    MOE,
+    ROPE,
+    TEXT_PARTS,
+    Family,
+    ModelSpec,
+    RopeScaling,
+    check_flag,
+    check_number,
+    check_size,
+)
 
 # --- Hugging Face's names of JaxRoll's parameters, and the check of a checkpoint's names
 

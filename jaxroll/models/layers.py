@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.models import moe
+from jaxroll.models.families import ModelSpec, RopeScaling
 from jaxroll.models.moe import PRODUCT, Routing
-from jaxroll.models.spec import ModelSpec, RopeScaling
 
 Rotation = tuple[Array, Array]  # cos and sin, each float32 [..., 1, H]
 Attend = Callable[[Array, Array, Array], Array]

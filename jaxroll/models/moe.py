@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 AXIS = "expert"  # the mesh axis that divides the experts
 Choose = Callable[[Float[Array, "*rows E"], Float[Array, "*rows E"]], Int[Array, "*rows k"]]

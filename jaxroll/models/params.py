@@ -1,24 +1,31 @@
-"""Parameters as a flat dict by dotted names ("layers.00.attn.q"), derived from the abstract state of `layers.Decoder`.
+"""Parameters as a flat dict by dotted names ("layers.00.attn.q"), initialised, or read from the folder of a model.
 
-Shapes, dtypes and logical axes are declared only there.
+They are derived from the abstract state of `layers.Decoder`: shapes, dtypes and logical axes are declared only there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
-from jaxroll.models import moe
+from jaxroll.config import ModelConfig
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.models import folders, hf_config, moe
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
+from jaxroll.models.hf_config import names, of_experts
 from jaxroll.models.layers import Block, Decoder
-from jaxroll.sharding.layout import Rules, sharding
+from jaxroll.sharding import Rules, sharding
 
 Params = dict[str, jax.Array]
 
@@ -118,3 +125,153 @@ def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array
     for name, variable in variables.items():
         if params[name].shape != variable.shape:
             raise ValueError(f"parameter {name} has shape {params[name].shape}, the model declares {variable.shape}")
+
+
+# --- Weights of an imported model: read from a folder (see `folders`), and conversion between layouts
+
+__all__ = ["leaves", "names", "of_experts", "spec", "stored", "weights"]
+
+
+def weights(config: ModelConfig, model: ModelSpec) -> Mapping[str, np.ndarray]:
+    """The parameters in the folder `config.path`, float32 by flat name; each (or a slice of it) is read on access.
+
+    ConfigError, before any is read, when a tensor is missing, unexpected or has a wrong shape.
+    """
+    raw = leaves(Path(config.path), model)
+    return Converted(
+        raw,
+        lambda name: np.asarray(raw[name], np.float32),
+        lambda name, index: np.asarray(raw.slice_of(name, index), np.float32),
+    )
+
+
+def leaves(folder: Path, model: ModelSpec) -> Converted:
+    """As `weights`, from a folder of either kind, but in the stored dtype."""
+    tensors, shapes = folders.weight_tensors(folder), abstract(model)
+    model = folders.as_stored(folder, model)
+    fresh = shapes.keys() - abstract(model).keys()  # biases of routers, which start at 0
+    try:
+        stored(folder, model, tensors)
+    except DataError as error:
+        reason, remedy = str(error), "Is this the checkpoint of its config.json?"
+        raise ConfigError("model.path", str(folder), reason, remedy) from error
+
+    def slice_of(ours: str, index: Index) -> np.ndarray:
+        at = shapes[ours].shape
+        if ours in fresh:
+            return np.zeros(at, np.float32)[index]
+        return tensors[ours][index] if folders.is_ours(folder) else leaf(model, ours, at, tensors.__getitem__, index)
+
+    return Converted(shapes, lambda ours: slice_of(ours, (slice(None),) * len(shapes[ours].shape)), slice_of)
+
+
+def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
+    """The stored dtype and JaxRoll's shape of every parameter; DataError when one does not match `model`."""
+    if wrong := folders.weights_error(folder, model, tensors):
+        raise DataError(wrong)
+    ours, found = folders.is_ours(folder), {}
+    for own_name, leaf in abstract(model).items():
+        if not ours:
+            found[own_name] = Leaf(_stored_dtype(model, own_name, leaf.shape, tensors), leaf.shape)
+            continue
+        held = tensors.leaf(own_name)
+        if held.shape != leaf.shape:
+            raise DataError(f"array {own_name!r} has shape {held.shape}; this model needs {leaf.shape}")
+        found[own_name] = Leaf(held.dtype, leaf.shape)
+    return found
+
+
+# --- Conversion between Hugging Face's and JaxRoll's layouts: pure functions of numpy arrays
+#
+# Hugging Face's linear weights are [out, in] with heads and head dimension in one axis; JaxRoll's are
+# [in, heads, head_dim]. The dtype is kept. `ours` is JaxRoll's name of a parameter, `at` its shape.
+
+
+def _stored_dtype(model: ModelSpec, ours: str, at: tuple[int, ...], tensors: Tensors) -> np.dtype:
+    """The dtype of the tensors of the parameter `ours`; DataError when a shape does not match or dtypes differ."""
+    held = {theirs: tensors.leaf(theirs) for theirs in names(model, ours)}
+    for theirs, leaf in held.items():
+        _check_shape(ours, at[1:] if of_experts(ours) else at, theirs, leaf.shape)
+    dtypes = {leaf.dtype for leaf in held.values()}
+    if len(dtypes) > 1:
+        raise DataError(f"the tensors of {ours!r} have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    return dtypes.pop()
+
+
+def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """JaxRoll's parameters (float32) from `tensor(Hugging Face name)`; DataError for a missing or misshapen tensor."""
+    shapes = abstract(spec)
+    return {ours: np.asarray(leaf(spec, ours, at.shape, tensor), np.float32) for ours, at in shapes.items()}
+
+
+def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors by name, contiguous, in the dtype of `values`."""
+    return {
+        theirs_name: theirs(ours, part)
+        for ours in abstract(spec)
+        for theirs_name, part in parts(spec, ours, np.asarray(values[ours])).items()
+    }
+
+
+def parts(spec: ModelSpec, ours: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The slices of the parameter `ours` that are Hugging Face tensors of their own, by their names there."""
+    return dict(zip(names(spec, ours), value if of_experts(ours) else (value,), strict=True))
+
+
+def leaf(
+    spec: ModelSpec,
+    ours: str,
+    at: tuple[int, ...],
+    tensor: Callable[[str], np.ndarray],
+    index: Index | None = None,
+) -> np.ndarray:
+    """The parameter `ours` of shape `at`, or its slice `index`, contiguous; DataError for a misshapen tensor, too.
+
+    Of memory-mapped tensors it reads only what is in the slice.
+    """
+    index = index or (slice(None),) * len(at)
+    if not of_experts(ours):
+        return np.ascontiguousarray(_one(ours, at, hf_config.name(spec, ours), tensor)[index])
+    wanted, made = names(spec, ours)[index[0]], None
+    for expert, theirs in enumerate(wanted):  # one expert in memory at a time, in addition to the whole
+        value = _one(ours, at[1:], theirs, tensor)[index[1:]]
+        made = np.empty((len(wanted), *value.shape), value.dtype) if made is None else made
+        made[expert] = value
+    assert made is not None
+    return made
+
+
+def _one(ours: str, at: tuple[int, ...], theirs: str, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The tensor `theirs` in our layout: a view."""
+    try:
+        value = np.asarray(tensor(theirs))
+    except KeyError as error:
+        raise DataError(f"the checkpoint has no tensor {theirs!r}, which {ours!r} is read from") from error
+    _check_shape(ours, at, theirs, value.shape)
+    return (value.T if _transposed(ours) else value).reshape(at)
+
+
+def _check_shape(ours: str, at: tuple[int, ...], theirs: str, found: tuple[int, ...]) -> None:
+    """Raise DataError when the shape `found` of the Hugging Face tensor is not that of the parameter `ours`."""
+    if found != shape(ours, at):
+        raise DataError(f"tensor {theirs!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
+
+
+def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the Hugging Face tensor of the parameter `ours` with shape `at`; [out, in] for a linear weight."""
+    if ours.endswith("_bias"):
+        return (math.prod(at),)
+    if not _transposed(ours):
+        return at
+    inputs = at[:-1] if ours.endswith(".attn.o") else at[:1]
+    return math.prod(at) // math.prod(inputs), math.prod(inputs)
+
+
+def theirs(ours: str, value: np.ndarray) -> np.ndarray:
+    """The Hugging Face tensor of the parameter `ours`, contiguous."""
+    rows, *columns = shape(ours, value.shape)
+    return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value.reshape(rows, *columns))
+
+
+def _transposed(ours: str) -> bool:
+    return not (ours == "embed" or ours.endswith(("norm", "_bias")))

@@ -25,7 +25,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation
 from jaxroll.models.moe import Load, Routing
 from jaxroll.models.params import block, block_axes, module
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 Params = Mapping[str, jax.Array]
 _KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}

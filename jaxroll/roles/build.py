@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jaxroll import sharding as layouts
 from jaxroll.config import Config, MeshConfig, WeightSwap
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import Params
-from jaxroll.models import families, params, pretrained
+from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import VersionRef
 from jaxroll.roles.weights import Progress, WeightFollower
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 from jaxroll.text import tokenizers
 from jaxroll.transfer.channel_device import HandedOver
 from jaxroll.transfer.channels import keeps_float32
@@ -42,7 +42,7 @@ def tokenizer(config: Config) -> Tokenizer:
 
 def model_spec(config: Config, text: Tokenizer) -> families.ModelSpec:
     """The run's model."""
-    return pretrained.spec(config.model, text.vocab_size)
+    return params.spec(config.model, text.vocab_size)
 
 
 class AdaptedParameters:

@@ -39,7 +39,7 @@ from jaxroll.protocols import Progress
 from jaxroll.records import Claim
 from jaxroll.roles import evaluator, sampler
 from jaxroll.roles import session as sessions
-from jaxroll.sharding.layout import Rules
+from jaxroll.sharding import Rules
 
 if TYPE_CHECKING:  # it loads JAX, which must come after the scoring pools
     pass

@@ -73,6 +73,7 @@ class Members:
     ) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.capacity, self._version, self._begin = capacity, version, begin
+        self._group = session.config.schedule.members_per_group
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
         self.playing: dict[Key, Transcript] = {}  # the open ones whose episode has not ended
         self.ended: set[Key] = set()  # cancelled before the reply that grants their lease arrived
@@ -139,7 +140,7 @@ class Members:
         that it requested.
         """
         now_s, until = asyncio.get_running_loop().time, 0.0
-        while (free := self._room_left()) < self.config.schedule.members_per_group:
+        while (free := self._room_left()) < self._group:
             self.room.clear()
             if not (free and self._in_parts and self._plenty):
                 await self.room.wait()

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxroll import disk, lifeline, wire
+from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import DataError, JaxRollError
@@ -31,10 +32,9 @@ from jaxroll.models import params as model_params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
 from jaxroll.rollout.loop_thread import LoopThread
-from jaxroll.rpc import auth
+from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method, RawServer
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import layout as layouts
 from jaxroll.tinker import trainer
 from jaxroll.transfer.ends import Receiver
 
@@ -285,8 +285,8 @@ class Service:
 
 def main(args: RoleArgs) -> int:
     """Serve the Tinker server of `args.run_dir` until a stop signal; return 0."""
-    secret = auth.load_secret(args.run_dir)
-    models = Models(args.config, args, auth.bearer(secret, "sampler") if secret else "")
+    secret = protocol.load_secret(args.run_dir)
+    models = Models(args.config, args, protocol.bearer(secret, "sampler") if secret else "")
     loop = LoopThread("tinker-sampler")
     lifeline.on_stop(models.host.stop)
 

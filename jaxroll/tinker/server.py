@@ -29,7 +29,7 @@ from jaxroll import disk, lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import DataError
 from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
-from jaxroll.rpc import auth, http
+from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker.sampler import ADDRESS_FILE, SERVICE
 from jaxroll.tinker.service import Refused, Tinker
@@ -195,13 +195,13 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Run the server until a stop signal; return 0. RUN/tinker.addr then holds its URL."""
     config, run_dir = args.config, args.run_dir
     listening = http.listen(options.host, options.port, insecure=options.insecure)
-    secret = auth.load_secret(run_dir)
+    secret = protocol.load_secret(run_dir)
     token_file = Path(options.token_file) if options.token_file else args.paths.http_token
     token = http.token(None if options.token_file else secret, token_file)
     device, loop = DeviceThread(), LoopThread("tinker")
     trainer = Trainer(config, run_dir)
     transfer = replace(config.transfer, channel="tcp", dtype="float32")  # adapters are small, and rounding would add up
-    with Publisher(transfer, run_dir, token=auth.bearer(secret, "sampler") if secret else "") as publisher:
+    with Publisher(transfer, run_dir, token=protocol.bearer(secret, "sampler") if secret else "") as publisher:
 
         async def serve() -> None:
             sampler = RawClient(

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxroll import disk
+from jaxroll import sharding as layouts
 from jaxroll.algorithms import advantages, losses
 from jaxroll.config import Config
 from jaxroll.config.schema import LORA_TARGETS
@@ -32,12 +33,11 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.kernels import choice
 from jaxroll.learner import lora, packing, peft, step, weights
 from jaxroll.learner.lora import Lora
+from jaxroll.models import folders, transformer
 from jaxroll.models import params as model_params
-from jaxroll.models import pretrained, tensor_files, transformer
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.tensor_files import Leaf
+from jaxroll.models.folders import Leaf
 from jaxroll.protocols import Tokenizer
-from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 from jaxroll.tinker.messages import Datum, ForwardBackward
 
@@ -381,7 +381,7 @@ class Trainer:
                 arrays |= {f"mu/{name}": value for name, value in model.moments.mu.items()}
                 arrays |= {f"nu/{name}": value for name, value in model.moments.nu.items()}
             leaves = {name: Leaf(np.dtype(np.float32), value.shape) for name, value in arrays.items()}
-            tensor_files.write(draft / STATE, leaves, lambda name: np.asarray(layouts.fetched(arrays[name])))
+            folders.write(draft / STATE, leaves, lambda name: np.asarray(layouts.fetched(arrays[name])))
 
     def load(self, folder: Path, *, optimizer: bool, into: Trained | None = None) -> Trained:
         """A model (or `into`) with the parameters in `folder`, and Adam's state if `optimizer`. DataError otherwise."""
@@ -407,7 +407,7 @@ class Trainer:
 
     def _held(self, folder: Path, adapters: Lora | None, *, whole: bool) -> Mapping[str, np.ndarray]:
         if whole or adapters is None:
-            return tensor_files.opened(folder / STATE)
+            return folders.opened(folder / STATE)
         try:
             return peft.read(replace(_learner(self.config, adapters), lora_path=str(folder)), self.spec)
         except ConfigError as error:
@@ -430,7 +430,7 @@ def _learner(config: Config, adapters: Lora) -> Any:
 def tokenizer(config: Config) -> tuple[Tokenizer, ModelSpec]:
     """The tokenizer and the model of `config`."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    return text, pretrained.spec(config.model, text.vocab_size)
+    return text, model_params.spec(config.model, text.vocab_size)
 
 
 def initial(config: Config, run_dir: Path, layout: layouts.Layout) -> Params:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from jaxroll import disk
+from jaxroll import disk, sharding
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import cache_tokens, page_size
 from jaxroll.engine import device
@@ -34,8 +34,7 @@ from jaxroll.learner import step, trainer
 from jaxroll.models import cache
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
+from jaxroll.sharding import LEARNER, SAMPLER, Layout
 from jaxroll.transfer import channels
 
 Tree = Any  # a pytree
@@ -72,7 +71,7 @@ def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh
             f"cannot be described on {platform}: {error}",
             "Install libtpu; names are like v5e:2x2.",
         ) from error
-    return layout.build(cfg, described.devices)
+    return sharding.build(cfg, described.devices)
 
 
 def abstract(shapes: Tree, shardings: Tree) -> Tree:

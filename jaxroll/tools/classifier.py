@@ -29,7 +29,8 @@ import numpy as np
 
 from jaxroll import lifeline
 from jaxroll.errors import DataError
-from jaxroll.models import folders, pretrained, transformer
+from jaxroll.models import folders, transformer
+from jaxroll.models import params as model_params
 from jaxroll.models.params import module
 from jaxroll.records import Message
 from jaxroll.rewards.remote import READY, Question, Served, Verdict
@@ -46,7 +47,7 @@ class RewardModel:
         self._spec = folders.classifier(folder, settings.dtype)
         self._text, self._settings = HFTokenizer(folder), settings
         self._pad_id = folders.read_json(folder, folders.CONFIG_FILE).get("pad_token_id")
-        values = pretrained.leaves(folder, self._spec)
+        values = model_params.leaves(folder, self._spec)
         self._params = {name: jnp.asarray(values[name], settings.dtype) for name in values}
         self._scores = jax.jit(partial(_scores, self._spec))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data import sources
@@ -25,12 +26,12 @@ from jaxroll.learner import critic, lora, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
-from jaxroll.models import families, params, pretrained
+from jaxroll.models import families, params
+from jaxroll.models import params as pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Version
 from jaxroll.run_paths import RunPaths
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 
 OFFLINE_LIMIT_S = 3600.0

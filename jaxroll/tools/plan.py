@@ -24,12 +24,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import channel_of, episode_tokens, memory_fractions, roles_with_devices
 from jaxroll.errors import EXIT_CONFIG, ConfigError
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding import layout
 from jaxroll.tools import aot, chips, hlo
 from jaxroll.tools.chips import Chip, Times, Topology
 
@@ -106,7 +106,7 @@ def model(config: Config) -> ModelSpec:
 def _mesh(mesh: MeshConfig, topology: Topology) -> tuple[Mesh, str]:
     """The mesh of a role on a slice of its own, and the slice's name."""
     if topology.platform == "cpu":
-        return layout.build(mesh), topology.name
+        return sharding.build(mesh), topology.name
     name = topology.of_role(mesh.devices)
     return aot.topology_mesh(mesh, name), name
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
@@ -30,11 +31,10 @@ from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Params
 from jaxroll.learner.step import Programs, Recipe, hidden_states
 from jaxroll.metrics import JsonlTracker
-from jaxroll.models import families, pretrained, transformer
+from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Message, Task
-from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 5.0
@@ -65,7 +65,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
         raise ConfigError("sft.steps", config.sft.steps, "a warm start takes at least one step", "Use 300.")
     started = time.monotonic()
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    spec = pretrained.spec(config.model, text.vocab_size)
+    spec = model_params.spec(config.model, text.vocab_size)
     mesh = layouts.build(config.learner.mesh)
     layout = layouts.Layout(mesh, layouts.LEARNER)
     buckets = packing.row_buckets(config.learner.micro_batch_rows, config.learner.mesh.shards)
@@ -74,7 +74,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     programs = Programs(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
     if config.model.path:
-        params = states.placed(pretrained.weights(config.model, spec), spec, layout)
+        params = states.placed(model_params.weights(config.model, spec), spec, layout)
     else:
         params = model_params.init(spec, jax.random.key(config.run.seed), mesh, layouts.LEARNER)
     state = states.fresh(params, spec, layout, programs.recipe.optimizer.transform)

@@ -20,16 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll import disk
+from jaxroll import disk, sharding
 from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import checkpoint_files, lora, peft, weights
 from jaxroll.learner.lora import Lora
-from jaxroll.models import folders, hf_config, params, pretrained
+from jaxroll.models import folders, hf_config, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import DTYPES, Leaf
 from jaxroll.run_paths import RunPaths
-from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -82,17 +81,17 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
     source = cast_to(source, dtype)
     spec, origin = source.spec, source.origin
     leaves = {
-        theirs: (ours, expert, replace(leaf, shape=pretrained.shape(ours, leaf.shape[1:] if experts else leaf.shape)))
+        theirs: (ours, expert, replace(leaf, shape=params.shape(ours, leaf.shape[1:] if experts else leaf.shape)))
         for ours, leaf in source.leaves.items()
-        for experts in (pretrained.of_experts(ours),)
-        for expert, theirs in enumerate(pretrained.names(spec, ours))
+        for experts in (params.of_experts(ours),)
+        for expert, theirs in enumerate(params.names(spec, ours))
     }
 
     read = functools.lru_cache(maxsize=1)(source.value)  # the experts of a layer are slices of one array
 
     def tensor(theirs: str) -> np.ndarray:
         ours, expert, _ = leaves[theirs]
-        return pretrained.theirs(ours, read(ours)[expert] if pretrained.of_experts(ours) else read(ours))
+        return params.theirs(ours, read(ours)[expert] if params.of_experts(ours) else read(ours))
 
     text = {} if source.text is None else _text_files(source.text)
     with _new(out) as unfinished:
@@ -144,7 +143,7 @@ def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Sourc
             return
         held = checkpoint_files.params(about)
         leaves = {name: Leaf(np.dtype(dtype), shape) for name, (dtype, shape) in held.items()}
-        spec = pretrained.spec(run.config.model, leaves["embed"].shape[0])
+        spec = params.spec(run.config.model, leaves["embed"].shape[0])
         yield Source(f"checkpoint {path}", spec, leaves, values.__getitem__, text, _origin(run))
 
 
@@ -175,16 +174,16 @@ def _base(run: OfRun) -> Source:
     if text is None:
         reason = f"has no {RunPaths(run.path).alphabet.name}, which determines the size of its model's vocabulary"
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
-    spec = pretrained.spec(run.config.model, text.vocab_size)
-    made = params.init(spec, jax.random.key(run.config.run.seed), layout.build(MeshConfig()), layout.LEARNER)
+    spec = params.spec(run.config.model, text.vocab_size)
+    made = params.init(spec, jax.random.key(run.config.run.seed), sharding.build(MeshConfig()), sharding.LEARNER)
     leaves = {name: Leaf(DTYPES["F32"], value.shape) for name, value in made.items()}
     return Source("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
 
 
 def _of_folder(folder: Path) -> Source:
     spec = folders.described(folder)
-    values = pretrained.leaves(folder, spec)
-    leaves = pretrained.stored(folder, spec, folders.weight_tensors(folder))
+    values = params.leaves(folder, spec)
+    leaves = params.stored(folder, spec, folders.weight_tensors(folder))
     config = folder / (ORIGIN_FILE if folders.is_ours(folder) else folders.CONFIG_FILE)
     origin = folders.read_json(folder, config.name) if config.is_file() else None
     return Source(str(folder), spec, leaves, values.__getitem__, folder, origin)

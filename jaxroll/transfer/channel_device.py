@@ -1,7 +1,7 @@
 """The device channel: weights move within one process, from devices to devices.
 
 A published version is a copy on the learner's devices. An engine with the learner's shardings and dtype uses this copy;
-for other engines the devices exchange shards (`placing.moved`, through the host only if an engine has devices that the
+for other engines the devices exchange shards (`sharding.moved`, through the host only if an engine has devices that the
 learner does not have). The copy is queued after the step that made the parameters and before the next step, which may
 donate them. Only the newest version is kept: the previous one is dropped when the store has recorded the new one, and
 its memory is freed when no engine uses it.
@@ -21,9 +21,9 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
+from jaxroll import sharding
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Version, VersionRef
-from jaxroll.sharding import layout
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
 
@@ -32,7 +32,7 @@ Params = Mapping[str, jax.Array]
 
 
 class DevicePublisher:
-    """Publisher for the engines of this process; it has the interface of `publish.Publisher`."""
+    """Publisher for the engines of this process; it has the interface of `ends.Publisher`."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype, self._address = dtype, uuid.uuid4().hex
@@ -85,7 +85,7 @@ _OPEN: WeakValueDictionary[str, DevicePublisher] = WeakValueDictionary()  # publ
 
 
 class HandedOver:
-    """Parameters on the publisher's devices, waiting for the weight swap; it has the interface of `receive.Staged`."""
+    """Parameters on the publisher's devices, waiting for the weight swap; it has the interface of `ends.Staged`."""
 
     def __init__(
         self, params: Params, target: Mapping[str, jax.sharding.Sharding], wanted: Mapping[str, np.dtype]
@@ -105,7 +105,7 @@ class HandedOver:
             raise TransferError("these parameters were placed before; fetch them again")
         params, self._params = self._params, None
         names = list(params)
-        placed = layout.moved([params[n] for n in names], [self._target[n] for n in names])
+        placed = sharding.moved([params[n] for n in names], [self._target[n] for n in names])
         return manifests.cast(dict(zip(names, placed, strict=True)), self._wanted)
 
 

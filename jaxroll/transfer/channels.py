@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.errors import TransferError
 from jaxroll.records import Version
-from jaxroll.sharding import layout
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.manifest import Box, Manifest
 
@@ -104,7 +105,7 @@ def begin(params: Params, dtype: str) -> PendingCopy:
     leaves, gathering = {}, deque()
     for name in sorted(copies):
         copy = copies.pop(name)
-        whole = layout.gathered(copy)
+        whole = _gathered(copy)
         leaves[name] = (whole.shape, _start_copy(name, whole))
         if whole is not copy:
             gathering.append(name)
@@ -113,6 +114,40 @@ def begin(params: Params, dtype: str) -> PendingCopy:
     for name in gathering:
         _finish_copy(leaves[name][1])
     return PendingCopy(leaves if jax.process_index() == 0 else {})
+
+
+def _gathered(array: jax.Array) -> jax.Array:
+    """`array`, resharded so that the devices of each process together hold all of it; unchanged if they do already.
+
+    Its sharding among the devices of a process does not change. Every process must call this in the same order.
+    """
+    sharding = array.sharding
+    if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    crossing = _axes_across_processes(sharding.mesh)
+    parts = [_without(part, crossing) for part in sharding.spec]
+    if parts == list(sharding.spec):
+        return array
+    return _resharding(NamedSharding(sharding.mesh, PartitionSpec(*parts)))(array)
+
+
+def _axes_across_processes(mesh: Mesh) -> frozenset[str]:
+    """The mesh axes along which devices belong to different processes."""
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    firsts = {name: np.take(owners, [0], axis) for axis, name in enumerate(mesh.axis_names)}
+    return frozenset(name for name, first in firsts.items() if (owners != first).any())
+
+
+def _without(part: Any, axes: frozenset[str]) -> Any:
+    """One entry of a PartitionSpec without `axes`."""
+    if not isinstance(part, tuple):
+        return None if part in axes else part
+    return tuple(axis for axis in part if axis not in axes) if axes.intersection(part) else part
+
+
+@functools.lru_cache(maxsize=64)
+def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def _start_copy(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
@@ -181,6 +216,29 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     view = np.ascontiguousarray(array).reshape(array.shape).view()
     view.flags.writeable = False
     return view
+
+
+class VersionShelf:
+    """The newest `keep` snapshots, by version. A connection keeps the snapshot that it uses alive."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._lock = keep, threading.Lock()
+        self._kept: dict[Version, HostSnapshot] = {}
+
+    def put(self, snapshot: HostSnapshot) -> None:
+        with self._lock:
+            self._kept.pop(snapshot.version, None)
+            self._kept[snapshot.version] = snapshot
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+
+    def get(self, version: Version) -> HostSnapshot | None:
+        with self._lock:
+            return self._kept.get(version)
+
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(self._kept)
 
 
 # --- Transfer channels
@@ -312,3 +370,39 @@ def frame(message: Question | Answer) -> bytes:
     """The frame of `message`, without the raw bytes that may follow it."""
     body = wire.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+class Refusal(Exception):
+    """A refused question; the reader gets the reason, then the connection is closed."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.answer = Refused(kind, reason)
+        super().__init__(reason)
+
+
+def check_slice(snapshot: HostSnapshot, part: Slice) -> None:
+    leaves = snapshot.manifest.leaves
+    known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
+    if not known or not manifests.contains(leaves[part.leaf].boxes[part.source], part.box):
+        raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
+
+
+def chunks(snapshot: HostSnapshot, slices: tuple[Slice, ...]) -> Iterator[memoryview]:
+    """The alternating frames and bytes of `slices`, computed only when the reader is ready for them."""
+    for part in slices:
+        source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
+        piece = snapshot.pieces[part.leaf][part.source]
+        body = np.ascontiguousarray(manifests.bits(piece)[manifests.within(part.box, source)])
+        seen = manifests.of_box(body.reshape(manifests.shape_of(part.box)), part.box) if part.checked else None
+        yield memoryview(frame(Chunk(snapshot.version, body.nbytes, seen)))
+        if body.nbytes:
+            yield body.reshape(-1).data.cast("B")
+
+
+def pieces(part: SlicePart) -> list[SlicePart]:
+    """The part cut into chunks of at most `CHUNK_BYTES`, each with its view of the destination."""
+    limit = CHUNK_BYTES // part.into.itemsize
+    return [
+        part._replace(box=box, into=part.into[manifests.within(box, part.box)] if box else part.into)
+        for box in manifests.split(part.box, limit)
+    ]

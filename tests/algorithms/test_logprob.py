@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxroll import sharding
 from jaxroll.algorithms import sampling
 from jaxroll.config import MeshConfig
-from jaxroll.sharding import layout
 
 
 def numpy_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
@@ -65,7 +65,7 @@ def test_the_gradient_is_onehot_minus_softmax_over_temperature(temperature):
 
 
 def test_a_sharded_vocabulary_changes_nothing():
-    mesh = layout.build(MeshConfig(data=2, tensor=4))
+    mesh = sharding.build(MeshConfig(data=2, tensor=4))
     rng = np.random.default_rng(3)
     logits, tokens = rng.normal(size=(4, 32)).astype(np.float32), rng.integers(0, 32, 4).astype(np.int32)
     spread = jax.device_put(logits, jax.NamedSharding(mesh, jax.P("data", "tensor")))

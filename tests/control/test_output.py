@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from jaxroll import metrics
+from jaxroll import lifeline, metrics
 from jaxroll.config import SupervisorConfig
-from jaxroll.control import live, streams
+from jaxroll.control import live
 from jaxroll.control.child import tail
 from jaxroll.control.live import PlainView
 from jaxroll.control.program import ProcessSpec
@@ -211,7 +211,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_an_outlet_discards_what_a_reader_that_left_does_not_take(pipe) -> None:
     reader, writer = pipe
-    outlet = streams.Outlet(writer)
+    outlet = lifeline.Outlet(writer)
     assert outlet.write(b"abc") == 3 and os.read(reader, 9) == b"abc"
     os.close(reader)
     assert outlet.write(b"x" * 100) == 100 and outlet.write(b"y") == 1
@@ -220,7 +220,7 @@ def test_an_outlet_discards_what_a_reader_that_left_does_not_take(pipe) -> None:
 
 def test_an_outlet_with_patience_discards_what_a_stalled_reader_does_not_take(pipe) -> None:
     reader, writer = pipe
-    outlet = streams.Outlet(writer)
+    outlet = lifeline.Outlet(writer)
     outlet.patience_s = 0.05
     for _ in range(64):
         left = memoryview(b"x" * 4096)
@@ -235,7 +235,7 @@ def test_an_outlet_with_patience_discards_what_a_stalled_reader_does_not_take(pi
 @pytest.mark.parametrize("line", [b"x" * 79 + b"\n", b"\n"])
 def test_an_outlet_discards_what_a_terminal_that_is_not_read_does_not_take(line: bytes) -> None:
     master, terminal = os.openpty()
-    outlet = streams.Outlet(terminal)
+    outlet = lifeline.Outlet(terminal)
     outlet.patience_s = 0.05
     data = line * (400_000 // len(line))
 
@@ -261,7 +261,7 @@ def test_an_outlet_discards_what_a_terminal_that_is_not_read_does_not_take(line:
 
 def test_an_outlet_keeps_the_error_of_a_full_disk() -> None:
     with open("/dev/full", "wb") as file:
-        outlet = streams.Outlet(file.fileno())
+        outlet = lifeline.Outlet(file.fileno())
         assert outlet.write(b"abc") == 3
         assert outlet.lost is not None and outlet.lost.errno == errno.ENOSPC
 
@@ -303,20 +303,20 @@ def test_a_command_in_another_locale_reads_and_writes_utf8(tmp_path: Path) -> No
 
 def test_the_program_is_restarted_at_most_once(monkeypatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(streams.locale, "getencoding", lambda: "ISO-8859-1")
-    monkeypatch.setattr(streams.os, "execv", lambda _, argv: started.append(argv))
-    monkeypatch.setenv(streams.UTF8_ENV, "0")
+    monkeypatch.setattr(lifeline.locale, "getencoding", lambda: "ISO-8859-1")
+    monkeypatch.setattr(lifeline.os, "execv", lambda _, argv: started.append(argv))
+    monkeypatch.setenv(lifeline.UTF8_ENV, "0")
     if not sys.flags.utf8_mode:
-        streams.ensure_utf8()
-        assert len(started) == 1 and os.environ[streams.UTF8_ENV] == "1"
-    streams.ensure_utf8()  # as the restarted program would if the interpreter had ignored the variable
+        lifeline.ensure_utf8()
+        assert len(started) == 1 and os.environ[lifeline.UTF8_ENV] == "1"
+    lifeline.ensure_utf8()  # as the restarted program would if the interpreter had ignored the variable
     assert len(started) <= 1
 
 
 def test_the_view_of_a_run_writes_to_any_terminal(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    outlet = streams.Outlet(writer)
-    stream = streams._stream(None, outlet)
+    outlet = lifeline.Outlet(writer)
+    stream = lifeline._stream(None, outlet)
     stream.reconfigure(encoding="iso-8859-1", errors=stream.errors)  # as for a terminal of that locale
     view = live.PlainView(tmp_path, 5, out=stream)
     view.say("… α")

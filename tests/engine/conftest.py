@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
@@ -18,7 +19,6 @@ from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import layout
 from tests.harness import naive_engine
 
 SPEC = families.spec("nano")
@@ -41,7 +41,7 @@ class Ticks:
 @functools.cache
 def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
     """Parameters number `which` on a mesh. They are scaled up, so that the model has opinions."""
-    made = params.init(SPEC, jax.random.key(which), layout.build(mesh), layout.SAMPLER)
+    made = params.init(SPEC, jax.random.key(which), sharding.build(mesh), sharding.SAMPLER)
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
 
@@ -56,7 +56,7 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
         "seed": SEED,
     }
     config = EngineConfig(**(sizes | overrides))
-    engine = Engine(SPEC, layout.build(mesh), layout.SAMPLER, config, decode=decode, clock=Ticks())
+    engine = Engine(SPEC, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks())
     engine.warmup(None)  # programs compiled for zeros serve every test's weights without another compilation
     return engine
 
@@ -173,7 +173,7 @@ def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KV
     padded[0, : len(text)] = text
     length, zero = np.array([len(text)], np.int32), np.zeros(1, np.int32)
     logits, keys, values = _prefill(SPEC, weights, padded, length)
-    empty = kv.empty(SPEC, 1, 1, _LONGEST, layout.build(ONE), layout.SAMPLER)
+    empty = kv.empty(SPEC, 1, 1, _LONGEST, sharding.build(ONE), sharding.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
         kv.filled(pool, one, zero, zero[:, None], zero, length) for pool, one in zip(pools, new, strict=True)
     )

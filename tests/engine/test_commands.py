@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -16,7 +17,6 @@ from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
-from jaxroll.sharding import layout
 from tests.harness import naive_engine
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(1, 2)
@@ -179,7 +179,7 @@ def test_an_idle_engine_swaps_at_once_under_either_policy(bench):
 
 def test_requests_wait_for_the_first_weights(spec):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
-    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**sizes))
+    engine = Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, EngineConfig(**sizes))
     engine.add(long_requests(1)[0], lambda result: None)
     assert not engine.step()
     assert engine.version is None and engine.stats().queue_depth == 1
@@ -187,7 +187,7 @@ def test_requests_wait_for_the_first_weights(spec):
 
 def test_a_decode_dispatch_copies_no_array_from_the_host(spec, model):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
-    own = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**sizes))._device
+    own = Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, EngineConfig(**sizes))._device
     own._tables = np.asarray(own._tables)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         own.decode(model(), 1, 1)
@@ -268,4 +268,4 @@ def test_sizes_that_no_program_can_have_are_refused(spec, change, words):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0,
              "page_tokens": 8}  # fmt: skip
     with pytest.raises(ConfigError, match=words):
-        Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**(sizes | change)))
+        Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, EngineConfig(**(sizes | change)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -18,7 +19,6 @@ from jaxroll.models import families, moe, params, transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import layout
 from tests.harness import naive_engine
 
 SPEC = dataclasses.replace(families.spec("tiny_moe"), router_bias=True)
@@ -27,7 +27,7 @@ ONE, SEED, LENGTH = MeshConfig(), 5, 48
 
 @functools.cache
 def weights(mesh: MeshConfig = ONE, seed: int = 0) -> params.Params:
-    made = params.init(SPEC, jax.random.key(seed), layout.build(mesh), layout.SAMPLER)
+    made = params.init(SPEC, jax.random.key(seed), sharding.build(mesh), sharding.SAMPLER)
     biases = np.random.default_rng(6).normal(size=(SPEC.layers, SPEC.experts)).astype(np.float32)
     for layer, name in enumerate(name for name in sorted(made) if name.endswith("router_bias")):
         made[name] = jax.device_put(jnp.asarray(biases[layer]), made[name].sharding)
@@ -40,7 +40,7 @@ def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spe
         slots=4, max_tokens=LENGTH, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=SEED, page_tokens=4,
         cache_pages=cache_pages, experts=True, paged_attention=paged,
     )  # fmt: skip
-    made = Engine(spec, layout.build(mesh), layout.SAMPLER, config)
+    made = Engine(spec, sharding.build(mesh), sharding.SAMPLER, config)
     made.warmup(None)
     return made
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Serving, SlotPrograms
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import layout
 from tests.harness import naive_engine
 
 NEVER = 64  # no token of the nano model
@@ -24,7 +24,7 @@ class Slots:
 
     def __init__(self, spec, params, mesh: MeshConfig, seed: int, eos_id: int = NEVER) -> None:
         serving = Serving(slots=4, max_prefill=16, max_tokens=24, page_tokens=8, temperature=0.9, seed=seed)
-        made = SlotPrograms(spec, layout.Layout(layout.build(mesh), layout.SAMPLER), serving, eos_id)
+        made = SlotPrograms(spec, sharding.Layout(sharding.build(mesh), sharding.SAMPLER), serving, eos_id)
         state = made.state_shardings()
         self.params = params
         self.prefill = jax.jit(made.prefill, out_shardings=made.prefix_shardings())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import programs, requests
 from jaxroll.models import families
-from jaxroll.sharding import layout
 
 SIZES = requests.Sizes(
     slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4, shards=2
@@ -16,8 +16,8 @@ SIZES = requests.Sizes(
 
 
 def test_programs_of_a_large_model_are_lowered_without_allocating():
-    mesh = layout.build(MeshConfig(data=2, tensor=4))
-    lowered = programs.lowered(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), mesh, layout.SAMPLER, SIZES)
+    mesh = sharding.build(MeshConfig(data=2, tensor=4))
+    lowered = programs.lowered(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), mesh, sharding.SAMPLER, SIZES)
     assert sorted(lowered) == ["decode", "extend_2048", "extend_512", "insert", "prefill_2048", "prefill_512"]
     text = lowered["decode"].as_text()
     assert "stablehlo.while" in text and "sdy.mesh" in text

@@ -45,8 +45,8 @@ STORE_SIDE = ("rpc/", "store/core/", "store/log/", "store/server/", "policy/", "
 # learner repeats its claim while an episode is longer than a long poll; the listener looks for stalled readers.
 MEANWHILE = {
     VERSION: ("roles/sampler.py",),
-    EPISODE: ("roles/weights.py", "roles/session.py", "roles/learner.py", "transfer/tcp_listener.py"),
-    TRAINING: ("transfer/tcp_listener.py",),
+    EPISODE: ("roles/weights.py", "roles/session.py", "roles/learner.py", "transfer/channel_tcp.py"),
+    TRAINING: ("transfer/channel_tcp.py",),
 }
 STEPS = 3  # the walks of the last steps count: the first ones fill caches
 NEVER_S = 3600.0

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
@@ -20,7 +21,6 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepRes
 from jaxroll.records import Claim, Finished, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.roles.sampler import SamplerLoops
-from jaxroll.sharding import layout
 from jaxroll.sim.world import TOKENIZER, Feed, MemoryPublisher, World
 
 ENV = "tests.harness.virtual_run:instant"
@@ -133,7 +133,7 @@ class DelayTrainer:
 
     def __init__(self, train_s: float) -> None:
         self._train_s, self.trained = train_s, list[Trained]()
-        self.layout = SimpleNamespace(mesh=layout.build(MeshConfig()))
+        self.layout = SimpleNamespace(mesh=sharding.build(MeshConfig()))
         self.programs = SimpleNamespace(recipe=SimpleNamespace(attention="none"))
 
     def warmup(self, progress: object) -> None: ...

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.kernels import attention, gpu, placed, tpu
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 B, T, N, K, H = 2, 150, 4, 2, 32
-LAYOUT = Layout(layout.build(MeshConfig(fsdp=2, tensor=2)), layout.LEARNER)
+LAYOUT = Layout(sharding.build(MeshConfig(fsdp=2, tensor=2)), sharding.LEARNER)
 ROW_KERNELS: dict[str, Callable] = {"splash": tpu.splash, "triton": gpu.triton}
 # Rows of several segments and of different lengths; the rest is padding.
 SEGMENTS = np.array([np.repeat([1, 2, 3, 0], [40, 50, 45, 15]), np.repeat([4, 9, 0], [100, 1, 49])], np.int32)
@@ -121,7 +121,7 @@ def test_pages_on_a_tpu_equal_the_loop() -> None:
 
 
 def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(sharding, "platform", lambda mesh: "gpu")
     monkeypatch.setattr(gpu, "paged", partial(gpu.paged, interpret=True))
     problem = pages_problem()
     got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))

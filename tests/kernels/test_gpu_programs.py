@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 SPEC = dataclasses.replace(families.spec("tiny"), layers=1, compute_dtype="bfloat16", remat="layer")
-LAYOUT = Layout(layout.build(MeshConfig(data=2, tensor=2)), layout.SAMPLER)
+LAYOUT = Layout(sharding.build(MeshConfig(data=2, tensor=2)), sharding.SAMPLER)
 B, T, S = 4, 384, 8
 TRITON, CUDNN, SQUARE = "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", f"x{T}x{T}x"
 
 
 @pytest.fixture(autouse=True)
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "platform", lambda mesh=None: "gpu")
+    monkeypatch.setattr(sharding, "platform", lambda mesh=None: "gpu")
 
 
 def whole_numbers(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -67,7 +67,7 @@ def prefill(*args):
 
 
 def test_a_decode_step_is_tritons() -> None:
-    pool = cache.abstract(SPEC, 2, 16, 32, LAYOUT.mesh, layout.SAMPLER)
+    pool = cache.abstract(SPEC, 2, 16, 32, LAYOUT.mesh, sharding.SAMPLER)
 
     def decode(*args):
         return transformer.decode(SPEC, *args, layout=LAYOUT, attention="pallas")

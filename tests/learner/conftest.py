@@ -74,16 +74,16 @@ def make_trainer() -> Callable[..., Any]:
     """A trainer of a nano model under `config`, on a mesh of the forced CPU devices; compiled once per config."""
     import jax
 
+    from jaxroll import sharding
     from jaxroll.learner.trainer import Trainer
     from jaxroll.models import families
-    from jaxroll.sharding import layout
 
     def make(config: Config) -> Trainer:
         key = repr(config)
         if key not in FIRST:
             spec = families.spec("nano", vocab_size=VOCAB, compute_dtype=config.model.dtype)
-            mesh = layout.build(config.learner.mesh)
-            trainer = Trainer(config, spec, mesh, layout.LEARNER, key=jax.random.key(0))
+            mesh = sharding.build(config.learner.mesh)
+            trainer = Trainer(config, spec, mesh, sharding.LEARNER, key=jax.random.key(0))
             FIRST[key] = trainer, jax.device_get(trainer.state)
         trainer, state = FIRST[key]
         again = copy.copy(trainer)  # shares the compiled programs, has its own state

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner import minibatch, packing, step
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, moe, transformer
-from jaxroll.sharding import layout
 
 VOCAB = 24
 SPEC = families.spec("tiny_moe", vocab_size=VOCAB)
@@ -29,7 +29,7 @@ WIDTH, DTYPE = moe.recorded_width(SPEC), moe.recorded_dtype(SPEC)
 def make(small_config):
     def trainer(mesh: MeshConfig | None = None, spec: families.ModelSpec = SPEC, **learner) -> Trainer:
         config = small_config(mesh=mesh or MeshConfig(), **({"micro_batch_rows": 4} | learner))
-        return Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
+        return Trainer(config, spec, sharding.build(config.learner.mesh), sharding.LEARNER, key=jax.random.key(0))
 
     return trainer
 

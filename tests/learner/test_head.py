@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner.step import Programs
 from jaxroll.models import families, params, transformer
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 ROWS, TOKENS = 4, 64
 SPEC = families.spec("nano", vocab_size=1024)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch
 from jaxroll.learner.step import Programs, Routers
 from jaxroll.models import families
 from jaxroll.models import params as model_params
-from jaxroll.sharding import layout
 
 NANO = families.spec("nano", vocab_size=24)
 SPECS = {
@@ -50,7 +50,7 @@ def stepped(made: Programs, batches) -> dict[str, np.ndarray]:
     from jaxroll.learner import state as states
 
     recipe = made.recipe
-    params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, layout.LEARNER)
+    params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, sharding.LEARNER)
     state = states.fresh(params, recipe.spec, recipe.layout, recipe.optimizer.transform)
     accumulator = made.zeros()
     for streams in (*batches, *batches):

@@ -18,7 +18,7 @@ from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import lora, peft
 from jaxroll.learner.lora import Lora
-from jaxroll.models import pretrained, transformer
+from jaxroll.models import params, transformer
 from tests.golden.write_families import VARIANTS
 from tests.models.test_family_goldens import MOST_OPTIONS, golden, whole_rows
 
@@ -46,7 +46,7 @@ def test_files_of_adapters_mean_the_merged_model_and_are_read_back(tmp_path: Pat
     assert config["target_modules"] == modules
     held, host = load_file(tmp_path / peft.ARRAYS), {name: np.asarray(value) for name, value in base.items()}
     merged = {name: lora.merged_on_host(made, name, value, adapters) for name, value in host.items()}
-    theirs, wanted = pretrained.exported(spec, host), pretrained.exported(spec, merged)
+    theirs, wanted = params.exported(spec, host), params.exported(spec, merged)
     for name, weight in theirs.items():
         stem, *_ = name.rpartition(".weight")
         a, b = (held.get(f"base_model.model.{stem}.lora_{end}.weight") for end in "AB")

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing
 from jaxroll.learner.step import Programs
 from jaxroll.models import families, params
-from jaxroll.sharding import layout
 
 ROWS, TOKENS = 2, 256
 SPEC = dataclasses.replace(families.spec("nano"), layers=6)
@@ -43,7 +43,7 @@ def programs(small_config, make_trainer):
 @pytest.mark.soak
 def test_less_is_kept_more_is_computed_and_the_gradients_stay(programs):
     kept, work, gradients = {}, {}, {}
-    weights = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.LEARNER)
+    weights = params.init(SPEC, jax.random.key(0), sharding.build(MeshConfig()), sharding.LEARNER)
     for remat in ("none", "dots", "layer"):
         made = programs(remat)
         assert made.recipe.spec.remat == remat

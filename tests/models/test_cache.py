@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families
-from jaxroll.sharding import layout
 
 NANO = families.spec("nano")
-MESH = layout.build(MeshConfig(data=2, fsdp=1, tensor=2))
+MESH = sharding.build(MeshConfig(data=2, fsdp=1, tensor=2))
 D, K, P, U, H = 2, 2, 5, 3, 4
 
 
@@ -66,14 +66,20 @@ def test_pages_are_copied_within_their_shard_and_the_page_past_the_end_is_not_wr
 
 
 def test_an_empty_cache_is_split_over_shards_of_slots_and_heads():
-    held = cache.empty(NANO, 2, 8, 16, MESH, layout.SAMPLER)
+    held = cache.empty(NANO, 2, 8, 16, MESH, sharding.SAMPLER)
     assert len(held.keys) == len(held.values) == NANO.layers
     assert held.keys[0].shape == (2, 2, 8, 16, 8) and (held.shards, held.pages, held.page_tokens) == (2, 8, 16)
     assert held.keys[0].addressable_shards[0].data.shape == (1, 1, 8, 16, 8)
     assert not held.keys[0].any()
-    assert cache.abstract(NANO, 2, 8, 16, MESH, layout.SAMPLER).keys[0].sharding == held.keys[0].sharding
+    assert cache.abstract(NANO, 2, 8, 16, MESH, sharding.SAMPLER).keys[0].sharding == held.keys[0].sharding
 
 
 def test_slots_that_the_mesh_does_not_divide_are_one_shard():
-    assert [cache.shards_of(slots, MESH, layout.SAMPLER) for slots in (8, 5)] == [2, 1]
-    assert cache.empty(NANO, 1, 5, 4, MESH, layout.SAMPLER).keys[0].addressable_shards[0].data.shape == (1, 1, 5, 4, 8)
+    assert [cache.shards_of(slots, MESH, sharding.SAMPLER) for slots in (8, 5)] == [2, 1]
+    assert cache.empty(NANO, 1, 5, 4, MESH, sharding.SAMPLER).keys[0].addressable_shards[0].data.shape == (
+        1,
+        1,
+        5,
+        4,
+        8,
+    )

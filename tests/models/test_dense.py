@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding as layouts
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 SPEC = families.spec("nano")
 SLOTS, PAGE, TABLE = 12, 8, 10  # 80 tokens a slot: two levels

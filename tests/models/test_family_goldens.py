@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.models import cache, folders, hf_config, params, pretrained, transformer
+from jaxroll.models import cache, folders, hf_config, params, transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Message
-from jaxroll.sharding import layout
 from jaxroll.text.tokenizers import HFTokenizer
 from tests.golden.write_families import CHATS, VARIANTS, tensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
-ONE = layout.build(MeshConfig())
+ONE = sharding.build(MeshConfig())
 # Windows, other RoPE for layers without one, GeGLU, all norms; biases and stretched RoPE with windows.
 MOST_OPTIONS = ("gemma3_text", "qwen2_yarn_windows")
 _most_options = pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def golden(variant: str) -> tuple[ModelSpec, params.Params, dict[str, np.ndarray
     made = {}
     for ours, leaf in params.abstract(spec).items():
         one = leaf.shape[hf_config.of_experts(ours) :]
-        stored = functools.partial(tensor, shape=pretrained.shape(ours, one), offset=spec.norm_offset)
-        made[ours] = jax.numpy.asarray(pretrained.leaf(spec, ours, leaf.shape, stored))
+        stored = functools.partial(tensor, shape=params.shape(ours, one), offset=spec.norm_offset)
+        made[ours] = jax.numpy.asarray(params.leaf(spec, ours, leaf.shape, stored))
     return spec, made, dict(np.load(GOLDEN / variant / "expected.npz"))
 
 
@@ -76,7 +76,7 @@ def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
     zeros, lengths, close = np.zeros(2, np.int32), np.array([11, 8], np.int32), {"atol": 1e-4, "rtol": 0}
     first, keys, new_values = jax.jit(transformer.prefill, static_argnums=0)(spec, values, tokens[:, :11], lengths)
     np.testing.assert_allclose(first, wanted[np.arange(2), lengths - 1], **close)
-    held = cache.empty(spec, 1, 16, 4, ONE, layout.SAMPLER)
+    held = cache.empty(spec, 1, 16, 4, ONE, sharding.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
         cache.begun(pool, one, zeros, tables, lengths) for pool, one in zip(pools, new, strict=True)
     )
@@ -86,7 +86,7 @@ def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
     after, held = jax.jit(transformer.extend, static_argnums=0)(spec, values, held, chunk, pages, zeros + 7)
     lengths = lengths + 7
     np.testing.assert_allclose(after, wanted[np.arange(2), lengths - 1], **close)
-    like = cache.abstract_contiguous(spec, 1, 2, 32, 4, ONE, layout.SAMPLER)
+    like = cache.abstract_contiguous(spec, 1, 2, 32, 4, ONE, sharding.SAMPLER)
     side = jax.tree.map(lambda leaf: jax.numpy.ones(leaf.shape, leaf.dtype), like)
     side = jax.jit(cache.refreshed)(side, held, tables[None], lengths[None])
     decode = jax.jit(transformer.decode, static_argnums=0)
@@ -127,10 +127,10 @@ def test_exported_tensors_are_imported_bit_for_bit(variant: str) -> None:
     config = hf_config.to_huggingface(spec, "float32", json.loads((GOLDEN / variant / "config.json").read_text()))
     again = hf_config.from_huggingface(config)
     assert dataclasses.replace(again, name=spec.name) == spec
-    theirs = pretrained.exported(spec, {name: np.asarray(value) for name, value in values.items()})
+    theirs = params.exported(spec, {name: np.asarray(value) for name, value in values.items()})
     for key, value in theirs.items():
         assert np.array_equal(value, tensor(key, value.shape, offset=spec.norm_offset)), key
-    back = pretrained.imported(again, theirs.__getitem__)
+    back = params.imported(again, theirs.__getitem__)
     assert all(np.array_equal(back[name], values[name]) for name in values) and back.keys() == values.keys()
 
 
@@ -140,11 +140,11 @@ def test_of_a_model_of_text_and_images_the_text_model_is_read(tmp_path: Path, pr
     text = json.loads((GOLDEN / "gemma3_text" / "config.json").read_text())
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs = pretrained.exported(spec, {name: np.asarray(value) for name, value in values.items()})
+    theirs = params.exported(spec, {name: np.asarray(value) for name, value in values.items()})
     tensors = {prefix + name.removeprefix("model."): value for name, value in theirs.items()}
     save_file(tensors | {"vision_tower.patch.weight": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     assert folders.described(tmp_path) == spec
-    found = pretrained.leaves(tmp_path, spec)
+    found = params.leaves(tmp_path, spec)
     assert all(np.array_equal(found[name], values[name]) for name in values) and found.keys() == values.keys()
 
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.kernels import placed, tpu
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 SPEC = dataclasses.replace(families.spec("nano"), layers=1)
-LAYOUT = Layout(layout.build(MeshConfig(data=2, tensor=2)), layout.SAMPLER)
+LAYOUT = Layout(sharding.build(MeshConfig(data=2, tensor=2)), sharding.SAMPLER)
 S, P, U, J = 6, 12, 8, 3  # slots, pages of a shard, tokens of a page, pages of a table
 
 
 @pytest.fixture(scope="module")
 def values() -> params.Params:
-    rng, lie = np.random.default_rng(3), params.shardings(SPEC, LAYOUT.mesh, layout.SAMPLER)
+    rng, lie = np.random.default_rng(3), params.shardings(SPEC, LAYOUT.mesh, sharding.SAMPLER)
     made = {name: 0.2 * rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in params.abstract(SPEC).items()}
     return jax.device_put(made, lie)
 
@@ -47,7 +47,7 @@ def test_packed_rows(values: params.Params, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_decode_step_over_the_cache(values: params.Params) -> None:
     """Slots of both shards, some idle; the cache is written alike to the bit, before the kernel reads it."""
     rng = np.random.default_rng(1)
-    like = cache.abstract(SPEC, 2, P, U, LAYOUT.mesh, layout.SAMPLER)
+    like = cache.abstract(SPEC, 2, P, U, LAYOUT.mesh, sharding.SAMPLER)
     held = jax.tree.map(
         lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding), like
     )

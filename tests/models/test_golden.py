@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxroll.config import ModelConfig
-from jaxroll.models import families, pretrained, transformer
+from jaxroll.models import families, transformer
+from jaxroll.models import params as model_params
 from jaxroll.records import Message
 from jaxroll.text import chat
 from jaxroll.text.tokenizers import HFTokenizer
@@ -38,12 +39,12 @@ def forward_logits(spec, params, tokens):
 def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str) -> None:
     """One pass over prompt and continuation: greedy if every token is the likeliest after the tokens before it."""
     config, expected = ModelConfig(path=str(GOLDEN / variant)), np.load(GOLDEN / variant / "expected.npz")
-    spec = pretrained.spec(config, vocab_size=280)
+    spec = model_params.spec(config, vocab_size=280)
     count, theta, eps = VARIANTS[variant]
     assert families.parameter_count(spec) == count and (spec.rope_theta, spec.norm_eps) == (theta, eps)
     assert spec.tied_embeddings == (variant == "tied")
     assert spec.heads * spec.head_dim != spec.width and spec.kv_heads < spec.heads
-    params = {name: jax.numpy.asarray(value) for name, value in pretrained.weights(config, spec).items()}
+    params = {name: jax.numpy.asarray(value) for name, value in model_params.weights(config, spec).items()}
     prompt, greedy = expected["tokens"], expected["greedy"]
     logits = np.asarray(forward_logits(spec, params, np.concatenate([prompt, greedy], axis=1)))
     assert np.abs(logits[:, : prompt.shape[1]] - expected["logits"]).max() < 1e-4

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.models import families, hf_config, moe, params
-from jaxroll.sharding import layout
 from tests.models.test_golden import GOLDEN
 from tests.models.test_sharded import ONE, loss_and_gradients
 
@@ -28,7 +28,7 @@ EXPERTS = [f"layers.{layer:02d}.mlp.experts.{part}" for layer in range(SPEC.laye
 
 @functools.cache
 def weights() -> dict[str, np.ndarray]:
-    made = params.init(SPEC, jax.random.key(3), layout.build(ONE), layout.LEARNER)
+    made = params.init(SPEC, jax.random.key(3), sharding.build(ONE), sharding.LEARNER)
     return {name: np.asarray(value) for name, value in made.items()}
 
 
@@ -179,12 +179,12 @@ def test_loss_and_gradients_on_eight_devices_equal_one(mesh: MeshConfig, remat: 
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(expert=8), MeshConfig(fsdp=2, expert=4), MeshConfig(expert=4, tensor=2)])
-@pytest.mark.parametrize("table", [layout.LEARNER, layout.SAMPLER], ids=["learner", "sampler"])
-def test_experts_are_divided_over_the_axis(mesh: MeshConfig, table: layout.Rules) -> None:
-    placed, shapes = params.shardings(SPEC, layout.build(mesh), table), params.abstract(SPEC)
+@pytest.mark.parametrize("table", [sharding.LEARNER, sharding.SAMPLER], ids=["learner", "sampler"])
+def test_experts_are_divided_over_the_axis(mesh: MeshConfig, table: sharding.Rules) -> None:
+    placed, shapes = params.shardings(SPEC, sharding.build(mesh), table), params.abstract(SPEC)
     parts = {name: math.prod(placed[name].shard_shape(shapes[name].shape)) for name in EXPERTS}
     whole = {name: math.prod(shapes[name].shape) for name in EXPERTS}
-    divisor = mesh.devices if table is layout.LEARNER else mesh.expert * mesh.tensor
+    divisor = mesh.devices if table is sharding.LEARNER else mesh.expert * mesh.tensor
     assert sum(parts.values()) * divisor == sum(whole.values())
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding as layout
 from jaxroll.config import MeshConfig
 from jaxroll.errors import DataError
-from jaxroll.models import families, params, pretrained, transformer
-from jaxroll.sharding import layout
+from jaxroll.models import families, params, transformer
 
 NANO = families.spec("nano")
 UNTIED = dataclasses.replace(NANO, tied_embeddings=False)
@@ -109,12 +109,12 @@ def test_hugging_face_tensors_come_back_unchanged():
     values = {
         name: np.asarray(leaf) for name, leaf in params.init(UNTIED, jax.random.key(1), ONE, layout.LEARNER).items()
     }
-    theirs = pretrained.exported(UNTIED, values)
+    theirs = params.exported(UNTIED, values)
     assert theirs["model.layers.1.self_attn.q_proj.weight"].shape == (4 * 8, 32)
     assert theirs["model.layers.0.self_attn.o_proj.weight"].shape == (32, 4 * 8)
     assert theirs["model.layers.0.mlp.down_proj.weight"].shape == (32, 96)
     assert theirs["lm_head.weight"].shape == (64, 32)
-    back = pretrained.imported(UNTIED, theirs.__getitem__)
+    back = params.imported(UNTIED, theirs.__getitem__)
     assert back.keys() == values.keys()
     for name in values:
         np.testing.assert_array_equal(back[name], values[name])
@@ -122,8 +122,8 @@ def test_hugging_face_tensors_come_back_unchanged():
 
 def test_a_checkpoint_of_another_model_says_what_is_wrong():
     values = params.init(NANO, jax.random.key(1), ONE, layout.LEARNER)
-    theirs = pretrained.exported(NANO, values)
+    theirs = params.exported(NANO, values)
     with pytest.raises(DataError, match=r"no tensor 'lm_head\.weight'"):
-        pretrained.imported(UNTIED, theirs.__getitem__)
+        params.imported(UNTIED, theirs.__getitem__)
     with pytest.raises(DataError, match=r"embed_tokens\.weight' has shape \(64, 32\).*needs \(72, 32\)"):
-        pretrained.imported(dataclasses.replace(NANO, vocab_size=72), theirs.__getitem__)
+        params.imported(dataclasses.replace(NANO, vocab_size=72), theirs.__getitem__)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
-from jaxroll.models import families, folders, hf_config, params, pretrained
+from jaxroll.models import families, folders, hf_config, params
 from jaxroll.models.folders import Converted, Leaf
-from jaxroll.sharding import layout
 
 MOE = Path(__file__).parents[1] / "golden" / "qwen3" / "moe"
 SPEC = families.spec("nano", vocab_size=48)
@@ -24,10 +24,10 @@ SPEC = families.spec("nano", vocab_size=48)
 
 def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str, np.ndarray]:
     """Our parameters, after writing them to `folder` as a Qwen3 checkpoint in `shards` files."""
-    mesh = layout.build(MeshConfig())
-    values = {k: np.asarray(v) for k, v in params.init(SPEC, jax.random.key(0), mesh, layout.LEARNER).items()}
+    mesh = sharding.build(MeshConfig())
+    values = {k: np.asarray(v) for k, v in params.init(SPEC, jax.random.key(0), mesh, sharding.LEARNER).items()}
     values = {k: v.astype(dtype).astype(np.float32) for k, v in values.items()}
-    tensors = {k: v.astype(dtype) for k, v in pretrained.exported(SPEC, values).items()}
+    tensors = {k: v.astype(dtype) for k, v in params.exported(SPEC, values).items()}
     folder.mkdir()
     config = {
         "model_type": "qwen3", "vocab_size": SPEC.vocab_size, "num_hidden_layers": SPEC.layers,
@@ -50,9 +50,9 @@ def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str
 def test_written_arrays_are_read_back(tmp_path: Path, shards: int, dtype: type) -> None:
     values = written(tmp_path / "hf", shards, dtype)
     config = ModelConfig(path=str(tmp_path / "hf"))
-    model = pretrained.spec(config, vocab_size=40)
+    model = params.spec(config, vocab_size=40)
     assert (model.layers, model.width, model.vocab_size) == (SPEC.layers, SPEC.width, 48)
-    read = pretrained.weights(config, model)
+    read = params.weights(config, model)
     assert read.keys() == values.keys()
     assert all(np.array_equal(read[name], values[name]) for name in values)
 
@@ -60,7 +60,7 @@ def test_written_arrays_are_read_back(tmp_path: Path, shards: int, dtype: type) 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"model\.path.*48 token ids.*tokenizer"):
-        pretrained.spec(ModelConfig(path=str(tmp_path / "hf")), vocab_size=49)
+        params.spec(ModelConfig(path=str(tmp_path / "hf")), vocab_size=49)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors").unlink()
     config = ModelConfig(path=str(tmp_path / "hf"))
     with pytest.raises(ConfigError, match=r"holds neither"):
-        pretrained.weights(config, pretrained.spec(config, 48))
+        params.weights(config, params.spec(config, 48))
     with pytest.raises(ConfigError, match=r"config\.json"):
-        pretrained.spec(ModelConfig(path=str(tmp_path)), 48)
+        params.spec(ModelConfig(path=str(tmp_path)), 48)
 
 
 def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
         folder.mkdir()
     leaves = {name: Leaf(value.dtype, value.shape) for name, value in values.items()}
     weights.write(ours, leaves, values.__getitem__, big, {})
-    save_file(pretrained.exported(big, values), theirs / "model.safetensors")
+    save_file(params.exported(big, values), theirs / "model.safetensors")
     (theirs / "config.json").write_text(json.dumps(hf_config.to_huggingface(big, "float32")))
     for folder in (ours, theirs):
         config = ModelConfig(path=str(folder))
-        read = pretrained.weights(config, pretrained.spec(config, 64))
+        read = params.weights(config, params.spec(config, 64))
         assert isinstance(read, Converted)
         for name, value in values.items():
             index = tuple(slice(n // 4, n // 2) for n in value.shape)
@@ -101,17 +101,17 @@ def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
 
 def test_router_biases_that_a_folder_lacks_start_at_zero_and_are_kept(tmp_path: Path) -> None:
     config = ModelConfig(path=str(MOE), router_bias=True)
-    spec = pretrained.spec(config, 280)
+    spec = params.spec(config, 280)
     folders.check_weights(config, spec)
-    read = pretrained.weights(config, spec)
-    plain = pretrained.weights(ModelConfig(path=str(MOE)), pretrained.spec(ModelConfig(path=str(MOE)), 280))
+    read = params.weights(config, spec)
+    plain = params.weights(ModelConfig(path=str(MOE)), params.spec(ModelConfig(path=str(MOE)), 280))
     biases = read.keys() - plain.keys()
     assert len(biases) == spec.layers and all(not np.any(read[name]) for name in biases)
     assert all(np.array_equal(read[name], plain[name]) for name in plain)
     moved = {name: value + 1 if name in biases else value for name, value in read.items()}
     weights.save(tmp_path / "kept", moved, spec, {})
     again = ModelConfig(path=str(tmp_path / "kept"))
-    kept = pretrained.weights(again, pretrained.spec(again, 280))
+    kept = params.weights(again, params.spec(again, 280))
     assert kept.keys() == read.keys() and all(np.all(kept[name] == 1) for name in biases)
     with pytest.raises(ConfigError, match=r"model\.router_bias = True: .*qwen3_moe has no biases.*router_loss"):
         hf_config.to_huggingface(spec, "float32")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.models import families, moe, params, transformer
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 from tests.models.test_sharded import ONE, batch
 
 NANO = dataclasses.replace(families.spec("nano"), layers=3)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding as layouts
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import layout as layouts
-from jaxroll.sharding.layout import Layout
+from jaxroll.sharding import Layout
 
 ONE, CUBE = MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)
 ROWS, TOKENS = 8, 24

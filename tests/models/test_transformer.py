@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.models import cache, families, params, pretrained, transformer
-from jaxroll.sharding import layout
+from jaxroll.models import cache, families, params, transformer
 
-ONE = layout.build(MeshConfig())
+ONE = sharding.build(MeshConfig())
 NANO = families.spec("nano")
 VARIANTS = {
     "tied": NANO,
@@ -26,7 +26,7 @@ VARIANTS = {
 @functools.cache
 def initialised(spec: families.ModelSpec) -> params.Params:
     """Parameters whose norms are no longer ones, so that a forgotten scale shows."""
-    values = params.init(spec, jax.random.key(0), ONE, layout.LEARNER)
+    values = params.init(spec, jax.random.key(0), ONE, sharding.LEARNER)
     rng = np.random.default_rng(0)
     return {
         name: jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32) if name.endswith("norm") else leaf
@@ -111,7 +111,7 @@ def test_logits_equal_the_numpy_decoder(variant):
     spec = VARIANTS[variant]
     tokens = random_tokens(2, 11)
     got = forward_logits(spec, initialised(spec), *whole_rows(tokens))
-    weights = pretrained.exported(spec, initialised(spec))
+    weights = params.exported(spec, initialised(spec))
     for row in range(2):
         np.testing.assert_allclose(got[row], numpy_logits(spec, weights, tokens[row]), atol=2e-5)
 
@@ -128,7 +128,7 @@ def test_chunks_of_a_prompt_equal_forward(variant):
     tokens, ends = random_tokens(3, 16), np.array([16, 11, 14], np.int32)
     expected = forward_logits(spec, values, *whole_rows(tokens))
     held, tables, zeros = (
-        cache.empty(spec, 1, 20, 3, ONE, layout.SAMPLER),
+        cache.empty(spec, 1, 20, 3, ONE, sharding.SAMPLER),
         scattered_tables(3, 6),
         np.zeros(3, np.int32),
     )
@@ -150,7 +150,7 @@ def test_prefill_then_decode_equals_forward(variant):
     np.testing.assert_allclose(logits, expected[np.arange(4), lengths - 1], atol=1e-4)
     slots, tables = np.array([2, 5, 0, 3], np.int32), scattered_tables(6, 3)
     zeros = np.zeros(4, np.int32)
-    held = cache.empty(spec, 1, 20, 5, ONE, layout.SAMPLER)
+    held = cache.empty(spec, 1, 20, 5, ONE, sharding.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
         cache.filled(pool, one, zeros, tables[slots], zeros, lengths) for pool, one in zip(pools, new, strict=True)
     )
@@ -173,7 +173,7 @@ def test_gradients_equal_finite_differences_of_the_numpy_decoder():
     rng, step = np.random.default_rng(2), 1e-4
 
     def loss(moved: dict) -> float:
-        return float(np.sum(weigh * numpy_logits(spec, pretrained.exported(spec, moved), tokens[0])))
+        return float(np.sum(weigh * numpy_logits(spec, params.exported(spec, moved), tokens[0])))
 
     for name, leaf in values.items():
         direction = rng.normal(size=leaf.shape)
@@ -190,7 +190,7 @@ def test_packed_segments_do_not_see_one_another():
     positions = np.concatenate([np.arange(n) for n in (5, 7, 3, 3)])[None].astype(np.int32)
     segments = np.repeat([1, 2, 3, 0], [5, 7, 3, 3])[None].astype(np.int32)
     packed = forward_logits(NANO, values, row, positions, segments)[0]
-    weights = pretrained.exported(NANO, values)
+    weights = params.exported(NANO, values)
     for part, start in ((first, 0), (second, 5), (third, 12)):
         np.testing.assert_allclose(packed[start : start + len(part)], numpy_logits(NANO, weights, part), atol=2e-5)
     assert np.isfinite(packed).all()
@@ -261,4 +261,4 @@ def test_bfloat16_computes_in_bfloat16_and_scores_in_float32():
     exact = forward_logits(NANO, values, *whole_rows(tokens))
     assert 0 < np.abs(logits - exact).max() < 0.1
     _, keys, _ = prefill(spec, values, tokens, np.array([9, 4], np.int32))
-    assert keys[0].dtype == cache.empty(spec, 1, 2, 9, ONE, layout.SAMPLER).keys[0].dtype == jnp.bfloat16
+    assert keys[0].dtype == cache.empty(spec, 1, 2, 9, ONE, sharding.SAMPLER).keys[0].dtype == jnp.bfloat16

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine.requests import Request
 from jaxroll.models import families, params
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import layout
 from tests.harness import naive_engine
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
@@ -35,7 +35,7 @@ def test_its_test_engine_generates_what_can_be_worked_out(peer) -> None:
 @pytest.fixture
 def weights() -> params.Params:
     """Weights scaled up, so that the model's distributions are not flat."""
-    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), sharding.build(MeshConfig()), sharding.SAMPLER)
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
 

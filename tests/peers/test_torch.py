@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.engine.requests import Request
 from jaxroll.learner import weights as own
-from jaxroll.models import families, folders, params, pretrained
+from jaxroll.models import families, folders, params
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import layout
 from jaxroll.tools import weights
 from tests.golden.write_families import VARIANTS
 from tests.harness import naive_engine
@@ -45,8 +45,8 @@ def test_transformers_writes_the_goldens_that_we_keep(tmp_path: Path, peer) -> N
 @pytest.mark.parametrize("variant", ["tied", "untied", "moe"])
 def test_the_slow_loop_generates_the_greedy_tokens_of_transformers(variant: str) -> None:
     config, expected = ModelConfig(path=str(GOLDEN / variant)), np.load(GOLDEN / variant / "expected.npz")
-    spec = pretrained.spec(config, vocab_size=280)
-    values = {name: jax.numpy.asarray(value) for name, value in pretrained.weights(config, spec).items()}
+    spec = params.spec(config, vocab_size=280)
+    values = {name: jax.numpy.asarray(value) for name, value in params.weights(config, spec).items()}
     wanted = SamplingParams(max_tokens=expected["greedy"].shape[1], temperature=0.0)
     for row, prompt in enumerate(expected["tokens"]):
         request = Request(row, prompt, GenerationKey(row, 0), wanted)
@@ -60,7 +60,7 @@ def test_what_is_exported_comes_back_from_transformers_bit_for_bit(
 ) -> None:
     """Ours → safetensors in several files → from_pretrained → save_pretrained in several files → ours."""
     spec = families.ModelSpec("own", 64, 3, 24, 4, 2, 8, 40, tied_embeddings=embeddings == "tied", rope_theta=123.0)
-    values = params.init(spec, jax.random.key(11), layout.build(MeshConfig()), layout.LEARNER)
+    values = params.init(spec, jax.random.key(11), sharding.build(MeshConfig()), sharding.LEARNER)
     own.save(tmp_path / "ours", values, spec, {})
     with weights.opened(tmp_path / "ours", None) as source:
         weights.export(source, tmp_path / "theirs", dtype, shard_bytes=9_000)
@@ -122,7 +122,7 @@ def test_an_exported_family_comes_back_from_transformers_bit_for_bit(tmp_path: P
 def test_the_text_model_of_a_model_of_text_and_images_is_that_of_transformers(tmp_path: Path, peer) -> None:
     peer("torch", "write_images.py", str(tmp_path))
     spec = folders.described(tmp_path)
-    values = {name: jax.numpy.asarray(value) for name, value in pretrained.leaves(tmp_path, spec).items()}
+    values = {name: jax.numpy.asarray(value) for name, value in params.leaves(tmp_path, spec).items()}
     expected = np.load(tmp_path / "expected.npz")
     logits = np.asarray(logits_of(spec, values, *whole_rows(expected["tokens"])))
     assert expected["logits"].std() > 0.5 and np.abs(logits - expected["logits"]).max() < 1e-4

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import sharding
 from jaxroll.algorithms import registry
 from jaxroll.config import ModelConfig
 from jaxroll.config.derived import settled
@@ -21,9 +22,8 @@ from jaxroll.learner import minibatch, packing, step
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.step import PROXIMAL, REFERENCE, Programs
 from jaxroll.learner.trainer import recipe
-from jaxroll.models import pretrained
-from jaxroll.sharding import layout
-from jaxroll.sharding.layout import Layout
+from jaxroll.models import params as model_params
+from jaxroll.sharding import Layout
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 MODEL = Path(__file__).parents[1] / "golden" / "qwen3" / "tied"
@@ -89,8 +89,8 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
         "schedule": {"alpha": 1.0, "group_size": N}, "sampling": {"max_tokens": ANSWER},
         "learner": CLIP | CASES[case][0] | {"row_tokens": 32, "micro_batch_rows": 4},
     })  # fmt: skip
-    spec = pretrained.spec(ModelConfig(path=str(MODEL)), vocab_size=VOCAB)
-    made = recipe(config, spec, Layout(layout.build(config.learner.mesh), layout.LEARNER))
+    spec = model_params.spec(ModelConfig(path=str(MODEL)), vocab_size=VOCAB)
+    made = recipe(config, spec, Layout(sharding.build(config.learner.mesh), sharding.LEARNER))
     samples, streams = [], {name: [] for name in (PROXIMAL, REFERENCE)}
     for row in range(N):
         shown, drawn = given["prompt_mask"][row] > 0, given["completion_mask"][row] > 0
@@ -111,7 +111,7 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
     (batch,) = packing.pack(weighted, 32, (4,))
     placed = {name: jax.numpy.asarray(array) for name, array in batch.streams.items()}
     placed |= {name: jax.numpy.asarray(packing.spread(batch, values)) for name, values in streams.items()}
-    params = {name: jax.numpy.asarray(value) for name, value in pretrained.weights(config.model, spec).items()}
+    params = {name: jax.numpy.asarray(value) for name, value in model_params.weights(config.model, spec).items()}
     grads, seen = step.gradients(made, params, placed)
     ours_logps = Programs(made)._logprobs(params, placed)
 

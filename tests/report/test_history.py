@@ -8,7 +8,7 @@ from jaxroll.errors import DataError
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.report.figures import record
 from jaxroll.store.core import events as ev
-from jaxroll.store.log import state_checkpoints
+from jaxroll.store.log import replay
 from tests.harness.run_folder import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
@@ -70,9 +70,7 @@ def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_
 
 def test_a_compacted_log_gives_the_same_figures(tmp_path, log):
     log.write(tmp_path / "whole")
-    log.statements += state_checkpoints.rows_of(
-        state_checkpoints.Mark(log.state.position, 0), 1.0, state_checkpoints.parts(log.state)
-    )
+    log.statements += replay.rows_of(replay.Mark(log.state.position, 0), 1.0, replay.parts(log.state))
     log.statements.append(("DELETE FROM log WHERE position <= ?", (log.state.position,)))
     log.issue(7)
     log.write(tmp_path / "compacted")

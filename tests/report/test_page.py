@@ -13,8 +13,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import formats
 from jaxroll.report.commands import report
 from jaxroll.report.figures import activity, record, summary
-from jaxroll.report.page import page as script
-from jaxroll.report.page import sections, svg, work
+from jaxroll.report.page import plots, sections, work
 from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_rows, write_run_file
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -81,7 +80,7 @@ def test_only_the_pages_own_script_may_run(run_dir):
     page = Page(page_of(run_dir))
     policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(page.texts["script"].encode()).digest()).decode()
-    assert page.all("script") == [{}] and page.texts["script"] == script.SCRIPT
+    assert page.all("script") == [{}] and page.texts["script"] == report.SCRIPT
     assert policy.startswith("default-src 'none'") and policy.endswith(f"script-src 'sha256-{digest}'")
     assert page.all("style") and "prefers-color-scheme: dark" in page.texts["style"]
 
@@ -89,7 +88,7 @@ def test_only_the_pages_own_script_may_run(run_dir):
 def test_model_output_is_shown_as_text(tmp_path):
     text = page_of(make_run(tmp_path, steps=20, steps_wanted=20, hostile=HOSTILE))
     page = Page(text)
-    assert page.all("script") == [{}] and page.texts["script"] == script.SCRIPT and not page.all("img")
+    assert page.all("script") == [{}] and page.texts["script"] == report.SCRIPT and not page.all("img")
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert "\x00" not in text and text.encode("utf-8")
     # Three per example (question, both answers), one failure, one event; each element isolates its direction marks.
@@ -97,10 +96,12 @@ def test_model_output_is_shown_as_text(tmp_path):
 
 
 def test_markup_escapes_everything_else():
-    assert svg.tag("b", "<i>", class_='"x"', hidden=True, title=None) == '<b class="&quot;x&quot;" hidden>&lt;i&gt;</b>'
-    assert svg.tag("p", svg.tag("br"), 3) == "<p><br>3</p>"
-    assert svg.text("a\x00\x1b\n\udfff") == "a\u2400\u241b\n\ufffd"
-    assert svg.tag("line", x1=1 / 3, stroke_width=2.0) == '<line x1="0.33" stroke-width="2"></line>'
+    assert (
+        plots.tag("b", "<i>", class_='"x"', hidden=True, title=None) == '<b class="&quot;x&quot;" hidden>&lt;i&gt;</b>'
+    )
+    assert plots.tag("p", plots.tag("br"), 3) == "<p><br>3</p>"
+    assert plots.text("a\x00\x1b\n\udfff") == "a\u2400\u241b\n\ufffd"
+    assert plots.tag("line", x1=1 / 3, stroke_width=2.0) == '<line x1="0.33" stroke-width="2"></line>'
 
 
 @pytest.mark.parametrize("rows", [[], [{"t": STARTED + 1.0, "role": "learner", "kind": "event", "text": "hello"}]])
@@ -192,14 +193,14 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path, make, words):
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (3, 47, [10, 20, 30, 40]), (-1, 1, [-1, -0.5, 0, 0.5, 1]), (5, 5, [5])],
 )
 def test_ticks_are_round_numbers_in_the_range(low, high, expected):
-    assert svg.ticks(low, high) == expected
+    assert plots.ticks(low, high) == expected
 
 
 def test_smoothing_and_thinning_keep_the_mean():
     points = [(float(x), float(x % 7)) for x in range(7000)]
-    few = svg.thinned(points, 1000)
+    few = plots.thinned(points, 1000)
     assert len(few) == 1000 and sum(y for _, y in few) / 1000 == pytest.approx(sum(y for _, y in points) / 7000)
-    assert svg.smoothed([(0, 1.0), (1, 4.0), (2, 1.0)], 1) == [(0, 2.5), (1, 2.0), (2, 2.5)]
+    assert plots.smoothed([(0, 1.0), (1, 4.0), (2, 1.0)], 1) == [(0, 2.5), (1, 2.0), (2, 2.5)]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import sharding
 from jaxroll.config import MeshConfig, TransferConfig
 from jaxroll.learner import lora
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.records import Version
 from jaxroll.roles import build
-from jaxroll.sharding import layout
 from jaxroll.transfer.ends import FetchedParameters, Publisher, Receiver
 
 CONFIG = configs.parse(
@@ -30,7 +30,7 @@ CONFIG = configs.parse(
         },
     }
 )
-SAMPLER = layout.Layout(layout.build(MeshConfig(tensor=2)), layout.SAMPLER)
+SAMPLER = sharding.Layout(sharding.build(MeshConfig(tensor=2)), sharding.SAMPLER)
 
 
 def stirred(adapters: dict[str, jax.Array], seed: int) -> dict[str, jax.Array]:
@@ -47,7 +47,7 @@ def stirred(adapters: dict[str, jax.Array], seed: int) -> dict[str, jax.Array]:
 )
 def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_path, dtype, compute):
     spec = families.spec("nano", vocab_size=32, compute_dtype=compute)
-    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(CONFIG, spec, sharding.build(CONFIG.learner.mesh), sharding.LEARNER, key=jax.random.key(1))
     receiver, base = Receiver(TransferConfig()), trainer.base_digest()
     whole = FetchedParameters(receiver, params.shardings(spec, SAMPLER.mesh, SAMPLER.rules), params.served(spec))
     adapted = build.AdaptedParameters(receiver, spec, SAMPLER, trainer.lora, dtype)
@@ -89,5 +89,5 @@ def assert_close(found: jax.Array, wanted: jax.Array, eps: float) -> None:
 def test_merged_parameters_are_what_is_published_unless_adapters_are_asked_for():
     config = dataclasses.replace(CONFIG, learner=dataclasses.replace(CONFIG.learner, lora_publish="merged"))
     spec = families.spec("nano", vocab_size=32)
-    trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(config, spec, sharding.build(config.learner.mesh), sharding.LEARNER, key=jax.random.key(1))
     assert trainer.publishable_params().keys() == params.abstract(spec).keys() and not trainer.sends_adapters

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
-from jaxroll import supports
+from jaxroll import sharding, supports
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
@@ -17,7 +17,6 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version
-from jaxroll.sharding import layout
 from tests.golden.write_families import VARIANTS
 from tests.models.test_family_goldens import golden, logits_of, whole_rows
 
@@ -57,13 +56,13 @@ def sampled(
 
     In addition to the members of the claim, there is the request GREEDY.
     """
-    mesh = layout.build(CONFIG.sampler.mesh)
-    weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, layout.SAMPLER))
+    mesh = sharding.build(CONFIG.sampler.mesh)
+    weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, sharding.SAMPLER))
     config = EngineConfig(
         slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=3,
         support_tokens=support_tokens,
     )  # fmt: skip
-    engine = Engine(spec, mesh, layout.SAMPLER, config)
+    engine = Engine(spec, mesh, sharding.SAMPLER, config)
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)
     done, chance = {}, np.random.default_rng(0)
@@ -117,8 +116,8 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With shared prompts, minibatches, a sharded vocabulary and a reference; members are truncated in four ways."""
-    spec, mesh = families.spec("nano", vocab_size=VOCAB), layout.build(TRUNCATED.learner.mesh)
-    trainer = Trainer(TRUNCATED, spec, mesh, layout.LEARNER, key=jax.random.key(1))
+    spec, mesh = families.spec("nano", vocab_size=VOCAB), sharding.build(TRUNCATED.learner.mesh)
+    trainer = Trainer(TRUNCATED, spec, mesh, sharding.LEARNER, key=jax.random.key(1))
     claim = claim_of(sampled(trainer, spec, CUT, TRUNCATED.sampling.support_tokens))
     ready = trainer.prepare(claim)
     row = trainer.await_step(trainer.dispatch_step(ready))
@@ -130,7 +129,7 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
         return lambda logits, tokens, temperature, support=None: original(logits, tokens, temperature)
 
     monkeypatch.setattr(step.logprob, "token_logprobs", planted(step.logprob.token_logprobs))
-    ignored = Trainer(TRUNCATED, spec, mesh, layout.LEARNER, key=jax.random.key(1)).train(claim)
+    ignored = Trainer(TRUNCATED, spec, mesh, sharding.LEARNER, key=jax.random.key(1)).train(claim)
     assert ignored["logprob_mismatch_max"] > 0.1
     smaller = dataclasses.replace(TRUNCATED.sampling, support_tokens=3)
     for config, words in (
@@ -143,9 +142,9 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
 
 def test_log_probs_agree_across_the_two_meshes_and_other_weights_are_seen_as_a_mismatch() -> None:
     spec = families.spec("nano", vocab_size=VOCAB)
-    mesh = layout.build(CONFIG.learner.mesh)
-    trainer = Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(1))
-    claim, other = claim_of(sampled(trainer, spec)), params.init(spec, jax.random.key(2), mesh, layout.LEARNER)
+    mesh = sharding.build(CONFIG.learner.mesh)
+    trainer = Trainer(CONFIG, spec, mesh, sharding.LEARNER, key=jax.random.key(1))
+    claim, other = claim_of(sampled(trainer, spec)), params.init(spec, jax.random.key(2), mesh, sharding.LEARNER)
     row = trainer.train(claim)
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100, "every token is of the trained version"
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
@@ -160,7 +159,7 @@ def test_log_probs_agree_across_the_two_meshes_and_other_weights_are_seen_as_a_m
 def test_sampler_and_learner_agree_for_every_family(variant: str) -> None:
     """Log-probs agree, and greedy tokens are the learner's likeliest ones; windows are shorter than most samples."""
     spec, weights, _ = golden(variant)
-    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(CONFIG, spec, sharding.build(CONFIG.learner.mesh), sharding.LEARNER, key=jax.random.key(1))
     trainer.set_params({name: np.asarray(value) for name, value in weights.items()})
     done = sampled(trainer, spec)
     prompt, greedy = done[GREEDY]

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import device
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
 from jaxroll.roles.weights import Progress
-from jaxroll.sharding import layout
 
-MESH = layout.build(MeshConfig(data=2))
+MESH = sharding.build(MeshConfig(data=2))
 SIZES = Sizes(
     slots=4, max_tokens=512, rows=2, inserts=2, buckets=(16, 256), chunk=1, max_stops=1, page_tokens=64, shards=2
 )
@@ -30,7 +30,7 @@ def test_the_choice_of_attention_is_reported_with_the_devices(capsys: pytest.Cap
 
 
 def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "platform", lambda mesh: "tpu")
+    monkeypatch.setattr(sharding, "platform", lambda mesh: "tpu")
     spec = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
     serving = device.choose_kernels(spec, MESH, SIZES)
     assert (serving.prefill.name, serving.paged.name) == ("splash", "pallas")

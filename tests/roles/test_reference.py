@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import Config, ModelConfig, RoleArgs
 from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
@@ -17,7 +18,6 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
 from jaxroll.records import Version
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.sharding import layout
 from jaxroll.store.core.state import Lineage
 
 
@@ -30,7 +30,7 @@ def config(warm: bool) -> Config:
 
 def new_trainer(config: Config) -> Trainer:
     spec = families.spec("nano", vocab_size=24)
-    return Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
+    return Trainer(config, spec, sharding.build(config.learner.mesh), sharding.LEARNER, key=jax.random.key(0))
 
 
 def lent(trainer: Trainer) -> dict[str, np.ndarray]:

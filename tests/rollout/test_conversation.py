@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -25,7 +26,6 @@ from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.agents import Branches
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import layout
 from jaxroll.text.tokenizers import CharTokenizer
 
 CONFIG = Config(task=TaskConfig(source="game", name="frozen_lake", env="frozen_lake", args={"size": 3, "max_turns": 5}))
@@ -36,8 +36,8 @@ WEIGHTS: list[params.Params] = []
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[EngineHost]:
-    mesh = layout.build(MeshConfig())
-    weights = params.init(SPEC, jax.random.key(3), mesh, layout.SAMPLER)
+    mesh = sharding.build(MeshConfig())
+    weights = params.init(SPEC, jax.random.key(3), mesh, sharding.SAMPLER)
     config = EngineConfig(
         slots=2,
         max_tokens=TOKENS,
@@ -49,7 +49,7 @@ def host() -> Iterator[EngineHost]:
         cache_pages=80,
         max_stops=16,
     )
-    engine = Engine(SPEC, mesh, layout.SAMPLER, config)
+    engine = Engine(SPEC, mesh, sharding.SAMPLER, config)
     WEIGHTS[:] = [weights]
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)

@@ -15,14 +15,14 @@ import pytest
 from safetensors import numpy as safetensors
 
 from jaxroll.config import ModelConfig
-from jaxroll.models import pretrained
+from jaxroll.models import params
 from jaxroll.records import Version
 from jaxroll.serving import weight_updates
 from tests.harness.http_engine import TOKEN, Engine, served
 
 DEADLINE_S = 30.0
 MODEL = Path(__file__).parents[1] / "golden" / "qwen3" / "tied"
-SPEC = pretrained.spec(ModelConfig(path=str(MODEL)), vocab_size=280)
+SPEC = params.spec(ModelConfig(path=str(MODEL)), vocab_size=280)
 TENSORS = {n: a for file in sorted(MODEL.glob("*.safetensors")) for n, a in safetensors.load_file(file).items()}
 LIMIT_BYTES = 2 * sum(4 * array.size for array in TENSORS.values())
 RAW = {"content-type": "application/octet-stream"}
@@ -38,7 +38,7 @@ class Server:
         self.updates = weight_updates.WeightUpdates(self.read, self.use, lambda: self.version, LIMIT_BYTES)
 
     def read(self, folder: Path) -> Mapping[str, np.ndarray]:
-        return pretrained.weights(ModelConfig(path=str(folder)), SPEC)
+        return params.weights(ModelConfig(path=str(folder)), SPEC)
 
     def use(self, version: Version, values: Mapping[str, np.ndarray]) -> Future[None]:
         self.used.append(values)
@@ -61,7 +61,7 @@ def run(check: Callable[[Api, Server], Awaitable[None]], updates: bool = True) -
 
 
 def same(found: Mapping[str, np.ndarray], scale: float) -> bool:
-    want = pretrained.weights(ModelConfig(path=str(MODEL)), SPEC)
+    want = params.weights(ModelConfig(path=str(MODEL)), SPEC)
     return found.keys() == want.keys() and all(np.array_equal(found[name], scale * want[name]) for name in want)
 
 

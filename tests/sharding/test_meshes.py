@@ -4,33 +4,33 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import layout
 
 
 def test_axes_have_one_order_and_auto_type():
-    mesh = layout.build(MeshConfig(data=2, fsdp=1, tensor=4))
+    mesh = sharding.build(MeshConfig(data=2, fsdp=1, tensor=4))
     assert mesh.axis_names == ("data", "fsdp", "expert", "sequence", "tensor")
     assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "sequence": 1, "tensor": 4}
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_a_smaller_mesh_takes_the_first_devices():
-    mesh = layout.build(MeshConfig(tensor=2), jax.devices()[4:])
+    mesh = sharding.build(MeshConfig(tensor=2), jax.devices()[4:])
     assert sorted(device.id for device in mesh.devices.flat) == [device.id for device in jax.devices()[4:6]]
 
 
 def test_too_few_devices_say_how_many_are_here():
     with pytest.raises(ConfigError, match=r"needs 16 devices, this process has 8"):
-        layout.build(MeshConfig(data=16))
+        sharding.build(MeshConfig(data=16))
 
 
 def test_an_axis_below_one_is_refused():
     with pytest.raises(ConfigError, match=r"mesh\.fsdp = 0"):
-        layout.build(MeshConfig(fsdp=0))
+        sharding.build(MeshConfig(fsdp=0))
 
 
 def test_the_platform_is_that_of_the_mesh():
-    assert layout.platform(layout.build(MeshConfig())) == layout.platform() == "cpu"
-    assert layout.memory_bytes(jax.devices()[0]) is None
+    assert sharding.platform(sharding.build(MeshConfig())) == sharding.platform() == "cpu"
+    assert sharding.memory_bytes(jax.devices()[0]) is None

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jaxroll import sharding as layouts
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import layout as layouts
 
 MESH = layouts.build(MeshConfig(data=2, fsdp=2, tensor=2))
 

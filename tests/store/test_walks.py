@@ -19,9 +19,8 @@ LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
     "one lease": 14,
     "one put": 7,
-    TRAINING: 9,
-    VERSION: 13,
-    "the life of a sample": 48,
+    TRAINING: 8,
+    "the life of a sample": 45,
 }  # measured numbers above the limit; they may only fall
 
 

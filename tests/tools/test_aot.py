@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import layout
 from jaxroll.tools import aot, chips
 
-MESH = layout.build(MeshConfig(fsdp=2, tensor=2))
+MESH = sharding.build(MeshConfig(fsdp=2, tensor=2))
 SPLIT = jax.NamedSharding(MESH, jax.P("fsdp", "tensor"))
 WHOLE = jax.NamedSharding(MESH, jax.P())
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.sharding import layout
 from jaxroll.tools import hlo
 
 # In the style of libtpu: a loop of 3 trips holds one whose counter grows by 2 below 8, so of 4 trips; weights are
@@ -99,7 +99,7 @@ def test_a_scan_costs_as_much_as_its_unrolled_form():
 
 
 def test_collectives_of_a_real_program():
-    mesh = layout.build(MeshConfig(tensor=4))
+    mesh = sharding.build(MeshConfig(tensor=4))
     split = jax.NamedSharding(mesh, jax.P(None, "tensor"))
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split)
     w = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("tensor")))

@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 from jaxroll import config as configs
+from jaxroll import sharding as layouts
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.control import run_dir
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
@@ -28,10 +29,9 @@ from jaxroll.learner import weights as own
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import TrainState
-from jaxroll.models import families, folders, params, pretrained
+from jaxroll.models import families, folders, params
 from jaxroll.models.folders import Leaf
 from jaxroll.records import Version
-from jaxroll.sharding import layout as layouts
 from jaxroll.text import tokenizers
 from jaxroll.tools import generate, weights
 
@@ -76,7 +76,7 @@ def test_an_imported_folder_serves_as_the_model_of_a_config(tmp_path: Path, vari
         config = ModelConfig(path=str(path))
         spec = folders.spec(config, vocab_size=280)
         folders.check_weights(config, spec)
-        read.append((spec, pretrained.weights(config, spec)))
+        read.append((spec, params.weights(config, spec)))
     (spec, theirs), (same_spec, ours) = read
     assert spec == same_spec and theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) and ours[name].dtype == np.float32 for name in ours)
@@ -85,7 +85,7 @@ def test_an_imported_folder_serves_as_the_model_of_a_config(tmp_path: Path, vari
 def test_a_cast_is_the_nearest_bfloat16_and_back(tmp_path: Path) -> None:
     weights.import_folder(GOLDEN / "tied", tmp_path / "ours", "bfloat16")
     wide, narrow = (
-        pretrained.leaves(GOLDEN / "tied", SPEC := folders.described(GOLDEN / "tied")),
+        params.leaves(GOLDEN / "tied", SPEC := folders.described(GOLDEN / "tied")),
         own.load(tmp_path / "ours"),
     )
     for name in wide:
@@ -115,7 +115,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     tracemalloc.start()
     exported(tmp_path / "ours", tmp_path / "theirs", shard_bytes=total // 3)
     weights.import_folder(tmp_path / "theirs", tmp_path / "again", weights.AS_STORED)
-    read = pretrained.weights(ModelConfig(path=str(tmp_path / "theirs")), spec)
+    read = params.weights(ModelConfig(path=str(tmp_path / "theirs")), spec)
     assert sum(float(read[name].sum()) for name in read) == families.parameter_count(spec)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -151,9 +151,9 @@ def test_a_checkpoint_is_exported_without_its_mesh(tmp_path: Path, run: weights.
         with weights.opened(source, run) as held:
             weights.export(held, out, weights.AS_STORED, WHOLE)
         config = ModelConfig(path=str(out))
-        spec = pretrained.spec(config, vocab_size=24)
+        spec = params.spec(config, vocab_size=24)
         want = params.init(spec, jax.random.key(3), layouts.build(MeshConfig()), layouts.LEARNER)
-        read = pretrained.weights(config, spec)
+        read = params.weights(config, spec)
         assert read.keys() == want.keys()
         assert all(np.array_equal(read[name], np.asarray(want[name] + step)) for name in want)
         said = json.loads((out / "config.json").read_text())
@@ -359,7 +359,7 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     with weights.opened(run.path, run) as held:
         assert "adapters merged" in weights.export(held, tmp_path / "hf", weights.AS_STORED, WHOLE)
     hf = ModelConfig(path=str(tmp_path / "hf"))
-    read = pretrained.weights(hf, pretrained.spec(hf, text.vocab_size))
+    read = params.weights(hf, params.spec(hf, text.vocab_size))
     for name in want:
         np.testing.assert_allclose(read[name], want[name], rtol=1e-5, atol=1e-5, err_msg=name)
         assert np.array_equal(read[name], base[name]) != adapters.adapts(name)

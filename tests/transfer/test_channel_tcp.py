@@ -17,7 +17,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer import channels, tcp_listener
+from jaxroll.transfer import channel_tcp, channels
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
 from tests.harness.cluster.tcp_proxy import Proxy
@@ -127,7 +127,7 @@ def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> 
         rng = np.random.default_rng(0)
         buffers = [rng.bytes(int(n)) for n in [*rng.integers(0, 9, 100), *rng.integers(1, 60_000, 20)]]
         wanted = b"".join(buffers)
-        connection = tcp_listener.Connection(ours, 0.0)
+        connection = channel_tcp.Connection(ours, 0.0)
         connection.more = iter([memoryview(buffer) for buffer in buffers])
         got, partial = b"", 0
         while len(got) < len(wanted):
@@ -347,8 +347,8 @@ def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
 
 def test_closing_a_listener_whose_thread_is_just_ending() -> None:
     """Any event can end the loop between the stop flag and the wake-up byte; the thread is held in that moment."""
-    listener = tcp_listener.Listener(
-        tcp_listener.VersionShelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
+    listener = channel_tcp.Listener(
+        channels.VersionShelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
     )
     run, ended, go_on = listener._run, threading.Event(), threading.Event()
 

@@ -25,7 +25,8 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import resting, unreliable, waits
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
-from jaxroll.store.log import database, state_checkpoints
+from jaxroll.store.log import database
+from jaxroll.store.log import replay as replays
 from jaxroll.store.log.replay import rules
 
 LEASES, GROUPS, FAILURES, JOINS, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
@@ -64,9 +65,9 @@ def facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
 
 
 def _state(db: sqlite3.Connection) -> State:
-    kept = state_checkpoints.newest(db)
+    kept = replays.newest(db)
     begun = kept[1] if kept else State()
-    return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
+    return replay(begun, (event for _, event in replays.events_after(db, begun.position)), 0.0)
 
 
 def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float) -> Facts:

@@ -25,7 +25,8 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import state
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import on_line
-from jaxroll.store.log import database, state_checkpoints
+from jaxroll.store.log import database
+from jaxroll.store.log import replay as replays
 
 # --- The invariants of a run, compared with its figures
 
@@ -219,9 +220,9 @@ def _column(db: sqlite3.Connection, sql: str) -> Iterator[int]:
 
 def _replayed(db: sqlite3.Connection) -> state.State:
     """The store's state, rebuilt from the log as the store does."""
-    kept = state_checkpoints.newest(db)
+    kept = replays.newest(db)
     begun = kept[1] if kept else state.State()
-    return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
+    return replay(begun, (event for _, event in replays.events_after(db, begun.position)), 0.0)
 
 
 def residual(replayed: state.State, by_state: dict[str, int]) -> int:

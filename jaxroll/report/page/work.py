@@ -15,8 +15,9 @@ from jaxroll.report.figures import activity, summary
 from jaxroll.report.figures.activity import Interval, Lane, RunClock, closed, computing, intersection, union
 from jaxroll.report.figures.summary import age_histogram, numbers, of_kind
 from jaxroll.report.formats import duration, known, number, percent, tick
-from jaxroll.report.page import plots, svg
-from jaxroll.report.page.svg import NOTHING, Frame, Markup, View, card, columns, legend, tag
+from jaxroll.report.page import plots
+from jaxroll.report.page import plots as svg
+from jaxroll.report.page.plots import NOTHING, Frame, Markup, View, card, columns, legend, tag
 
 Row = dict[str, Any]
 SPARKS = (

@@ -31,8 +31,8 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.events import Recorded
 from jaxroll.store.core.state import State
-from jaxroll.store.log import database, schema, state_checkpoints
-from jaxroll.store.log.state_checkpoints import Mark, StatePart, StateReplica
+from jaxroll.store.log import database, replay, schema
+from jaxroll.store.log.replay import Mark, StatePart, StateReplica
 
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
 _REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
@@ -288,9 +288,9 @@ def _look_at(future: asyncio.Future[None]) -> None:
 
 def _read(connection: sqlite3.Connection) -> Recovered:
     run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
-    kept = state_checkpoints.newest(connection)
-    mark, state = kept or (state_checkpoints.Mark(0, 0), None)
-    found = list(state_checkpoints.events_after(connection, mark.position))
+    kept = replay.newest(connection)
+    mark, state = kept or (replay.Mark(0, 0), None)
+    found = list(replay.events_after(connection, mark.position))
     size = sum(size for size, _ in found)
     return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
 
@@ -352,7 +352,7 @@ class Maintenance:
         self._retired_bytes, self._last_place = 0, 0
         self._base, self._pages_to_free, self._least_free = 0, 0, 0
         self._unkept = True
-        if state_checkpoints.marks(connection):
+        if replay.marks(connection):
             self._choose_base(connection)
 
     def offer(self, mark: Mark, parts: list[StatePart]) -> None:
@@ -375,7 +375,7 @@ class Maintenance:
                 mark, parts = self._offered.get_nowait()
             except Empty:
                 return self._drop_unkept(connection)
-            self._snapshot.extend(state_checkpoints.rows_of(mark, unix_s(), parts))
+            self._snapshot.extend(replay.rows_of(mark, unix_s(), parts))
         for _ in range(min(PARTS, len(self._snapshot))):
             connection.execute(*self._snapshot.popleft())
         if not self._snapshot:
@@ -385,9 +385,9 @@ class Maintenance:
 
     def _choose_base(self, connection: sqlite3.Connection) -> None:
         first = connection.execute("SELECT MIN(position) FROM log").fetchone()[0]
-        kept = state_checkpoints.kept(state_checkpoints.marks(connection), first == 1, self._history_bytes)
+        kept = replay.kept(replay.marks(connection), first == 1, self._history_bytes)
         self._base = kept.base
-        for mark in state_checkpoints.marks(connection):
+        for mark in replay.marks(connection):
             if mark.position not in kept.positions:
                 connection.execute("DELETE FROM snapshots WHERE position = ?", (mark.position,))
         self._unkept = True

@@ -25,7 +25,8 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
-from jaxroll.store.log import schema, state_checkpoints
+from jaxroll.store.log import replay as replays
+from jaxroll.store.log import schema
 
 # --- Migration of a database with an older schema, in one transaction
 #
@@ -126,13 +127,13 @@ def _fill_snapshot(connection: sqlite3.Connection, ordinals: dict[int, int]) -> 
     row = connection.execute("SELECT position, body FROM snapshot").fetchone()
     if row is None:
         return
-    mark, state = state_checkpoints.Mark(row[0], 0), wire.decode(row[1], State)
+    mark, state = replays.Mark(row[0], 0), wire.decode(row[1], State)
     for group in (*state.open.values(), *state.held.values()):
         group.ordinal = ordinals[group.id]
     state.next_ordinal = state.prompts_issued
     if state.cursor is not None:
         state.stream = {state.next_ordinal - 1: state.cursor}
-    for sql, values in state_checkpoints.rows_of(mark, 0.0, state_checkpoints.parts(state)):
+    for sql, values in replays.rows_of(mark, 0.0, replays.parts(state)):
         connection.execute(sql, values)
 
 
@@ -148,7 +149,7 @@ def _fill_log(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
 
 def _fill_questions(connection: sqlite3.Connection) -> None:
     """Fill the table of questions from the checkpoint and the records since; version 1 did not count questions."""
-    mark, state = state_checkpoints.newest(connection) or (state_checkpoints.Mark(0, 0), State())
+    mark, state = replays.newest(connection) or (replays.Mark(0, 0), State())
     later = connection.execute("SELECT body FROM log WHERE position > ? ORDER BY position", (mark.position,))
     replay(state, (wire.decode(body, ev.Event) for (body,) in later), 0.0)
     for question, known in state.questions.items():
@@ -162,7 +163,7 @@ def _fill_questions(connection: sqlite3.Connection) -> None:
 def _fill_tasks(connection: sqlite3.Connection) -> None:
     """Fill the table of tasks for the groups alive, from the checkpoint and the records since."""
     found: dict[int, Task] = {}
-    if kept := state_checkpoints.newest(connection):
+    if kept := replays.newest(connection):
         found = {gid: g.task for gid, g in (*kept[1].open.items(), *kept[1].held.items())}
     for (body,) in connection.execute("SELECT body FROM log WHERE kind = 'issued'"):
         event = wire.decode(body, ev.Event)

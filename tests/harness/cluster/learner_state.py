@@ -19,10 +19,10 @@ def digests(run: World) -> dict[str, str]:
     """
     import jax
 
+    from jaxroll import sharding as layouts
     from jaxroll.learner import state
     from jaxroll.learner.checkpoint import Checkpoints
     from jaxroll.roles import build
-    from jaxroll.sharding import layout as layouts
     from jaxroll.transfer import manifest as manifests
 
     config = run.config

@@ -17,7 +17,7 @@ import msgspec
 from jaxroll.control import cli
 from jaxroll.records import Message, Task
 from jaxroll.roles import store as role
-from jaxroll.store.log import commit_log, state_checkpoints
+from jaxroll.store.log import commit_log, replay
 from jaxroll.store.server import keeper, server
 
 
@@ -72,7 +72,7 @@ def main() -> int:
     CountingFeeder.limit, CountingFeeder.questions = orders.prompts, orders.questions
     role.FeederProcess = CountingFeeder
     if orders.compact_every:
-        keeper.COMPACT_EVERY, commit_log.PARTS, state_checkpoints.ENTRIES = orders.compact_every, 1, 2
+        keeper.COMPACT_EVERY, commit_log.PARTS, replay.ENTRIES = orders.compact_every, 1, 2
     budgets = {"history_bytes": orders.history_bytes, "keep_bytes": orders.keep_bytes}
     server.Log = functools.partial(_log, Log=server.Log, budgets={key: size for key, size in budgets.items() if size})
     return cli.main(sys.argv[2:])

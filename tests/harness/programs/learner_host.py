@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxroll import lifeline, wire
+from jaxroll import lifeline, sharding, wire
 from jaxroll.config import Config, LearnerConfig, MeshConfig, ScheduleConfig
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
@@ -25,7 +25,6 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.models.folders import Converted, Index
 from jaxroll.records import Claim, Version
-from jaxroll.sharding import layout
 from jaxroll.transfer import channels
 
 VOCAB = 24
@@ -81,7 +80,7 @@ def kept(trainer: Trainer, folder: Path) -> None:
     multihost_utils.sync_global_devices("it is whole")
     for written in (version, *(each for each in checkpoints.versions() if count == 1)):
         again = checkpoints.restore(written, abstract)[0] if first else checkpoints.read(written, abstract)
-        both = zip(*map(jax.tree.leaves, layout.fetched((state, again))), strict=True)
+        both = zip(*map(jax.tree.leaves, sharding.fetched((state, again))), strict=True)
         for mine, theirs in both:
             np.testing.assert_allclose(mine, theirs, atol=0 if written == version else 2e-5)
     checkpoints.close()
@@ -94,7 +93,7 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     """
     config = config_of(options)
     spec = families.spec("nano", vocab_size=VOCAB)
-    trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, spec, sharding.build(config.learner.mesh), sharding.LEARNER, key=jax.random.key(0))
     drawn = np.random.default_rng(5)
     shapes = {name: leaf.shape for name, leaf in params.abstract(spec).items()}
     values = {name: 0.1 * drawn.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -108,7 +107,7 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     rows = [trainer.train(claim) for claim in claims]
     if folder is not None:
         kept(trainer, folder)
-    held = layout.fetched(trainer.params())
+    held = sharding.fetched(trainer.params())
     for name, value in published(trainer.params()).items():
         np.testing.assert_array_equal(value, held[name], err_msg=f"published: {name}")
     return rows, held

@@ -18,9 +18,8 @@ import numpy as np
 
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.learner import state, step, trainer
-from jaxroll.models import families
-from jaxroll.models import params as model_params
-from jaxroll.sharding.layout import LEARNER, Layout, build
+from jaxroll.models import families, params
+from jaxroll.sharding import LEARNER, Layout, build
 from jaxroll.tools import chips, plan
 
 CONFIG = Config(learner=LearnerConfig(micro_batch_rows=32, row_tokens=256))
@@ -57,7 +56,7 @@ def measured() -> int:
     gc.collect()
     before = resident()
     forget_peak()
-    zeros = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in model_params.abstract(spec).items()}
+    zeros = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in params.abstract(spec).items()}
     made = state.fresh(state.placed(zeros, spec, layout), spec, layout, recipe.optimizer.transform)
     accumulator = programs.accumulate(made.params, programs.zeros(), programs.placed(streams))
     jax.block_until_ready(programs.apply(made, accumulator))

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from jaxroll import lifeline
 from jaxroll.config import SupervisorConfig
-from jaxroll.control import streams
 from jaxroll.control.live import open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -23,7 +23,7 @@ def main() -> int:
     run_dir, file = Path(sys.argv[1]), Path(sys.argv[2])
     values = json.loads(file.read_text())
     config = SupervisorConfig(**values["config"])
-    streams.harden().patience_s = streams.NOT_SHOWN_S  # as `jaxroll train` does
+    lifeline.harden().patience_s = lifeline.NOT_SHOWN_S  # as `jaxroll train` does
     view = open_view(run_dir, 5)
     try:
         return Supervisor(specs_from(values["specs"]), run_dir, config, view).run()

@@ -22,7 +22,7 @@ from jaxroll.engine import programs as engine
 from jaxroll.learner import step, trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
+from jaxroll.sharding import LEARNER, SAMPLER, Layout
 from jaxroll.tools import aot
 
 LEAN = ModelSpec("lean", 256, 1, 256, 4, 2, 128, 320, compute_dtype="bfloat16", remat="layer")

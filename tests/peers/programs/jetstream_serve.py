@@ -24,11 +24,11 @@ from jetstream.core import config_lib, server_lib
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from jetstream.engine import engine_api
 
+from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import jetstream
 from jaxroll.models import families
 from jaxroll.protocols import GenerationKey
-from jaxroll.sharding import layout
 
 DEADLINE_S = 120
 
@@ -62,9 +62,9 @@ class Work:
 
     def engine(self, **drawing) -> jetstream.JetStreamEngine:
         serving = jetstream.Serving(**self.given["serving"], **drawing)
-        words, mesh = Words(self.given["eos"]), layout.build(MeshConfig())
+        words, mesh = Words(self.given["eos"]), sharding.build(MeshConfig())
         return jetstream.JetStreamEngine(
-            families.spec("nano"), mesh, layout.SAMPLER, words, lambda: self.weights, serving
+            families.spec("nano"), mesh, sharding.SAMPLER, words, lambda: self.weights, serving
         )
 
     def requests(self, as_text: bool) -> list[jetstream_pb2.DecodeRequest]:

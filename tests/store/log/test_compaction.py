@@ -19,10 +19,10 @@ from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
-from jaxroll.store.log import commit_log, database, schema, state_checkpoints
+from jaxroll.store.log import commit_log, database, schema
+from jaxroll.store.log import replay as replays
 from jaxroll.store.log.commit_log import Log
-from jaxroll.store.log.replay import differences, replay_log
-from jaxroll.store.log.state_checkpoints import Mark, kept
+from jaxroll.store.log.replay import Mark, differences, kept, replay_log
 from jaxroll.store.server import keeper
 from jaxroll.store.server.keeper import Keeper
 from tests.harness.store.recorded_log import SETTINGS, eventful_history, lease, long_run, publish, put, recorded_run
@@ -30,21 +30,21 @@ from tests.harness.store.recorded_log import SETTINGS, eventful_history, lease, 
 
 def state_on_disk(run_dir: Path) -> State:
     with database.transaction(run_dir) as db:
-        found = state_checkpoints.newest(db)
+        found = replays.newest(db)
         begun = found[1] if found else State()
-        return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
+        return replay(begun, (event for _, event in replays.events_after(db, begun.position)), 0.0)
 
 
 def test_a_state_in_pieces_is_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = asyncio.run(recorded_run(tmp_path)).state
     for entries in (1, 3, 1000):
-        monkeypatch.setattr(state_checkpoints, "ENTRIES", entries)
-        pieces = list(state_checkpoints.parts(state))
+        monkeypatch.setattr(replays, "ENTRIES", entries)
+        pieces = list(replays.parts(state))
         assert len({(p.field, p.number) for p in pieces}) == len(pieces)
-        again = state_checkpoints.assembled(pieces)
+        again = replays.assembled(pieces)
         assert again == state
         assert list(again.open) == list(state.open)
-    assert len(list(state_checkpoints.parts(state))) < len(pieces) + 1
+    assert len(list(replays.parts(state))) < len(pieces) + 1
 
 
 def test_every_snapshot_is_the_state_at_its_position(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
     """Not the whole log since the last checkpoint: a store killed in every compaction would never complete one."""
     asyncio.run(recorded_run(tmp_path))
     replayed = []
-    real = state_checkpoints.apply
-    monkeypatch.setattr(state_checkpoints, "apply", lambda *of: (replayed.append(of[1]), real(*of)))
+    real = replays.apply
+    monkeypatch.setattr(replays, "apply", lambda *of: (replayed.append(of[1]), real(*of)))
 
     async def again() -> State:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0), ManualClock())
@@ -112,7 +112,7 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
 
     state = asyncio.run(again())
     assert [type(event) for event in replayed] == [ev.RunOpened]
-    monkeypatch.setattr(state_checkpoints, "apply", real)
+    monkeypatch.setattr(replays, "apply", real)
     assert next(differences(state, state_on_disk(tmp_path)), None) is None
     with database.transaction(tmp_path) as db:
         whole = db.execute("SELECT position, log_bytes FROM snapshots").fetchall()
@@ -126,7 +126,7 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
     """A copy of the files after every commit of a compaction in the smallest portions."""
     for name in ("PARTS", "PAYLOADS", "RECORDS"):
         monkeypatch.setattr(commit_log, name, 1)
-    monkeypatch.setattr(state_checkpoints, "ENTRIES", 2)
+    monkeypatch.setattr(replays, "ENTRIES", 2)
     copies = []
     real = commit_log.Maintenance.portion
 
@@ -164,7 +164,7 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
         asyncio.run(opened(copy))
         with database.transaction(copy) as db:
             assert db.execute("SELECT COUNT(DISTINCT position) FROM snapshot_parts").fetchone()[0] <= 1
-            marks = state_checkpoints.marks(db)
+            marks = replays.marks(db)
             floor = marks[0].position if marks else 0
             assert db.execute("SELECT MIN(position) FROM log").fetchone()[0] in (None, floor + 1)
             assert replay_log(db).violations == []

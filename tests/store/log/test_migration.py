@@ -16,7 +16,7 @@ from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
-from jaxroll.store.log import database, state_checkpoints
+from jaxroll.store.log import database, replay
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
@@ -90,7 +90,7 @@ def test_a_fork_of_a_log_of_version_1_is_refused_until_its_prompts_are_known(tmp
         assert {group.id: group.ordinal for group in state.open.values()} == {9: 5, 10: 9}, "9 is the prompt of 5 again"
         assert (state.next_ordinal, state.claim_cuts, state.stream[9]) == (10, {}, b"cursor10")
         with database.transaction(tmp_path) as db:
-            _, before = state_checkpoints.newest(db) or (None, state)
+            _, before = replay.newest(db) or (None, state)
         open_then = {group.id: group.ordinal for group in before.open.values()}
         assert open_then == ({9: 5, 10: 9} if compacted else {5: 5, 7: 7, 8: 8})
         version = kept.decide(ev.Begin("L", Version(1, 1)))

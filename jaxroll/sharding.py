@@ -1,4 +1,4 @@
-"""Device meshes, the rules from logical axes to mesh axes, and transfers between the host and the devices."""
+"""Sharding: device meshes, the rules from logical axes to mesh axes, and transfers between the host and the devices."""
 
 from __future__ import annotations
 
@@ -276,40 +276,6 @@ def fetched(tree: Any) -> Any:
     compiles a program.
     """
     return jax.tree.map(_fetched, tree) if _elsewhere(tree) else jax.device_get(tree)
-
-
-def gathered(array: jax.Array) -> jax.Array:
-    """`array`, resharded so that the devices of each process together hold all of it; unchanged if they do already.
-
-    Its sharding among the devices of a process does not change. Every process must call this in the same order.
-    """
-    sharding = array.sharding
-    if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return array
-    crossing = _axes_across_processes(sharding.mesh)
-    parts = [_without(part, crossing) for part in sharding.spec]
-    if parts == list(sharding.spec):
-        return array
-    return _resharding(NamedSharding(sharding.mesh, PartitionSpec(*parts)))(array)
-
-
-def _axes_across_processes(mesh: Mesh) -> frozenset[str]:
-    """The mesh axes along which devices belong to different processes."""
-    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    firsts = {name: np.take(owners, [0], axis) for axis, name in enumerate(mesh.axis_names)}
-    return frozenset(name for name, first in firsts.items() if (owners != first).any())
-
-
-def _without(part: Any, axes: frozenset[str]) -> Any:
-    """One entry of a PartitionSpec without `axes`."""
-    if not isinstance(part, tuple):
-        return None if part in axes else part
-    return tuple(axis for axis in part if axis not in axes) if axes.intersection(part) else part
-
-
-@functools.lru_cache(maxsize=64)
-def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def _elsewhere(tree: Any) -> bool:
