@@ -252,6 +252,11 @@ def episode_tokens(config: Config) -> int:
     return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
 
 
+def longest_prompt(config: Config) -> int:
+    """Tokens of the longest prompt that an engine for single requests has room for."""
+    return max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)
+
+
 def cache_tokens(config: Config) -> int:
     """KV cache length of a request, in tokens: that of the longest episode."""
     return max(episode_tokens(config), config.sampler.prefill_buckets[-1])

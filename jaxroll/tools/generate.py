@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import longest_prompt
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -73,7 +74,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     placed = jax.device_put(values, where)
     engine_config = EngineConfig(
         slots=slots,
-        max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
+        max_tokens=longest_prompt(config) + max_tokens,
         prefill_rows=min(slots, config.sampler.prefill_rows),
         prefill_buckets=config.sampler.prefill_buckets,
         decode_chunk=config.sampler.decode_chunk,

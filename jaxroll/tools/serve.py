@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxroll import lifeline
 from jaxroll.config import RoleArgs
+from jaxroll.config.derived import longest_prompt
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 from jaxroll.rpc import http, protocol
@@ -27,7 +28,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         paths.http_token if of_run else http.user_token_file(paths.http_token.name)
     )  # fmt: skip
     token = http.token(None if options.token_file else secret, token_file)
-    longest = max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)
+    longest = longest_prompt(config)
     context = longest + config.sampling.max_tokens if options.context is None else options.context
     if context <= longest:
         reason = f"the config's longest prompt has {longest} tokens, and an answer needs one more"
