@@ -38,6 +38,11 @@ _MAX_ITEM_CHARS = 8 << 20
 _ENDING_S = 0.2  # between a worker's last byte and its exit status; the event loop waits
 _CLOSED = "it is closed"
 _DEATHS_TO_BE_GUILTY = 2  # one retry, because a worker may die for another reason (OOM killer, kill -9)
+# A worker is slow if each of its last items took more than `_STUCK_S` and `_SLOWER` times as long as those of another.
+# It gets an item if that one could not answer sooner. After a rest of `_REST` such times it gets one as a trial: it may
+# have recovered, and the delay of the trials is a twentieth of the time.
+_RECENT, _SLOWER, _REST = 4, 2.0, 20.0
+_DEATH_S = 1.0  # a worker that dies at once is no quick one
 
 
 @dataclass(eq=False)
@@ -62,10 +67,17 @@ class _Worker:
     ready: bool = False
     jobs: deque[_Job] = field(default_factory=deque)  # sent and unanswered, in order
     progress_s: float = 0.0  # loop time of the last reply, or of the first item sent to an idle worker
+    begun_s: float = 0.0  # the same, without replies that say only that it works
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # seconds of its last items and deaths
     timer: asyncio.TimerHandle | None = None
     failed_starts: int = 0  # since the worker was ready
     refused_starts: int = 0  # by the operating system, since the last start that succeeded
     is_down: bool = False  # its process is gone, and `timer` starts the next one
+
+
+def _room(worker: _Worker) -> int:
+    """The number of items that may be sent to the worker now, a multiple of a batch."""
+    return (_MAX_IN_FLIGHT - len(worker.jobs)) // _BATCH * _BATCH
 
 
 class ScoringPool:
@@ -105,6 +117,7 @@ class ScoringPool:
         self.sleeps = 0  # times that all workers ended because there was no work
         self._idle_s, self._worked_s, self._asleep = idle_s, 0.0, False
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
         self._settings = WorkerSettings(
             os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, functions, max_answer_chars, programs
         )
@@ -196,6 +209,7 @@ class ScoringPool:
             raise InfraError("the scoring pool belongs to another event loop, which is still open")
         self._bound = loop
         self._dispatch_planned = self._asleep = False
+        self._look_timer = None
         self._watch_idleness()
         for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
             job.future = None  # its event loop is closed
@@ -219,36 +233,62 @@ class ScoringPool:
 
     def _dispatch(self) -> None:
         self._dispatch_planned = False
-        free = [worker for worker in self._workers if self._has_room(worker)]
-        free.sort(key=lambda worker: len(worker.jobs))
-        for nth, worker in enumerate(free):
-            share = -(-len(self._waiting) // (len(free) - nth))
-            room = (_MAX_IN_FLIGHT - len(worker.jobs)) // _BATCH * _BATCH
-            batch = self._take(min(share, room))
-            if not batch:
-                return
-            if not worker.jobs:
-                worker.progress_s = self._loop.time()
-            worker.jobs.extend(batch)
-            sent = True
-            for first in range(0, len(batch), _BATCH):
-                sent = worker.process.send(job.item for job in batch[first : first + _BATCH])
-            if not sent:
-                self._loop.add_writer(worker.process.input_descriptor, self._on_room, worker)
-            self._arm(worker)
+        shares = {worker: list[_Job]() for worker in self._workers if worker.ready and not self._is_stuck(worker)}
+        usual_s = min((min(worker.took_s) for worker in shares if worker.took_s), default=0.0) or 1.0
+        ends_s = lambda worker: self._answer_s(worker, len(shares[worker]), usual_s)  # noqa: E731
+        while (job := self._next_job()) is not None:
+            worker = min((one for one in shares if len(shares[one]) < _room(one)), key=ends_s, default=None)
+            if worker is None or (self._is_slow(worker, usual_s) and ends_s(worker) > min(map(ends_s, shares))):
+                self._waiting.appendleft(job)
+                self._look_again(worker is not None)
+                break
+            shares[worker].append(job)
+        for worker, share in shares.items():
+            if share:
+                self._send(worker, share)
 
-    def _has_room(self, worker: _Worker) -> bool:
-        """True if the worker can get more items; not while it works on a slow one, since other workers are faster."""
-        stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
-        return worker.ready and not stuck and len(worker.jobs) <= _MAX_IN_FLIGHT - _BATCH
+    def _send(self, worker: _Worker, jobs: list[_Job]) -> None:
+        if not worker.jobs:
+            worker.progress_s = worker.begun_s = self._loop.time()
+        worker.jobs.extend(jobs)
+        sent = True
+        for first in range(0, len(jobs), _BATCH):
+            sent = worker.process.send(job.item for job in jobs[first : first + _BATCH])
+        if not sent:
+            self._loop.add_writer(worker.process.input_descriptor, self._on_room, worker)
+        self._arm(worker)
 
-    def _take(self, count: int) -> list[_Job]:
-        batch: list[_Job] = []
-        while self._waiting and len(batch) < count:
+    def _is_stuck(self, worker: _Worker) -> bool:
+        """True while the worker works on a slow item: other workers are faster."""
+        return bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
+
+    def _is_slow(self, worker: _Worker, usual_s: float) -> bool:
+        return min(worker.took_s, default=0.0) > max(_STUCK_S, _SLOWER * usual_s)
+
+    def _answer_s(self, worker: _Worker, more: int, usual_s: float) -> tuple[float, int]:
+        """Seconds until the worker would answer one more item after `more` new ones, and the number of its items."""
+        count, item_s = len(worker.jobs) + more, usual_s
+        if self._is_slow(worker, usual_s):
+            own_s = min(worker.took_s)
+            if count or self._loop.time() - worker.progress_s <= _REST * own_s:  # otherwise it gets one as a trial
+                item_s = own_s
+        return (count + 1) * item_s, count
+
+    def _look_again(self, is_needed: bool) -> None:
+        """Dispatch later if items wait for a worker that may be stuck, while a slower one has room."""
+        if is_needed and self._look_timer is None:
+            self._look_timer = self._loop.call_later(_STUCK_S, self._on_look_timer)
+
+    def _on_look_timer(self) -> None:
+        self._look_timer = None
+        self._plan_dispatch()
+
+    def _next_job(self) -> _Job | None:
+        while self._waiting:
             job = self._waiting.popleft()
             if job.future is not None and not job.future.done():  # otherwise the caller was cancelled
-                batch.append(job)
-        return batch
+                return job
+        return None
 
     def _note_restrictions(self, restrictions: Restrictions) -> None:
         """Warn once if a capability of scorers is not restricted on this machine."""
@@ -265,6 +305,7 @@ class ScoringPool:
         replies, alive = worker.process.receive()
         if replies:
             worker.progress_s = self._worked_s = self._loop.time()
+        self._note_durations(worker, sum(isinstance(reply, Scored) for reply in replies))
         for reply in replies:
             if isinstance(reply, Ready):
                 worker.ready, worker.failed_starts = True, 0
@@ -281,6 +322,12 @@ class ScoringPool:
             self._replace(worker, hung=False)
         elif self._waiting:
             self._plan_dispatch()
+
+    def _note_durations(self, worker: _Worker, answers: int) -> None:
+        if answers:
+            now_s = self._loop.time()
+            worker.took_s.extend([(now_s - worker.begun_s) / answers] * min(answers, _RECENT))
+            worker.begun_s = now_s
 
     # --- no workers while there is no work
 
@@ -343,6 +390,8 @@ class ScoringPool:
         ending = f"signal {-status}" if status < 0 else f"exit status {status}"
         last_words = worker.process.last_words()
         if worker.ready and worker.jobs:
+            if not hung:  # otherwise it is the item's fault
+                worker.took_s.append(max(_DEATH_S, self._loop.time() - worker.begun_s))
             self._blame(worker.jobs.popleft(), ending, hung)
             self._waiting.extendleft(reversed(worker.jobs))
             worker.jobs.clear()
@@ -415,8 +464,9 @@ class ScoringPool:
 
     def _end(self, reason: str) -> None:
         self._out_of_order = reason
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        for timer in (self._idle_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
         jobs = [*self._waiting, *itertools.chain.from_iterable(worker.jobs for worker in self._workers)]
         self._waiting.clear()
         for worker in self._workers:

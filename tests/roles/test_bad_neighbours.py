@@ -174,11 +174,17 @@ def scored(run_dir: Path, workers: int, fault: str, train_s: float) -> tuple[Res
         return run(job())
 
 
+@cache
+def scored_alone(run_dir: Path, train_s: float) -> float:
+    return scored(run_dir, 1, "", train_s)[0].steps_per_s
+
+
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str) -> None:
-    train_s = WORLDS["the learner limits it"]
-    found, restarts = scored(folder, 2, fault, train_s)
-    assert found.dead == found.residual == 0, "no prompt died, and none is lost"
+def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str, world: str) -> None:
+    found, restarts = scored(folder, 2, fault, WORLDS[world])
+    assert found.dead == found.residual == found.failed == 0, "no prompt died, and none is lost"
+    assert not found.rested, "the store rests no sampler for one of its scoring workers"
     assert (restarts > 0) == (fault != SLOW), "workers that end are replaced, and the sampler reports it"
-    rate = found.steps_per_s / scored(folder, 1, "", train_s)[0].steps_per_s
+    rate = found.steps_per_s / scored_alone(folder, WORLDS[world])
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
