@@ -35,6 +35,7 @@ for line in sys.stdin:
                  "environ": {name: os.environ.get(name) for name in ("PYTHONPATH", "HF_HUB_OFFLINE")}}
     print(json.dumps(found), flush=True)
 """
+WORKER_FILE = verifiers_env._WORKER
 ARGS = {"python": sys.executable, "env": {"taskset": {"id": "products"}}, "tokenizer": "a/folder"}
 
 
@@ -114,6 +115,16 @@ def test_a_worker_ends_when_its_environment_process_is_killed() -> None:
             parent.kill()
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+def test_a_worker_whose_environment_process_has_ended_before_it_starts_ends_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as parent:
+        pass
+    command = [sys.executable, "-P", str(WORKER_FILE), "{}", str(parent.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stderr is not None
+        assert started.stderr.read() == b"", "it ends before it looks for verifiers"
+        assert started.wait(60) == 1
 
 
 @pytest.mark.parametrize(

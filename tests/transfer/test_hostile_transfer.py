@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,9 +132,8 @@ def fetch(kit, announced: VersionRef, limit_s: float = 5.0) -> TransferError:
 
 def test_a_stream_that_never_ends_ends_at_the_deadline(kit, liar) -> None:
     slow = liar(channels.frame(channels.ManifestReply(VERSION, 1 << 20)), pause_s=0.05, forever=b"x")
-    began_s = time.monotonic()
-    error = fetch(kit, VersionRef(VERSION, "tcp", slow, "0" * 40), limit_s=1.0)
-    assert "not done within 1 s" in str(error) and time.monotonic() - began_s < 15.0
+    error = fetch(kit, VersionRef(VERSION, "tcp", slow, "0" * 40), limit_s=1.0)  # all of it would take 14 hours
+    assert "not done within 1 s" in str(error)
 
 
 @pytest.mark.parametrize("size", [-1, -(2**62), 2**40, 2**63])

@@ -66,8 +66,8 @@ class _Worker:
         self.lock = threading.Lock()
         try:
             self._process = subprocess.Popen(
-                [settings.python, "-P", str(_WORKER), json.dumps(settings.for_worker())], text=True, env=env,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [settings.python, "-P", str(_WORKER), json.dumps(settings.for_worker()), str(os.getpid())], text=True,
+                env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError("task.args.python", settings.python, f"it does not start: {error}",

@@ -1,7 +1,8 @@
 """Program that plays environments of verifiers; `verifiers_env` starts it with the Python that has verifiers.
 
-It imports nothing from JaxRoll. Its argument is the JSON object `task.args`. It reads jobs as JSON lines and answers
-each with one line: `{}` lists the tasks; a job with `idx`, `base_url` and `api_key` plays that task.
+It imports nothing from JaxRoll. Its arguments are the JSON object `task.args` and the id of its parent process. It
+reads jobs as JSON lines and answers each with one line: `{}` lists the tasks; a job with `idx`, `base_url` and
+`api_key` plays that task.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ async def main(out: Any) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process soon after process `parent`, also in the middle of an episode."""
+    """End this process soon after its parent, process `parent`, also in the middle of an episode."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    if os.getppid() != int(sys.argv[2]):  # the parent ended before this process could watch it
+        os._exit(1)
+    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # environments that print do not write among the answers
     asyncio.run(main(answers))
