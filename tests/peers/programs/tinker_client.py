@@ -157,9 +157,9 @@ def tenants(url: str, key: str, count: str) -> dict:
         trained = client.create_lora_training_client(base_model=name, rank=4 + number % 3, seed=number).result()
         answer = [4 + number, 12 + number, 2]
         last = None
-        for _ in range(25):  # nothing is awaited: the server keeps the order
+        for _ in range(60):  # nothing is awaited: the server keeps the order
             trained.forward_backward([datum(prompt, answer)] * 4, "cross_entropy")
-            last = trained.optim_step(types.AdamParams(learning_rate=3e-2))
+            last = trained.optim_step(types.AdamParams(learning_rate=5e-3))
         last.result()
         sampler = trained.save_weights_and_get_sampling_client().result()
         asked = [sampler.sample(types.ModelInput.from_ints(prompt), 1, params(3, 0.0)) for _ in range(6)]
