@@ -64,6 +64,11 @@ def test_a_checkpoint_is_wanted_at_one_claim_until_it_is_durable(tmp_path: Path,
             assert not (await learner.claim(0, 1, 5.0)).checkpoint_wanted
             await learner.durable(Version(0, 1))
             assert not (await learner.claim(0, 1, 5.0)).checkpoint_wanted
+            first = await learner.begin(Version(0, 0), "again")
+            await learner.publish(small.snapshot(first))
+            for key in small.keys(await sampler.lease(first, 64, 5.0)):
+                await sampler.put(small.finished(*key, (first, 3)))
+            assert not (await learner.claim(1, 0, 5.0)).checkpoint_wanted, "the same step of a fork needs none"
 
     run(acts())
 
