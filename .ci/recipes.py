@@ -110,8 +110,15 @@ def block() -> str:
         f"{chip.memory_gb:.0f} GB"
         for chip in CHIPS
     )
-    columns = ("task", "config", "parameters, 10⁹", "devices, learner + sampler", "GB per learner device",
-               "GB per sampler device", *(f"s per step, {chip.name}: learner / sampler" for chip in CHIPS))  # fmt: skip
+    columns = (
+        "task",
+        "config",
+        "parameters, 10⁹",
+        "devices, learner + sampler",
+        "GB per learner device",
+        "GB per sampler device",
+        *(f"s per step, {chip.name}: learner / sampler" for chip in CHIPS),
+    )
     rows = [_row(name, config) for name, config in recipes().items()]
     head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     note = (

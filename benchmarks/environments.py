@@ -170,11 +170,15 @@ def main() -> None:
         lost = [run.get("members_DATA", 0) + run.get("members_INFRA", 0) for run in found]
         summary[f"{kind}_lost"] = lost
     aims = {"ratio": 1.2, "lag_p99_ms": 50.0}
-    missed = [f"{kind}_{key}" for kind in results for key, aim in aims.items()
-              if summary[f"{kind}_{key}"]["median"] > aim]  # fmt: skip
+    missed = [
+        f"{kind}_{key}" for kind in results for key, aim in aims.items() if summary[f"{kind}_{key}"]["median"] > aim
+    ]
     say(f"aims {aims}: {'missed in ' + ', '.join(missed) if missed else 'met in every arm'}")
-    finish({**settings, "rounds": rounds, "aims": aims, "missed": missed, **summary},
-           command="python benchmarks/environments.py", started=started)  # fmt: skip
+    finish(
+        {**settings, "rounds": rounds, "aims": aims, "missed": missed, **summary},
+        command="python benchmarks/environments.py",
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ def main() -> None:
     finally:
         pool.close()
     escaped = escapes()
-    rates = {arm: {key: spread([run[key] for run in found[arm]]) for key in ("scores_per_s", "cpu_ms_per_score")}
-             for arm in PROGRAMS}  # fmt: skip
+    rates = {
+        arm: {key: spread([run[key] for run in found[arm]]) for key in ("scores_per_s", "cpu_ms_per_score")}
+        for arm in PROGRAMS
+    }
     rate = rates["one_line"]["scores_per_s"]["median"]
     say(f"{rate:.0f} scores/s for one-line programs (aim {AIM_PER_S:.0f}); paid {paid}, escaped {escaped}")
     finish({**settings, "rounds": rounds, "scores_per_s": rate, "aim_scores_per_s": AIM_PER_S, "arms": rates,

@@ -68,9 +68,15 @@ class StubEngine:
         """Nothing, as for `pause`."""
 
     async def generate(
-        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False,
-        allowed: Any = None, on_tokens: Callable[[Completion], None] | None = None,
-    ) -> Completion:  # fmt: skip
+        self,
+        prompt: np.ndarray,
+        key: GenerationKey,
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        allowed: Any = None,
+        on_tokens: Callable[[Completion], None] | None = None,
+    ) -> Completion:
         """`params.max_tokens` tokens."""
         job = _Job(params.max_tokens, [params.max_tokens], on_tokens, self._loop.create_future())
         self._waiting.append(job)
@@ -202,8 +208,11 @@ def pace(others: int, seconds: float) -> dict[str, Any]:
         (times,) = clients(port, 1, True, seconds)
         counts = [len(each) for each in flood.result()]
     gaps = np.diff(times).tolist()
-    return {"p50_ms": percentile_ms(gaps, 50), "p99_ms": percentile_ms(gaps, 99),
-            "least_over_most": min(counts) / max(counts) if counts else 1.0}  # fmt: skip
+    return {
+        "p50_ms": percentile_ms(gaps, 50),
+        "p99_ms": percentile_ms(gaps, 99),
+        "least_over_most": min(counts) / max(counts) if counts else 1.0,
+    }
 
 
 class _Server:
@@ -235,12 +244,14 @@ def main() -> None:
     runs = Runs("serving", settings, options.runs_file, options.resume)
     found = runs.alternate(
         {
-            "in_process": partial(in_process, seconds), "whole": partial(over_http, False, seconds),
-            "stream": partial(over_http, True, seconds), "quiet": partial(pace, 0, seconds),
+            "in_process": partial(in_process, seconds),
+            "whole": partial(over_http, False, seconds),
+            "stream": partial(over_http, True, seconds),
+            "quiet": partial(pace, 0, seconds),
             "flood": partial(pace, FLOOD - 1, seconds),
         },
         rounds,
-    )  # fmt: skip
+    )
     rates = {arm: [run["tokens_per_s"] for run in found[arm]] for arm in ("in_process", "whole", "stream")}
     p99 = {arm: [run["p99_ms"] for run in found[arm]] for arm in ("quiet", "flood")}
     share = {arm: ratio(rates[arm], rates["in_process"]) for arm in ("whole", "stream")}

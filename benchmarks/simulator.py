@@ -98,9 +98,12 @@ def _workload(name: str, steps: int, race: Race, **more: Any) -> Workload:
 
 
 _TWO = {
-    "sampler.count": 2, "sampler.slots": 32, "sampler.concurrent_episodes": 32, "store.rpc_deadline_s": 4.0,
+    "sampler.count": 2,
+    "sampler.slots": 32,
+    "sampler.concurrent_episodes": 32,
+    "store.rpc_deadline_s": 4.0,
     "store.lease_s": 6.0,
-}  # fmt: skip
+}
 CASES = (
     Case("long_tail", Run(1, 0.0), Run(0, 2.0),
          _workload("long_tail", 20, Race(), sigma=1.0, most=64, settings={"sft.steps": 120}), Pace(0.25, 0.4, 2.0)),
@@ -199,14 +202,21 @@ class _Kills:
                     self._done.append((f"sampler-{index}", time.time()))
 
     def _compiled(self) -> list[tuple[str, float]]:
-        return [(row["role"], row["t"]) for row in self._rows if row.get("what") == "compiling the engine"
-                and row.get("state") == "end" and row["role"].startswith("sampler")]  # fmt: skip
+        return [
+            (row["role"], row["t"])
+            for row in self._rows
+            if row.get("what") == "compiling the engine"
+            and row.get("state") == "end"
+            and row["role"].startswith("sampler")
+        ]
 
     def restart_s(self) -> float:
         """The mean seconds from a kill until the new process has compiled; 0 without one."""
         self._rows += self._follower.rows()
-        times = [min((t for role, t in self._compiled() if role == name and t > at_t), default=at_t) - at_t
-                 for name, at_t in self._done]  # fmt: skip
+        times = [
+            min((t for role, t in self._compiled() if role == name and t > at_t), default=at_t) - at_t
+            for name, at_t in self._done
+        ]
         return sum(times) / len(times) if times else 0.0
 
 
@@ -268,8 +278,13 @@ def compared(case: Case, folder: Path, steps: int) -> dict[str, Any]:
         values = [one[name] for one in found]
         mean = statistics.fmean(values)
         error = mean / real[name] - 1 if name in QUANTITIES else mean - real[name]
-        rows[name] = {"predicted": mean, "low": min(values), "high": max(values), "measured": real[name],
-                      "error": error}  # fmt: skip
+        rows[name] = {
+            "predicted": mean,
+            "low": min(values),
+            "high": max(values),
+            "measured": real[name],
+            "error": error,
+        }
     runs = (calibration, actual)
     if case.pace is not None:
         rows["engine_over_pace"] = [over_pace(run.run_dir, case.pace) for run in runs]
@@ -283,8 +298,12 @@ def compared(case: Case, folder: Path, steps: int) -> dict[str, Any]:
 
 def nulls() -> dict[str, float]:
     """Ratios of step times that must be 1."""
-    even = Cluster(source="null", sampler=SamplerCosts(step_overhead_s=0.1), rpc_s=0.0,
-                   workload=costs.Workload(answer_tokens=Law(mean=10)))  # fmt: skip
+    even = Cluster(
+        source="null",
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        rpc_s=0.0,
+        workload=costs.Workload(answer_tokens=Law(mean=10)),
+    )
     base = costs.checked(configs.parse({
         "schedule": {"steps": 100, "groups_per_step": 4, "group_size": 2, "alpha": 1.0},
         "sampler": {"slots": 8, "decode_chunk": 1, "prefill_rows": 8}, "sampling": {"max_tokens": 16},
@@ -297,9 +316,10 @@ def nulls() -> dict[str, float]:
         return simulate.simulate(config, cluster, Path(), keep=False)["step_s"]
 
     tail = dataclasses.replace(
-        even, learner=LearnerCosts(step_overhead_s=0.5),
+        even,
+        learner=LearnerCosts(step_overhead_s=0.5),
         workload=costs.Workload(answer_tokens=Law("normal", 8, 1, 1), env_s=Law("normal", 0.2, 0.05)),
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         run_dirs.create(run, base, [])
@@ -310,7 +330,7 @@ def nulls() -> dict[str, float]:
         "bounded_over_sync": step_s(even, schedule__alpha=2.0) / step_s(even, schedule__alpha=0.0),
         "two_samplers_over_one": step_s(even, schedule__alpha=0.0, sampler__count=2)
         / step_s(even, schedule__alpha=0.0),
-    }  # fmt: skip
+    }
 
 
 def summary(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -327,8 +347,12 @@ def summary(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ]
     middle = len(errors) // 2
     median = (errors[middle] + errors[-middle - 1]) / 2 if errors else None
-    return {"error_median": median, "error_max": max(errors, default=None), "age_error_max": max(ages, default=None),
-            "misses": misses}  # fmt: skip
+    return {
+        "error_median": median,
+        "error_max": max(errors, default=None),
+        "age_error_max": max(ages, default=None),
+        "misses": misses,
+    }
 
 
 def main() -> int:
@@ -346,8 +370,11 @@ def main() -> int:
             steps = 12 if chosen.quick or case.workload is None else case.workload.steps
             table[case.name] = compared(case, folder, steps)
             say(json.dumps({case.name: table[case.name]}))
-    finish(summary(table) | {"null": nulls(), "rows": table, "class": {"measured": "R", "predicted": "S"}},
-           command=" ".join(["python", *sys.orig_argv[1:]]), started=started)  # fmt: skip
+    finish(
+        summary(table) | {"null": nulls(), "rows": table, "class": {"measured": "R", "predicted": "S"}},
+        command=" ".join(["python", *sys.orig_argv[1:]]),
+        started=started,
+    )
     return 0
 
 

@@ -23,9 +23,11 @@ def get_config() -> ConfigDict:
     config.task.name = "calculator"
     config.task.env = "calculator"
     config.task.args = {
-        "problem": "products", "problem_args": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
-        "direct": 0.67, "slips": 0.2,
-    }  # fmt: skip
+        "problem": "products",
+        "problem_args": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+        "direct": 0.67,
+        "slips": 0.2,
+    }
     config.task.max_prompt_tokens = 8
     config.task.max_episode_tokens = 96
     config.task.heldout_items = 256

@@ -21,7 +21,10 @@ def get_config() -> ConfigDict:
     config.run.name = "openenv_frozen_lake"
     config.task.name = config.task.env = "openenv"
     config.task.args = {
-        "url": "http://127.0.0.1:8000", "action": "answer", "max_turns": 10, "noise": 1.0,
+        "url": "http://127.0.0.1:8000",
+        "action": "answer",
+        "max_turns": 10,
+        "noise": 1.0,
         "moves": ("left", "right", "up", "down"),
-    }  # fmt: skip
+    }
     return config

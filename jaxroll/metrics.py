@@ -426,9 +426,18 @@ class _Event(_Known):
 
 
 KINDS: dict[str, type[msgspec.Struct]] = {
-    "step": _Step, "eval": _Eval, "stats": _Stats, "span": _Span, "members": _Members, "store": _Store,
-    "compile": _Compile, "devices": _Devices, "warm": _Warm, "restart": _Restart, "event": _Event,
-}  # fmt: skip
+    "step": _Step,
+    "eval": _Eval,
+    "stats": _Stats,
+    "span": _Span,
+    "members": _Members,
+    "store": _Store,
+    "compile": _Compile,
+    "devices": _Devices,
+    "warm": _Warm,
+    "restart": _Restart,
+    "event": _Event,
+}
 
 
 def checked_row(row: object) -> Row | None:

@@ -150,21 +150,23 @@ class RunPaths:
 
 FORMAT = 2
 
-RENAMED: Mapping[str, str] = MappingProxyType({
-    "learner.discount": "learner.turn_discount",
-    "learner.level": "learner.ratio_level",
-    "learner.micro_rows": "learner.micro_batch_rows",
-    "learner.prompt_rows": "learner.shared_prompt_rows",
-    "learner.prompt_tokens": "learner.shared_prompt_tokens",
-    "learner.substeps": "learner.minibatches",
-    "sampler.episodes": "sampler.concurrent_episodes",
-    "schedule.flip": "schedule.weight_swap",
-    "schedule.replicate": "schedule.group_placement",
-    "schedule.rolling": "schedule.rolling_updates",
-    "schedule.window": "schedule.in_flight_window",
-    "supervisor.finish_s": "supervisor.final_eval_s",
-    "task.prompt": "task.prompt_style",
-})  # fmt: skip
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "learner.discount": "learner.turn_discount",
+        "learner.level": "learner.ratio_level",
+        "learner.micro_rows": "learner.micro_batch_rows",
+        "learner.prompt_rows": "learner.shared_prompt_rows",
+        "learner.prompt_tokens": "learner.shared_prompt_tokens",
+        "learner.substeps": "learner.minibatches",
+        "sampler.episodes": "sampler.concurrent_episodes",
+        "schedule.flip": "schedule.weight_swap",
+        "schedule.replicate": "schedule.group_placement",
+        "schedule.rolling": "schedule.rolling_updates",
+        "schedule.window": "schedule.in_flight_window",
+        "supervisor.finish_s": "supervisor.final_eval_s",
+        "task.prompt": "task.prompt_style",
+    }
+)
 """Config keys of format 1 and their present names. A config file or an override with an old key is refused."""
 
 ROW_FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType({
@@ -188,8 +190,12 @@ def run_file(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """
     version = values.get("format", 1)
     if not isinstance(version, int) or version > FORMAT:
-        raise ConfigError("RUN", str(path), f"its format is {version!r}, this version of JaxRoll reads up to {FORMAT}",
-                          "Use the version of JaxRoll that wrote it.")  # fmt: skip
+        raise ConfigError(
+            "RUN",
+            str(path),
+            f"its format is {version!r}, this version of JaxRoll reads up to {FORMAT}",
+            "Use the version of JaxRoll that wrote it.",
+        )
     config = values.get("config")
     if version == 1 and isinstance(config, dict):
         config = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in config.items()}

@@ -177,8 +177,19 @@ def test_writers_in_several_processes_never_split_a_line(tmp_path: Path) -> None
 
 def test_tensorboard_events_hold_the_scalars_of_known_kinds(tmp_path: Path) -> None:
     tracker = metrics.TensorBoardTracker(tmp_path / "tb")
-    tracker.log({"role": "learner", "kind": "step", "step": 7, "t": 12.0, "loss": 0.5, "note": "x", "ok": True,
-                 "by_age": {"2": {"ess": 0.25, "reward": None}}, "age_hist": {"2": 9}})  # fmt: skip
+    tracker.log(
+        {
+            "role": "learner",
+            "kind": "step",
+            "step": 7,
+            "t": 12.0,
+            "loss": 0.5,
+            "note": "x",
+            "ok": True,
+            "by_age": {"2": {"ess": 0.25, "reward": None}},
+            "age_hist": {"2": 9},
+        }
+    )
     tracker.log({"role": "sampler-0", "kind": "stats", "t": 13.0, "tokens_per_s": 100})
     tracker.log({"role": "sampler-0", "kind": "span", "t0": 1.0, "t1": 2.0, "tokens": 5})
     tracker.close()

@@ -28,9 +28,14 @@ def said(nice: str | None, *, session: bool) -> tuple[int, int | None]:
     """The priority of a process that gave way, and that of its session, if the kernel knows such a thing."""
     env = {"PATH": "", **({lifeline.NICE_ENV: nice} if nice is not None else {})}
     done = subprocess.run(
-        [sys.executable, "-c", SAID], env=env, capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", SAID],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
         start_new_session=session,
-    )  # fmt: skip
+    )
     own, group = json.loads(done.stdout)
     return own, group and int(group[-1])
 

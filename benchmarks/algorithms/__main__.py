@@ -125,8 +125,11 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
         return figures.Value(*values)
 
     panels = [figures.Panel("held-out accuracy gained, points (95 % over seeds)", rows(points), at=0.0)]
-    for key, words in (("ess", "effective samples, share"), ("clip_share", "clipped share"),
-                       ("kl_behaviour", "KL(behaviour‖learner)")):  # fmt: skip
+    for key, words in (
+        ("ess", "effective samples, share"),
+        ("clip_share", "clipped share"),
+        ("kl_behaviour", "KL(behaviour‖learner)"),
+    ):
         value = lambda of, key=key: None if of[key] is None else figures.Value(of[key])  # noqa: E731
         panels.append(figures.Panel(words, rows(value)))
     figures.write(path, panels, list(kinds.values()))
@@ -183,8 +186,14 @@ def main() -> None:
     from benchmarks.algorithms import fixed_staleness
 
     config, steps = settings(options.quick), QUICK_STEPS if options.quick else STEPS
-    about = {"steps": steps, "quick": options.quick, "groups": config.schedule.groups_per_step,
-             "size": config.schedule.group_size, "model": config.model.size, "task": config.task.name}  # fmt: skip
+    about = {
+        "steps": steps,
+        "quick": options.quick,
+        "groups": config.schedule.groups_per_step,
+        "size": config.schedule.group_size,
+        "model": config.model.size,
+        "task": config.task.name,
+    }
     runs = report.Runs(NAME, about, options.runs_file, options.resume)
     warm = runs.path.with_name(f"{runs.path.stem}-warm-{config.model.size}-{config.sft.steps}")
     bench = fixed_staleness.Bench(config, warm, report.say)

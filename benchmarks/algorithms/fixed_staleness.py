@@ -137,17 +137,21 @@ def run(bench: Bench, learner: LearnerConfig, alpha: int, seed: int, steps: int)
         history.append(bench.placed(trainer.state.params))
     late = rows[len(rows) // 2 :]
     return {
-        "before": before, "after": bench.accuracy(history[-1]),
+        "before": before,
+        "after": bench.accuracy(history[-1]),
         "reward_last": float(np.mean([row["reward_mean"] for row in rows[-10:]])),
         **{name: _mean(late, name) for name in ("ess", "clip_share", "kl_behaviour", "logprob_delta", "entropy")},
         "ratio_max": max((row["ratio_max"] for row in late if row["ratio_max"] is not None), default=None),
-        "by_age": {age: {name: _mean(of_age, name) for name in ("reward", "ess", "clip_share", "kl_behaviour",
-                                                                "logprob_delta")}
-                   for age in sorted({age for row in rows for age in row["by_age"]}, key=int)
-                   for of_age in [[row["by_age"][age] for row in rows if age in row["by_age"]]]},
+        "by_age": {
+            age: {
+                name: _mean(of_age, name) for name in ("reward", "ess", "clip_share", "kl_behaviour", "logprob_delta")
+            }
+            for age in sorted({age for row in rows for age in row["by_age"]}, key=int)
+            for of_age in [[row["by_age"][age] for row in rows if age in row["by_age"]]]
+        },
         "age_max": max(row["age_max"] for row in rows),
         "rewards": [round(row["reward_mean"], 4) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def _claim(bench: Bench, step: int, drawn_at: int, asked: Sequence[Question], results: list[list[Result]]) -> Claim:

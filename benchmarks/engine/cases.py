@@ -120,7 +120,9 @@ def _storm(results: dict[str, list[dict]]) -> dict[str, Any]:
 def _swap(runs: list[dict]) -> dict[str, Any]:
     pauses = [pause / run["chunk_s"] for run in runs for pause in run["pause_s"]]
     return {
-        "aim": 1.0, "pause_chunks": spread(pauses), "met": max(pauses) < 1.0,
+        "aim": 1.0,
+        "pause_chunks": spread(pauses),
+        "met": max(pauses) < 1.0,
         "chunk_ms": spread([1e3 * run["chunk_s"] for run in runs]),
         "pause_ms": spread([1e3 * pause for run in runs for pause in run["pause_s"]]),
-    }  # fmt: skip
+    }

@@ -126,10 +126,12 @@ class Bench:
         seconds, steps, _ = self.watch(between)
         after = self._engine.stats()
         return {
-            **_latencies(seconds, steps), "adds": adds[0], "aborts": aborts[0],
+            **_latencies(seconds, steps),
+            "adds": adds[0],
+            "aborts": aborts[0],
             "guests_finished": after.finished - before.finished - self._scale.watched,
             "prefill_tokens": after.prefill_tokens - before.prefill_tokens,
-        }  # fmt: skip
+        }
 
     def first(self) -> dict[str, Any]:
         """Seconds from adding a short request to its only token while the watched requests run."""

@@ -64,9 +64,11 @@ class Arm:
             raise RuntimeError(f"{now.compiles} compilations after warm-up")
         steps, seconds = now.decode_steps - before.decode_steps, now.step_s - before.step_s
         return {
-            "steps": steps, "dispatches": now.dispatches - before.dispatches,
-            "prefills": now.prefills - before.prefills, "host_share": 1 - (now.device_s - before.device_s) / seconds,
-        }  # fmt: skip
+            "steps": steps,
+            "dispatches": now.dispatches - before.dispatches,
+            "prefills": now.prefills - before.prefills,
+            "host_share": 1 - (now.device_s - before.device_s) / seconds,
+        }
 
 
 def main() -> None:

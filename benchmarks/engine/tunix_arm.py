@@ -50,11 +50,17 @@ class Numbers:
 def model(folder: Path) -> qwen3.Qwen3:
     """The peer's module with our weights."""
     config = qwen3.ModelConfig(
-        num_layers=MODEL["layers"], vocab_size=MODEL["vocab_size"], embed_dim=MODEL["width"],
-        hidden_dim=MODEL["hidden"], num_heads=MODEL["heads"], head_dim=MODEL["head_dim"],
-        num_kv_heads=MODEL["kv_heads"], rope_theta=int(MODEL["rope_theta"]), norm_eps=MODEL["norm_eps"],
+        num_layers=MODEL["layers"],
+        vocab_size=MODEL["vocab_size"],
+        embed_dim=MODEL["width"],
+        hidden_dim=MODEL["hidden"],
+        num_heads=MODEL["heads"],
+        head_dim=MODEL["head_dim"],
+        num_kv_heads=MODEL["kv_heads"],
+        rope_theta=int(MODEL["rope_theta"]),
+        norm_eps=MODEL["norm_eps"],
         use_tied_embedding=True,
-    )  # fmt: skip
+    )
     made = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
     ours = dict(np.load(folder / "weights.npz"))
 
@@ -91,9 +97,11 @@ def made(folder: Path, case: str) -> Generate:
     def one(texts: list[str], steps: int, greedy: bool) -> list[list[int]]:
         if steps not in samplers:
             cache = sampler.CacheConfig(
-                cache_size=prompt_tokens + steps, num_layers=MODEL["layers"], num_kv_heads=MODEL["kv_heads"],
+                cache_size=prompt_tokens + steps,
+                num_layers=MODEL["layers"],
+                num_kv_heads=MODEL["kv_heads"],
                 head_dim=MODEL["head_dim"],
-            )  # fmt: skip
+            )
             samplers[steps] = sampler.Sampler(qwen, tokenizer, cache)
         how = {"temperature": 0.0} if greedy else {"temperature": 1.0, "top_p": 1.0, "seed": next(calls)}
         out = samplers[steps](texts, steps, prompt_tokens, return_logprobs=True, **how)

@@ -19,9 +19,16 @@ import numpy as np
 
 # google-tunix's qwen3 always rotates with θ = 10⁶ and ignores its config; so do all arms.
 MODEL = {
-    "vocab_size": 256, "layers": 3, "width": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 384,
-    "rope_theta": 1e6, "norm_eps": 1e-6,
-}  # fmt: skip
+    "vocab_size": 256,
+    "layers": 3,
+    "width": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "hidden": 384,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+}
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ AIMS: dict[str, tuple[str, ...]] = {
         r"member REFUSED: put .*: versions cover \d+ tokens, \d+ were sampled",
         r"member STALE_CLIENT: group \d+ was never issued",
     ),
-}  # fmt: skip
+}
 # Other answers that each attack may get, and answers that any client may get from a busy machine.
 BESIDES: dict[str, tuple[str, ...]] = {
     "silent": ("refused", "dropped for being slow"),
@@ -156,8 +156,14 @@ class Attack:
     def metadata(self, **changes: str) -> list[tuple[str, str]]:
         """The metadata of a call as a client sends it, with the changes."""
         orders = self.orders
-        said = {"name": "mallory", "session": "m", "right": "sampler", "run": orders.get("run_id", ""),
-                "protocol": str(wire.PROTOCOL_VERSION), "config": orders.get("config_digest", "")}  # fmt: skip
+        said = {
+            "name": "mallory",
+            "session": "m",
+            "right": "sampler",
+            "run": orders.get("run_id", ""),
+            "protocol": str(wire.PROTOCOL_VERSION),
+            "config": orders.get("config_digest", ""),
+        }
         token = changes.pop("token", orders.get("token", ""))
         metadata = [(f"jaxroll-{key}", value) for key, value in (said | changes).items()]
         return [*metadata, *([("authorization", f"Bearer {protocol.bearer(token, 'sampler')}")] if token else [])]
@@ -165,8 +171,10 @@ class Attack:
     def channels(self) -> list[grpc.aio.Channel]:
         """As many separate connections as ordered."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-        return [grpc.aio.insecure_channel(self.orders["address"], options=options)
-                for _ in range(self.orders.get("connections", 4))]  # fmt: skip
+        return [
+            grpc.aio.insecure_channel(self.orders["address"], options=options)
+            for _ in range(self.orders.get("connections", 4))
+        ]
 
     async def call(
         self, channel: grpc.aio.Channel, method: str, body: bytes, metadata: list[tuple[str, str]] | None = None
@@ -325,8 +333,14 @@ def garbage(attack: Attack) -> None:
 
 def two_gb(attack: Attack) -> None:
     """Announce a gRPC message of 2 GB and send as much as the store accepts; then the same on another stream."""
-    headers = [(":method", "POST"), (":scheme", "http"), (":path", f"/{msg.SERVICE}/Put"), (":authority", "x"),
-               ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
+    headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", f"/{msg.SERVICE}/Put"),
+        (":authority", "x"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ]
     headers += attack.metadata(bytes="60000000")
     block = b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers)
 
@@ -495,8 +509,9 @@ async def paths(attack: Attack) -> None:
             return attack.call(channel, "Lease", wire.encode(msg.LeaseCall(V0, 1, 0.0, text)))
         if place == "run" or (place == "config" and attack.random.random() < 0.5):
             return attack.call(channel, "Status", b"", attack.metadata(**{place: text}))
-        return attack.call(channel, "Hello", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, text)),
-                           attack.metadata(**{place: text}))  # fmt: skip
+        return attack.call(
+            channel, "Hello", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, text)), attack.metadata(**{place: text})
+        )
 
     await attack.flood(one)
 
@@ -556,9 +571,22 @@ def _member(key: msg.Key, outcome: bytes) -> bytes:
 
 KINDS: dict[str, Callable[[Attack], Any]] = {
     function.__name__: function
-    for function in (silent, loris, garbage, no_token, wrong_token, wrong_role, two_gb, liars, malformed, paths, polls,
-                     crowd, heavy)
-}  # fmt: skip
+    for function in (
+        silent,
+        loris,
+        garbage,
+        no_token,
+        wrong_token,
+        wrong_role,
+        two_gb,
+        liars,
+        malformed,
+        paths,
+        polls,
+        crowd,
+        heavy,
+    )
+}
 
 
 def main() -> None:

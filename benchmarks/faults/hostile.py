@@ -114,8 +114,14 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
             raise SystemExit(f"{kind} did not exercise its attack: {results}")
         counts = [result["counted"] for result in results]
         asyncio.run(_still_works(folder, str(known["config_digest"])))
-    return {"attack": kind, **_times("put", did["put_s"]), **_times("renew", did["renew_s"]),
-            "acknowledged": did["acknowledged"], "store_rss_mb": peak, "attackers_counted": counts}  # fmt: skip
+    return {
+        "attack": kind,
+        **_times("put", did["put_s"]),
+        **_times("renew", did["renew_s"]),
+        "acknowledged": did["acknowledged"],
+        "store_rss_mb": peak,
+        "attackers_counted": counts,
+    }
 
 
 async def _still_works(folder: Path, config_digest: str) -> None:
@@ -154,12 +160,25 @@ def main() -> None:
     for kind in options.only.split(","):
         row = measured(kind, options.seconds)
         rows.append(row)
-        print(f"{kind:12} {row['puts']:5}  {row['put_p50_ms']:7.2f} {row['put_p99_ms']:8.2f} {row['put_max_ms']:8.2f}"
-              f"  {row['renew_p50_ms']:7.2f} {row['renew_p99_ms']:8.2f} {row['renew_max_ms']:8.2f}"
-              f"  {row['store_rss_mb']:6}  {row['attackers_counted']}", flush=True)  # fmt: skip
+        print(
+            f"{kind:12} {row['puts']:5}  {row['put_p50_ms']:7.2f} {row['put_p99_ms']:8.2f} {row['put_max_ms']:8.2f}"
+            f"  {row['renew_p50_ms']:7.2f} {row['renew_p99_ms']:8.2f} {row['renew_max_ms']:8.2f}"
+            f"  {row['store_rss_mb']:6}  {row['attackers_counted']}",
+            flush=True,
+        )
     worst = max(max(row["put_p99_ms"], row["renew_p99_ms"]) for row in rows)
-    print(json.dumps({"benchmark": "hostile", "worst_p99_ms": worst, "rows": rows, "hardware": hardware(),
-                      "commit": commit(), "seconds": options.seconds}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "hostile",
+                "worst_p99_ms": worst,
+                "rows": rows,
+                "hardware": hardware(),
+                "commit": commit(),
+                "seconds": options.seconds,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

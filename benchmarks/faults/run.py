@@ -65,9 +65,14 @@ class Run:
             assert self.reader.stdin is not None
             command = [sys.executable, "-m", "jaxroll", "train", f"--run={self.run_dir}"]
             self.process = subprocess.Popen(
-                [*command, *(how if fresh else ["--resume"]), *words], stdin=subprocess.DEVNULL, cwd=ROOT,
-                stdout=self.reader.stdin, stderr=err, start_new_session=True, env=self.environment(),
-            )  # fmt: skip
+                [*command, *(how if fresh else ["--resume"]), *words],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                stdout=self.reader.stdin,
+                stderr=err,
+                start_new_session=True,
+                env=self.environment(),
+            )
             self.reader.stdin.close()
         self.moved_s = time.monotonic()
 

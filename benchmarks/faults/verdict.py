@@ -196,6 +196,11 @@ def first_difference(issued: Sequence[int], undisturbed: Sequence[int]) -> str |
 
 def violated_invariants(report: Row, config: Row) -> list[str]:
     """The invariants that the run's report finds violated, except performance: a run under attack is slow."""
-    kept = ("largest age", "groups unaccounted for", "groups trained twice", "held-out questions trained",
-            "compiles after warm-up")  # fmt: skip
+    kept = (
+        "largest age",
+        "groups unaccounted for",
+        "groups trained twice",
+        "held-out questions trained",
+        "compiles after warm-up",
+    )
     return [f"{c.name}: {c.found} ({c.bound})" for c in checks(report, config) if c.holds is False and c.name in kept]

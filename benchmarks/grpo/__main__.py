@@ -77,7 +77,7 @@ CASES = [
     Case("equal", 1.2, _CHAIN, {"ours": 80, PEER: 60}, {"ours": _OURS, PEER: _LEARNER}),
     Case("reward_latency", 2.5, _SLOW, {"ours": 80, PEER: 40}, {"ours": _WAITING, PEER: _LEARNER}),
     Case("agentic", 4.0, _TURNS, {"ours": 80, PEER: 14}, {"ours": _OURS, PEER: _AGENTIC}),
-]  # fmt: skip
+]
 
 
 def small(case: Case) -> Case:
@@ -111,9 +111,11 @@ def agreement(case: Case, folder: Path) -> dict[str, float]:
     gradients = [dict(np.load(folder / f"{arm}.npz")) for arm in ("ours", "peer")]
     finite = all(np.isfinite(leaf).all() for of_arm in gradients for leaf in of_arm.values())
     return {
-        "ours": ours, "peer": theirs, "apart": abs(ours - theirs) / abs(ours),
+        "ours": ours,
+        "peer": theirs,
+        "apart": abs(ours - theirs) / abs(ours),
         "gradients_apart": disagreement(*gradients) if finite else float("nan"),
-    }  # fmt: skip
+    }
 
 
 def best(case: Case, folder: Path, arm: str, given: dict[str, int], runs: Runs) -> Options:

@@ -27,8 +27,15 @@ def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> 
     longest, members = work.prompt_tokens + work.said_tokens, GROUPS * GROUP
     several = {"task.max_episode_tokens": longest} if work.turns > 1 else {}
     # A row of one turn holds an answer and the last token of its prompt; the group shares the rest of the prompt.
-    shared = {"learner.shared_prompt_tokens": work.prompt_tokens - 1, "learner.shared_prompt_rows": GROUP,
-              "learner.row_tokens": work.answer_tokens + 1} if work.turns == 1 else {}  # fmt: skip
+    shared = (
+        {
+            "learner.shared_prompt_tokens": work.prompt_tokens - 1,
+            "learner.shared_prompt_rows": GROUP,
+            "learner.row_tokens": work.answer_tokens + 1,
+        }
+        if work.turns == 1
+        else {}
+    )
     buckets = [work.prompt_tokens] + [longest] * (work.turns > 1)
     return {
         "placement.platform": "cpu", "supervisor.max_restarts": 0, "evaluator.every": 0,
@@ -52,9 +59,11 @@ def trained(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> di
     with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
         run_dir = Path(name) / "run"
         environment = os.environ | {
-            "JAXROLL_GRPO_WORK": json.dumps(asdict(work)), "PYTHONPATH": str(ROOT),
-            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"), "JAX_PLATFORMS": "cpu",
-        }  # fmt: skip
+            "JAXROLL_GRPO_WORK": json.dumps(asdict(work)),
+            "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
+            "JAX_PLATFORMS": "cpu",
+        }
         environment.pop("NPROC", None)
         command = [sys.executable, "-m", "jaxroll", "train", f"--config={CONFIG}", f"--run={run_dir}", *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -71,7 +80,9 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = measured(rows)
     keys = ("samples_per_s", "wait_s", "train_s", "decode_s", "age_mean", "age_max", "steps", "seconds")
     return {key: found[key] for key in keys} | {
-        "tokens_a_sample": tokens / samples, "computed_share": sum(row["tokens_computed"] for row in steps) / tokens,
-        "reward_first": steps[0]["reward_mean"], "reward_last": steps[-1]["reward_mean"],
+        "tokens_a_sample": tokens / samples,
+        "computed_share": sum(row["tokens_computed"] for row in steps) / tokens,
+        "reward_first": steps[0]["reward_mean"],
+        "reward_last": steps[-1]["reward_mean"],
         "publish_s": sum(row["publish_s"] for row in steps) / len(steps),
-    }  # fmt: skip
+    }

@@ -134,17 +134,27 @@ def cluster(folder: Path, work: Work, options: dict[str, Any], steps: int) -> rl
     sizes = ("mini_batch_size", "train_micro_batch_size", "compute_logps_micro_batch_size")
     training = rl_cluster.RLTrainingConfig(
         actor_optimizer=optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adam(LEARNING_RATE, *BETAS)),
-        eval_every_n_steps=10**9, max_steps=steps, **(dict.fromkeys(sizes, GROUPS) if agentic(options) else {}),
-    )  # fmt: skip
+        eval_every_n_steps=10**9,
+        max_steps=steps,
+        **(dict.fromkeys(sizes, GROUPS) if agentic(options) else {}),
+    )
     sampling = base_rollout.RolloutConfig(
-        max_tokens_to_generate=work.said_tokens, max_prompt_length=work.prompt_tokens, temperature=1.0, top_p=1.0,
-        top_k=None, kv_cache_size=cache_tokens(work), return_logprobs=True,
+        max_tokens_to_generate=work.said_tokens,
+        max_prompt_length=work.prompt_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+        kv_cache_size=cache_tokens(work),
+        return_logprobs=True,
         eos_tokens=[END] if agentic(options) else [_NEVER],
-    )  # fmt: skip
+    )
     config = rl_cluster.ClusterConfig(
-        role_to_mesh={Role.ACTOR: actor, Role.ROLLOUT: rollout, Role.REFERENCE: actor}, rollout_engine="vanilla",
-        offload_to_cpu=False, training_config=training, rollout_config=sampling,
-    )  # fmt: skip
+        role_to_mesh={Role.ACTOR: actor, Role.ROLLOUT: rollout, Role.REFERENCE: actor},
+        rollout_engine="vanilla",
+        offload_to_cpu=False,
+        training_config=training,
+        rollout_config=sampling,
+    )
     return rl_cluster.RLCluster(actor=qwen, tokenizer=Numbers(), cluster_config=config)
 
 
@@ -156,13 +166,19 @@ def agentic(options: dict[str, Any]) -> bool:
 def learner(made: rl_cluster.RLCluster, work: Work, options: dict[str, Any]) -> Any:
     """The peer's learner over a cluster."""
     settings: dict[str, Any] = {
-        "num_generations": GROUP, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2, "loss_agg_mode": "token-mean",
-    }  # fmt: skip
+        "num_generations": GROUP,
+        "num_iterations": 1,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_agg_mode": "token-mean",
+    }
     if agentic(options):
         config = agentic_grpo_learner.GRPOConfig(
-            max_response_length=work.said_tokens, max_concurrency=options["at_once"],
-            off_policy_steps=options["ahead"], **settings,
-        )  # fmt: skip
+            max_response_length=work.said_tokens,
+            max_concurrency=options["at_once"],
+            off_policy_steps=options["ahead"],
+            **settings,
+        )
         return agentic_grpo_learner.GRPOLearner(
             rl_cluster=made, chat_parser=Chat(), algo_config=config, env_class=Links, env_kwargs={"work": work}
         )
@@ -208,10 +224,14 @@ class Arm:
         batch, trainer = Batch.load(folder / "batch.npz"), self.cluster.actor_trainer
         given = jnp.asarray(np.load(folder / "behaviour.npy")) if agentic(self.options) else None
         example = common.TrainExample(
-            prompt_ids=jnp.asarray(batch.prompts), prompt_mask=jnp.ones(batch.prompts.shape, bool),
-            completion_ids=jnp.asarray(batch.said), completion_mask=jnp.asarray(batch.mask, jnp.int32),
-            advantages=jnp.asarray(batch.advantages), ref_per_token_logps=None, old_per_token_logps=given,
-        )  # fmt: skip
+            prompt_ids=jnp.asarray(batch.prompts),
+            prompt_mask=jnp.ones(batch.prompts.shape, bool),
+            completion_ids=jnp.asarray(batch.said),
+            completion_mask=jnp.asarray(batch.mask, jnp.int32),
+            advantages=jnp.asarray(batch.advantages),
+            ref_per_token_logps=None,
+            old_per_token_logps=given,
+        )
         both = nnx.value_and_grad(trainer.loss_fn, has_aux=True)
         (value, _), grads = both(trainer.model, **trainer.gen_model_input_fn(example))
         found = {ours(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(grads)}

@@ -55,9 +55,17 @@ def prepared(
         model=ModelConfig(dtype=spec.compute_dtype),  # pyright: ignore[reportArgumentType]
         schedule=ScheduleConfig(alpha=0.0, groups_per_step=rows // GROUP, group_size=GROUP),
         sampling=SamplingConfig(max_tokens=tokens),
-        learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_batch_rows=micro_batch_rows,
-                              learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM, **options),
-    )  # fmt: skip
+        learner=LearnerConfig(
+            mesh=mesh,
+            correction="none",
+            row_tokens=tokens,
+            micro_batch_rows=micro_batch_rows,
+            learning_rate=LEARNING_RATE,
+            warmup_steps=1,
+            max_grad_norm=MAX_NORM,
+            **options,
+        ),
+    )
     trainer = Trainer(config, spec, sharding.build(mesh), sharding.LEARNER, key=jax.random.key(0))
     trainer.warmup()
     return trainer, claim(batch(rows, tokens, spec.vocab_size))
@@ -89,8 +97,16 @@ def main() -> None:
         if row["compiles"]:
             raise RuntimeError(f"{row['compiles']} compilations after warm-up")
         rates = [done / one / jax.device_count() for one in seconds]
-        say({"seconds": seconds, "flops": done, "tokens": rows * tokens, "flops_per_s": rates,
-             "mfu": [rate / promised for rate in rates] if promised else None, "loss": row["loss"]})  # fmt: skip
+        say(
+            {
+                "seconds": seconds,
+                "flops": done,
+                "tokens": rows * tokens,
+                "flops_per_s": rates,
+                "mfu": [rate / promised for rate in rates] if promised else None,
+                "loss": row["loss"],
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -49,11 +49,18 @@ def made(folder: Path, batch: Batch) -> Arm:
         schedule=ScheduleConfig(alpha=0.0, groups_per_step=len(batch.prompts) // GROUP, group_size=GROUP),
         sampling=SamplingConfig(max_tokens=int(batch.lengths.max())),
         learner=LearnerConfig(
-            mesh=mesh, algorithm="grpo", advantage="group_std", correction="none",
-            aggregation="seq_mean_token_mean", learning_rate=LEARNING_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY,
-            max_grad_norm=MAX_NORM, **json.loads(sys.argv[4]),
+            mesh=mesh,
+            algorithm="grpo",
+            advantage="group_std",
+            correction="none",
+            aggregation="seq_mean_token_mean",
+            learning_rate=LEARNING_RATE,
+            warmup_steps=1,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=MAX_NORM,
+            **json.loads(sys.argv[4]),
         ),
-    )  # fmt: skip
+    )
     if (state.BETA1, state.BETA2) != BETAS:
         raise RuntimeError("the peers' optimizer differs from ours")
     trainer = Trainer(config, SPEC, sharding.build(mesh), sharding.LEARNER, key=jax.random.key(0))

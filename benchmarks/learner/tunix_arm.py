@@ -62,10 +62,14 @@ def made(folder: Path, batch: Batch) -> Arm:
 
     def example() -> common.TrainExample:
         return common.TrainExample(
-            prompt_ids=jnp.asarray(batch.prompts), prompt_mask=jnp.ones(batch.prompts.shape, bool),
-            completion_ids=jnp.asarray(batch.answers), completion_mask=jnp.asarray(batch.mask, jnp.int32),
-            advantages=jnp.asarray(batch.advantages), ref_per_token_logps=None, old_per_token_logps=None,
-        )  # fmt: skip
+            prompt_ids=jnp.asarray(batch.prompts),
+            prompt_mask=jnp.ones(batch.prompts.shape, bool),
+            completion_ids=jnp.asarray(batch.answers),
+            completion_mask=jnp.asarray(batch.mask, jnp.int32),
+            advantages=jnp.asarray(batch.advantages),
+            ref_per_token_logps=None,
+            old_per_token_logps=None,
+        )
 
     def gradients() -> dict[str, np.ndarray]:
         grads, _ = nnx.grad(loss, has_aux=True)(qwen, example(), config)

@@ -42,9 +42,13 @@ class Child:
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
-            [str(python_of(arm)), "-m", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, text=True, env=environment,
-        )  # fmt: skip
+            [str(python_of(arm)), "-m", program, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
         self.started = self._answer()  # its answer at the start
 
     def ask(self, command: str) -> dict[str, Any]:

@@ -50,8 +50,10 @@ def write(path: Path, panels: Sequence[Panel], kinds: Sequence[str], columns: in
     height = TOP + ROW * max(len(panel.rows) for panel in panels) + BOTTOM
     lines = -(-len(panels) // columns)
     width, total = WIDTH * min(columns, len(panels)), KEY + height * lines
-    key = [tag("g", _mark(10 + 90 * i, KEY / 2, i), tag("text", kind, x=18 + 90 * i, y=KEY / 2 + 4))
-           for i, kind in enumerate(kinds)]  # fmt: skip
+    key = [
+        tag("g", _mark(10 + 90 * i, KEY / 2, i), tag("text", kind, x=18 + 90 * i, y=KEY / 2 + 4))
+        for i, kind in enumerate(kinds)
+    ]
     drawn = [
         tag("g", _panel(panel, kinds), transform=f"translate({WIDTH * (i % columns)} {KEY + height * (i // columns)})")
         for i, panel in enumerate(panels)

@@ -51,9 +51,15 @@ SEEDS = 5
 _SLOTS = tuple({"sampler.slots": count} for count in (ENVIRONMENTS // 2, ENVIRONMENTS))
 TRIAL_STEPS, TRIAL_SEED, TRIAL_ALPHA = 60, 100, 2.0
 _CONSTANT = Workload(
-    "constant", 60, 48, evaluations=1, target=0.9, capitals=0.75,
-    settings={"learner.learning_rate": 2e-5, "task.heldout_items": 64}, choices=_SLOTS,
-)  # fmt: skip
+    "constant",
+    60,
+    48,
+    evaluations=1,
+    target=0.9,
+    capitals=0.75,
+    settings={"learner.learning_rate": 2e-5, "task.heldout_items": 64},
+    choices=_SLOTS,
+)
 WORKLOADS = [
     Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, choices=_SLOTS),
     _CONSTANT,
@@ -106,14 +112,16 @@ def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]], target: fl
     pairs = [(_reached(a, target), _reached(b, target)) for a, b in below]
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     return {
-        "target": target, "begun_below": len(below),
+        "target": target,
+        "begun_below": len(below),
         "reached": [sum(one is not None for one in arm) for arm in zip(*pairs, strict=True)] or [0, 0],
         "time_to_target_s": [float(np.median(arm)) for arm in zip(*both, strict=True)],
         "accuracy": [float(np.mean([run["accuracy"][-1] for run in runs])) for runs in (sync, ahead)],
         "accuracy_start": float(np.mean([run["accuracy"][0] for run in sync])),
-        "accuracy_apart": float(apart.mean()), "accuracy_apart_half_width": float(half),
+        "accuracy_apart": float(apart.mean()),
+        "accuracy_apart_half_width": float(half),
         "time_to_target": ratio([a for a, _ in both], [b for _, b in both]) if both else None,
-    }  # fmt: skip
+    }
 
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % points, n − 1 degrees of freedom
@@ -180,14 +188,20 @@ def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], see
 
 def races_in(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Workload → α → results, without the other entries."""
-    return {name: {alpha: of for alpha, of in by.items() if alpha != "arms"}
-            for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
+    return {
+        name: {alpha: of for alpha, of in by.items() if alpha != "arms"}
+        for name, by in result.items()
+        if name not in MECHANISMS
+    }
 
 
 def table_of(result: dict[str, Any]) -> str:
     """The races as a Markdown table, one line per workload and α."""
-    lines = ["| workload | α | samples/s synchronous → asynchronous | ratio (95 %) | of the ceiling | time to target | "
-             "final accuracy, apart by |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| workload | α | samples/s synchronous → asynchronous | ratio (95 %) | of the ceiling | time to target | "
+        "final accuracy, apart by |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, by in races_in(result).items():
         for alpha, of in by.items():
             share = f"{100 * of['ratio'] / of['ceiling']:.1f} % of {of['ceiling']:.2f}" if "ceiling" in of else ""
@@ -207,8 +221,11 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     """Draw the ratios: by workload and α, and of each mechanism where it helps and where it cannot."""
     races = {name: {f"α = {alpha}": of for alpha, of in by.items()} for name, by in races_in(result).items()}
     bounded = {name: {kind: of for kind, of in by.items() if "ceiling" in of} for name, by in races.items()}
-    switches = {name: {"where it helps": by, "where it cannot": by.get("null")}
-                for name, by in result.items() if name in MECHANISMS}  # fmt: skip
+    switches = {
+        name: {"where it helps": by, "where it cannot": by.get("null")}
+        for name, by in result.items()
+        if name in MECHANISMS
+    }
 
     def panel(title: str, rows: dict[str, dict[str, Any]], value: Callable[[dict[str, Any]], Value]) -> Panel:
         return Panel(

@@ -98,11 +98,12 @@ TAIL = Workload(Law(mean=256), Law("lognormal", 1000, 1500, 1, 8192), answers_al
 WORKLOADS = {
     "long tail": TAIL,
     "balanced": replace(TAIL, answer_tokens=Law("normal", 1000, 20, 1), answers_alike=0.0),
-    "agentic latency": Workload(Law(mean=256), Law("lognormal", 150, 75, 1, 1024), Law(mean=100), Law(mean=5),
-                                Law("normal", 10.0, 10.0)),
+    "agentic latency": Workload(
+        Law(mean=256), Law("lognormal", 150, 75, 1, 1024), Law(mean=100), Law(mean=5), Law("normal", 10.0, 10.0)
+    ),
     "spot": TAIL,
     "null": Workload(Law(mean=1), Law(mean=512)),
-}  # fmt: skip
+}
 NULL, NULL_STEPS = "null", 20
 DESCRIPTIONS = {
     "long tail": "one answer of log-normal length, mean 1,000 and deviation 1,500 tokens, at most 8,192",
@@ -137,22 +138,33 @@ def cluster(workload: str, schedule: Schedule, learners: int, seed: int) -> Clus
     training = DEVICES if schedule.shared else learners
     samplers = _samplers(workload, schedule, learners)
     if workload == NULL:
-        return Cluster(source=NULL, sampler=SamplerCosts(flops_per_token=1e-4, flops=1.0), workload=WORKLOADS[NULL],
-                       learner=LearnerCosts(price_per_hour=DEVICES * DEVICE.price_per_hour), rpc_s=0.0)  # fmt: skip
+        return Cluster(
+            source=NULL,
+            sampler=SamplerCosts(flops_per_token=1e-4, flops=1.0),
+            workload=WORKLOADS[NULL],
+            learner=LearnerCosts(price_per_hour=DEVICES * DEVICE.price_per_hour),
+            rpc_s=0.0,
+        )
     sends = TransferCosts(size_bytes=2 * MODEL.parameters, bytes_per_s=DEVICE.link_bytes_per_s)
     return Cluster(
         source="published constants",
         sampler=SamplerCosts(
-            flops_per_token=2 * MODEL.parameters, flops=flops, weight_bytes=2 * MODEL.parameters,
-            kv_bytes_per_token=MODEL.kv_bytes_per_token, bytes_per_s=DEVICE.bytes_per_s * DEVICE.bytes_share,
+            flops_per_token=2 * MODEL.parameters,
+            flops=flops,
+            weight_bytes=2 * MODEL.parameters,
+            kv_bytes_per_token=MODEL.kv_bytes_per_token,
+            bytes_per_s=DEVICE.bytes_per_s * DEVICE.bytes_share,
         ),
         learner=LearnerCosts(
-            flops_per_token=6 * MODEL.parameters, flops=flops * training, streams=schedule.streams,
+            flops_per_token=6 * MODEL.parameters,
+            flops=flops * training,
+            streams=schedule.streams,
             price_per_hour=DEVICES * DEVICE.price_per_hour,
         ),
         transfer=TransferCosts() if schedule.shared else sends,
-        workload=WORKLOADS[workload], failures=_lost(samplers, seed) if workload == "spot" else (),
-    )  # fmt: skip
+        workload=WORKLOADS[workload],
+        failures=_lost(samplers, seed) if workload == "spot" else (),
+    )
 
 
 def _samplers(workload: str, schedule: Schedule, learners: int) -> int:
@@ -197,8 +209,11 @@ def compared(workload: str, name: str, steps: int, rounds: int) -> dict[str, Any
     best = max(rate, key=lambda split: rate[split])
     rates = [run["tokens_per_s"] for run in runs[best]]
     return {key: statistics.median(run[key] for run in runs[best]) for key in KEPT} | {
-        "learners": best, "low": min(rates), "high": max(rates), "rounds": rounds,
-    }  # fmt: skip
+        "learners": best,
+        "low": min(rates),
+        "high": max(rates),
+        "rounds": rounds,
+    }
 
 
 # --- Page
@@ -277,13 +292,26 @@ def page(found: Mapping[str, Any]) -> str:
     parts.append(_BESIDE.format(tail=gains[0], agentic=gains[1]))
     parts += [f"| {name} | {one.systems} |\n" for name, one in SCHEDULES.items()]
     device, model = found["device"], found["model"]
-    parts.append(_CONDITIONS.format(
-        command=found["command"], commit=found["commit"], steps=found["steps"], null_steps=NULL_STEPS,
-        rounds=found["rounds"], groups=GROUPS,
-        size=GROUP_SIZE, devices=DEVICES, flops=device["flops"] / 1e12, bytes=device["bytes_per_s"] / 1e12,
-        flops_share=device["flops_share"], bytes_share=device["bytes_share"], link=device["link_bytes_per_s"] / 1e9,
-        price=device["price_per_hour"], parameters=model["parameters"] / 1e9, kv=model["kv_bytes_per_token"],
-    ))  # fmt: skip
+    parts.append(
+        _CONDITIONS.format(
+            command=found["command"],
+            commit=found["commit"],
+            steps=found["steps"],
+            null_steps=NULL_STEPS,
+            rounds=found["rounds"],
+            groups=GROUPS,
+            size=GROUP_SIZE,
+            devices=DEVICES,
+            flops=device["flops"] / 1e12,
+            bytes=device["bytes_per_s"] / 1e12,
+            flops_share=device["flops_share"],
+            bytes_share=device["bytes_share"],
+            link=device["link_bytes_per_s"] / 1e9,
+            price=device["price_per_hour"],
+            parameters=model["parameters"] / 1e9,
+            kv=model["kv_bytes_per_token"],
+        )
+    )
     return "".join(parts)
 
 
@@ -329,8 +357,15 @@ def main() -> int:
         PAGE.write_text(page(json.loads(DATA.read_text())))
         return 0
     steps, rounds = (8, 1) if chosen.quick else (14, chosen.rounds or 1)
-    found = {"device": asdict(DEVICE), "model": asdict(MODEL), "steps": steps, "rounds": rounds, "class": "S",
-             "commit": commit(), "command": "python -m benchmarks.schedules.compare"}  # fmt: skip
+    found = {
+        "device": asdict(DEVICE),
+        "model": asdict(MODEL),
+        "steps": steps,
+        "rounds": rounds,
+        "class": "S",
+        "commit": commit(),
+        "command": "python -m benchmarks.schedules.compare",
+    }
     table: dict[str, dict[str, Any]] = {}
     for workload in chosen.workload or WORKLOADS:
         table[workload] = {}

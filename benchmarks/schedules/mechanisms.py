@@ -190,11 +190,14 @@ def _rolling() -> Mechanism:
         two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.concurrent_episodes": ENVIRONMENTS // 2}
         made = [
             _workload(
-                f"{name}_{kind}", Race(), sigma=1.0, most=64,
+                f"{name}_{kind}",
+                Race(),
+                sigma=1.0,
+                most=64,
                 settings=two | {"schedule.weight_swap": flip, "schedule.rolling_updates": count},
             )
             for kind, count in (("on", 1), ("off", 0))
-        ]  # fmt: skip
+        ]
         return replace(made[0], steps=_ADAPTING), replace(made[1], steps=_ADAPTING)
 
     return Mechanism(*both("rolling", "drain"), both("rolling_null", "keep_kv"), alpha=2.0)

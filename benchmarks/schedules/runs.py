@@ -164,10 +164,15 @@ def _cpu_of(supervisor: psutil.Process) -> dict[str, float]:
 
 def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> Cpu:
     """Run `jaxroll train` or `sft` as a user does; the CPU times of its roles."""
-    environment = os.environ | variables | {
-        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
-    }  # fmt: skip
+    environment = (
+        os.environ
+        | variables
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
+        }
+    )
     words = [f"--config.{key}={value}" for key, value in overrides.items()]
     line = [
         sys.executable,
@@ -258,6 +263,10 @@ def losses(log: Path, stopped: list[str]) -> dict[str, int]:
     left = Counter(stopped) - known
     unknown = left - under_way
     return {
-        "stopped": len(stopped), "failures": failures, "unknown": sum(unknown.values()),
-        "under_way": sum((left - unknown).values()), "dead_groups": dead, **states,
-    }  # fmt: skip
+        "stopped": len(stopped),
+        "failures": failures,
+        "unknown": sum(unknown.values()),
+        "under_way": sum((left - unknown).values()),
+        "dead_groups": dead,
+        **states,
+    }

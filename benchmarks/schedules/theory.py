@@ -55,14 +55,17 @@ INSTANT_S = 1e-9  # of a decode step whose time does not count
 
 def config(slots: int, groups: int, size: int, steps: int, *, seed: int = 0, **schedule: Any) -> Config:
     """A run with one sampler whose slots decode one token at a time."""
-    base = configs.parse({
-        "run": {"seed": seed},
-        "schedule": {"steps": steps, "groups_per_step": groups, "group_size": 2, "in_flight_window": "full"} | schedule,
-        "sampler": {"slots": slots, "decode_chunk": 1, "concurrent_episodes": 4096},
-        "sampling": {"max_tokens": 8192},
-        "task": {"max_prompt_tokens": 32, "max_episode_tokens": 65536},
-        "learner": {"row_tokens": 65536},
-    })  # fmt: skip
+    base = configs.parse(
+        {
+            "run": {"seed": seed},
+            "schedule": {"steps": steps, "groups_per_step": groups, "group_size": 2, "in_flight_window": "full"}
+            | schedule,
+            "sampler": {"slots": slots, "decode_chunk": 1, "concurrent_episodes": 4096},
+            "sampling": {"max_tokens": 8192},
+            "task": {"max_prompt_tokens": 32, "max_episode_tokens": 65536},
+            "learner": {"row_tokens": 65536},
+        }
+    )
     return costs.checked(replace(base, schedule=replace(base.schedule, group_size=size)))
 
 
@@ -162,8 +165,15 @@ def propositions(workloads: int) -> dict[str, Any]:
             found[name].append(value)
         if number % 100 == 99:
             say(f"{number + 1} workloads: " + ", ".join(f"{name} {max(values):.3f}" for name, values in found.items()))
-    return {name: {"workloads": workloads, "largest": max(values), "median": statistics.median(values),
-                   "above": sum(value > 1.005 for value in values)} for name, values in found.items()}  # fmt: skip
+    return {
+        name: {
+            "workloads": workloads,
+            "largest": max(values),
+            "median": statistics.median(values),
+            "above": sum(value > 1.005 for value in values),
+        }
+        for name, values in found.items()
+    }
 
 
 # --- Intervals (HTS-RL)
@@ -193,8 +203,15 @@ def intervals(turns: int, least: int) -> list[dict[str, float]]:
     for environments in (4, 16, 64):
         for alpha in (4, 16, 64):  # an episode has at most 64 turns
             formula, found = interval_s(environments, alpha), simulated_interval_s(environments, alpha, turns, least)
-            rows.append({"n": environments, "alpha": alpha, "formula_s": formula, "simulated_s": found,
-                         "error": found / formula - 1})  # fmt: skip
+            rows.append(
+                {
+                    "n": environments,
+                    "alpha": alpha,
+                    "formula_s": formula,
+                    "simulated_s": found,
+                    "error": found / formula - 1,
+                }
+            )
     return rows
 
 
@@ -211,10 +228,11 @@ def queue(load: float, steps: int) -> dict[str, float]:
     one = _busy(config(slots, 1, 1, steps, alpha=1e4, order="ready_first"), slots)
     made_s = tokens_s * tokens / slots  # between two rollouts, in the mean
     cluster = Cluster(
-        sampler=SamplerCosts(step_overhead_s=tokens_s), rpc_s=0.0,
+        sampler=SamplerCosts(step_overhead_s=tokens_s),
+        rpc_s=0.0,
         workload=Workload(answer_tokens=Law("exponential", tokens, least=1)),
         learner=LearnerCosts(step_overhead_s=load * made_s, jitter=Law("exponential", 1.0)),
-    )  # fmt: skip
+    )
     rows = rows_of(one, cluster)
     ended = {row[0]: row[3] for each in rows if each.get("kind") == "members" for row in each["rows"]}
     trained = steps_of(rows)
@@ -247,9 +265,11 @@ def samples_per_s(alpha: float, deviation_s: float, seed: int, steps: int = 400)
     latency = Law("normal", MEAN_S, deviation_s) if deviation_s else Law(mean=MEAN_S)
     one = _busy(config(ENVIRONMENTS, GROUPS, ENVIRONMENTS // GROUPS, steps, seed=seed, alpha=alpha), ENVIRONMENTS)
     cluster = Cluster(
-        sampler=SamplerCosts(step_overhead_s=INSTANT_S), learner=LearnerCosts(step_overhead_s=TRAINS_S), rpc_s=0.0,
+        sampler=SamplerCosts(step_overhead_s=INSTANT_S),
+        learner=LearnerCosts(step_overhead_s=TRAINS_S),
+        rpc_s=0.0,
         workload=Workload(answer_tokens=Law(mean=1), env_s=latency),
-    )  # fmt: skip
+    )
     return simulate.figures(rows_of(one, cluster), one)["samples_per_s"]
 
 

@@ -47,12 +47,11 @@ def put_round(kind: str, scale: Scale, folder: Path) -> dict[str, Any]:
     measured = {
         "puts_per_s": puts / seconds,
         "server_cpu_ms_per_put": (after["cpu_s"] - before["cpu_s"]) / puts * 1e3,
-        "written_per_byte": (after["written"] - before["written"]) / sum(
-            r["payload_bytes"] * len(r["acknowledged"]) for r in results
-        ),
+        "written_per_byte": (after["written"] - before["written"])
+        / sum(r["payload_bytes"] * len(r["acknowledged"]) for r in results),
         "payload_bytes": results[0]["payload_bytes"],
         "put_s": [round(s, 6) for r in results for s in r["put_s"]],
-    }  # fmt: skip
+    }
     if facts_after:
         measured["puts_per_commit"] = puts / max(1, facts_after["commits"] - facts["commits"])
         measured["synchronous"] = SYNCHRONOUS[facts_after["synchronous"]]
@@ -95,9 +94,12 @@ def disk_round(scale: Scale, folder: Path) -> dict[str, Any]:
 def loop_round(scale: Scale, folder: Path) -> dict[str, Any]:
     """Samplers and a learner in a whole loop; leases and claims are timed if they succeed at once."""
     changes = {
-        "steps": scale.loop_steps, "groups_per_step": scale.loop_groups, "group_size": scale.group_size,
-        "alpha": 1.0, "lease_s": 600.0,
-    }  # fmt: skip
+        "steps": scale.loop_steps,
+        "groups_per_step": scale.loop_groups,
+        "group_size": scale.group_size,
+        "alpha": 1.0,
+        "lease_s": 600.0,
+    }
     with serving("ours", folder, changes) as server:
         open_run(server)
         before = server.usage()

@@ -145,9 +145,12 @@ async def main() -> None:
     lifeline.bind(int(parent))
     settings = json.loads(text)
     client = await StoreClient.connect(
-        Path(folder) / "store.addr", role="sampler", name=name, config_digest=settings["config_digest"],
+        Path(folder) / "store.addr",
+        role="sampler",
+        name=name,
+        config_digest=settings["config_digest"],
         patience_s=settings["patience_s"],
-    )  # fmt: skip
+    )
     result = await {"puts": puts, "loop": loop}[kind](Sampler(client, settings))
     print(json.dumps(result), flush=True)
     await client.aclose()

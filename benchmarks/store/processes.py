@@ -123,9 +123,12 @@ class Samplers:
 
     def __init__(self, server: Server, kind: str, scale: Scale, **settings: Any) -> None:
         settings = {
-            "in_flight": scale.in_flight, "payload_bytes": scale.payload_bytes, "patience_s": 60.0,
-            "config_digest": server.config_digest, **settings,
-        }  # fmt: skip
+            "in_flight": scale.in_flight,
+            "payload_bytes": scale.payload_bytes,
+            "patience_s": 60.0,
+            "config_digest": server.config_digest,
+            **settings,
+        }
         self.processes = [self._started(server, kind, f"sampler-{i}", settings) for i in range(scale.clients)]
         for process in self.processes:
             if self._lines(process).readline().strip() != "ready":
@@ -166,9 +169,13 @@ def put_config(scale: Scale, puts: int) -> dict[str, Any]:
     groups = -(-puts // scale.group_size) + 2 * scale.clients
     retention_mb = 2 * puts * scale.payload_bytes // 2**20 + 64
     return {
-        "steps": 1000, "groups_per_step": -(-groups // 2), "group_size": scale.group_size, "alpha": 1.0,
-        "lease_s": 600.0, "retention_mb": retention_mb,
-    }  # fmt: skip
+        "steps": 1000,
+        "groups_per_step": -(-groups // 2),
+        "group_size": scale.group_size,
+        "alpha": 1.0,
+        "lease_s": 600.0,
+        "retention_mb": retention_mb,
+    }
 
 
 def open_run(server: Server) -> None:

@@ -58,8 +58,11 @@ class ProductsTaskset(vf.Taskset[ProductsTask, ProductsConfig]):
             a, b = random.randint(10, 99), random.randint(10, 99)
             call = json.dumps({"name": "mul", "arguments": {"a": a, "b": b}})
             answer = {"role": "assistant", "content": str(a * b)}
-            worked = [{"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-                      {"role": "tool", "content": str(a * b)}, answer]  # fmt: skip
+            worked = [
+                {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+                {"role": "tool", "content": str(a * b)},
+                answer,
+            ]
             if random.random() < self.config.direct:
                 worked = [answer]
             made.append(

@@ -92,8 +92,11 @@ def sample_with_support(
     places = jnp.arange(best.shape[-1])[None]
     within = places < jnp.where(top_k > 0, top_k, best.shape[-1])[:, None]
     # Without top-k, the nucleus is a share of the whole distribution, not of its K best tokens.
-    among = jnp.where((top_k > 0)[:, None], jax.nn.logsumexp(jnp.where(within, best, -jnp.inf), axis=-1, keepdims=True),
-                      jax.nn.logsumexp(scaled, axis=-1, keepdims=True))  # fmt: skip
+    among = jnp.where(
+        (top_k > 0)[:, None],
+        jax.nn.logsumexp(jnp.where(within, best, -jnp.inf), axis=-1, keepdims=True),
+        jax.nn.logsumexp(scaled, axis=-1, keepdims=True),
+    )
     kept = _nucleus(jnp.where(within, best, -jnp.inf), among, top_p, min_p)
     kept &= truncates(temperature, top_k, top_p, min_p)[:, None]
     ids = jnp.where(kept, ids, NO_TOKEN)

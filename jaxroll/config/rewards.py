@@ -146,16 +146,18 @@ class JudgeSettings(EndpointSettings):
         return f"{self.url.rstrip('/')}/chat/completions"
 
 
-PARTS: Mapping[str, type] = MappingProxyType({
-    "exact": NoSettings,
-    "math": MathSettings,
-    "reasoning_gym": GymSettings,
-    "code": CodeSettings,
-    "format": FormatSettings,
-    "length": LengthSettings,
-    "reward_model": RewardModelSettings,
-    "judge": JudgeSettings,
-})  # fmt: skip
+PARTS: Mapping[str, type] = MappingProxyType(
+    {
+        "exact": NoSettings,
+        "math": MathSettings,
+        "reasoning_gym": GymSettings,
+        "code": CodeSettings,
+        "format": FormatSettings,
+        "length": LengthSettings,
+        "reward_model": RewardModelSettings,
+        "judge": JudgeSettings,
+    }
+)
 ENDPOINT_ONLY, FOLDER_ONLY = ("url", "model", "key_variable"), ("dtype", "max_tokens", "batch_tokens")
 SHAPING = ("format", "length")  # these do not tell whether an answer is right
 
@@ -190,11 +192,16 @@ def terms(reward: str, reward_args: Mapping[str, Any]) -> tuple[Term, ...]:
     labels = tuple(term.label for term in found)
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError("task.reward", reward, f"two parts have the label {label!r}",
-                              "Name each part once, and functions differently.")  # fmt: skip
+            raise ConfigError(
+                "task.reward",
+                reward,
+                f"two parts have the label {label!r}",
+                "Name each part once, and functions differently.",
+            )
     if all(term.kind in SHAPING for term in found):
-        raise ConfigError("task.reward", reward, "no part judges the answer",
-                          "Add one, as in 'math + 0.1*format'; or use 'auto'.")  # fmt: skip
+        raise ConfigError(
+            "task.reward", reward, "no part judges the answer", "Add one, as in 'math + 0.1*format'; or use 'auto'."
+        )
     _refuse_unread(reward_args, labels)
     return found
 
@@ -202,8 +209,12 @@ def terms(reward: str, reward_args: Mapping[str, Any]) -> tuple[Term, ...]:
 def _term(reward: str, reward_args: Mapping[str, Any], text: str) -> Term:
     match = _TERM.fullmatch(text)
     if match is None:
-        raise ConfigError("task.reward", reward, "a sum with an empty part",
-                          "Write NAME or WEIGHT*NAME, joined by +, as in 'math + 0.1*format'.")  # fmt: skip
+        raise ConfigError(
+            "task.reward",
+            reward,
+            "a sum with an empty part",
+            "Write NAME or WEIGHT*NAME, joined by +, as in 'math + 0.1*format'.",
+        )
     kind, weight = match["name"], float(match["weight"] or 1.0)
     label = kind.rpartition(":")[2]
     key, given = f"task.reward_args.{label}", reward_args.get(label, {})
@@ -279,12 +290,20 @@ def check_rewards(config: Config) -> None:
     if task.env in _UNGRADED_ENVS:
         for key, value, unset in (("extract", task.extract, "none"), ("reward", task.reward, AUTO)):
             if value != unset:
-                raise ConfigError(f"task.{key}", value, f"the environment {task.env} has a reward of its own",
-                                  f"Leave it out, or use one of {', '.join(_GRADED_ENVS)}.")  # fmt: skip
+                raise ConfigError(
+                    f"task.{key}",
+                    value,
+                    f"the environment {task.env} has a reward of its own",
+                    f"Leave it out, or use one of {', '.join(_GRADED_ENVS)}.",
+                )
     for term in parts:
         if term.kind == "reasoning_gym" and task.source != "reasoning_gym":
-            raise ConfigError("task.reward", task.reward, f"task.source {task.source!r} has no scorer of reasoning-gym",
-                              "Use exact or math.")  # fmt: skip
+            raise ConfigError(
+                "task.reward",
+                task.reward,
+                f"task.source {task.source!r} has no scorer of reasoning-gym",
+                "Use exact or math.",
+            )
         if isinstance(term.settings, LengthSettings):
             _check_length(config, term.settings)
         if isinstance(term.settings, FormatSettings):
@@ -295,15 +314,23 @@ def check_rewards(config: Config) -> None:
 
 def _check_length(config: Config, settings: LengthSettings) -> None:
     if not settings.max_tokens:
-        raise ConfigError("task.reward_args.length.max_tokens", 0, "the length at which the value is lowest is needed",
-                          f"Set it, usually to sampling.max_tokens = {config.sampling.max_tokens}.")  # fmt: skip
+        raise ConfigError(
+            "task.reward_args.length.max_tokens",
+            0,
+            "the length at which the value is lowest is needed",
+            f"Set it, usually to sampling.max_tokens = {config.sampling.max_tokens}.",
+        )
     if settings.shape == "soft_overlong" and not 0 < settings.buffer_tokens <= settings.max_tokens:
-        raise ConfigError("task.reward_args.length.buffer_tokens", settings.buffer_tokens,
-                          "the value decreases over so many tokens before max_tokens",
-                          f"Set it between 1 and {settings.max_tokens}.")  # fmt: skip
+        raise ConfigError(
+            "task.reward_args.length.buffer_tokens",
+            settings.buffer_tokens,
+            "the value decreases over so many tokens before max_tokens",
+            f"Set it between 1 and {settings.max_tokens}.",
+        )
     if config.learner.overlong_tokens and settings.shape == "soft_overlong":
-        raise ConfigError("task.reward", config.task.reward, "learner.overlong_tokens applies the same penalty",
-                          "Use one of them.")  # fmt: skip
+        raise ConfigError(
+            "task.reward", config.task.reward, "learner.overlong_tokens applies the same penalty", "Use one of them."
+        )
 
 
 def _check_endpoint(term: Term) -> None:
@@ -318,8 +345,9 @@ def _check_endpoint(term: Term) -> None:
         if settings.path:
             return
     if not re.fullmatch(r"https?://[^\s/:]+(:\d{1,5})?(/\S*)?", settings.url):
-        raise ConfigError(f"{key}.url", settings.url, "not the address of an endpoint",
-                          "Write for example http://localhost:8000/v1.")  # fmt: skip
+        raise ConfigError(
+            f"{key}.url", settings.url, "not the address of an endpoint", "Write for example http://localhost:8000/v1."
+        )
     if isinstance(settings, JudgeSettings):
         if not settings.model:
             raise ConfigError(f"{key}.model", "", "the endpoint needs the name of a model", "Set it.")

@@ -50,8 +50,19 @@ class Inventory:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
-    for rule in (check_bounds, _check_names, check_prompts, _check_schedule, _check_shapes, _check_learner,
-                 check_algorithm, _check_ranges, check_rewards, _check_deadlines, _check_fractions):  # fmt: skip
+    for rule in (
+        check_bounds,
+        _check_names,
+        check_prompts,
+        _check_schedule,
+        _check_shapes,
+        _check_learner,
+        check_algorithm,
+        _check_ranges,
+        check_rewards,
+        _check_deadlines,
+        _check_fractions,
+    ):
         rule(config)
 
 
@@ -76,8 +87,12 @@ def _check_names(config: Config) -> None:
             "model.size", config.model.size, "unknown model size", nearest(config.model.size, MODEL_SIZES)
         )
     if config.tokenizer.kind == "hf" and not config.tokenizer.path:
-        raise ConfigError("tokenizer.path", "", "tokenizer.kind is 'hf' but there is no folder to read",
-                          "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.")  # fmt: skip
+        raise ConfigError(
+            "tokenizer.path",
+            "",
+            "tokenizer.kind is 'hf' but there is no folder to read",
+            "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.",
+        )
     for part in task_parts(config.task):
         task = part.task
         if task.source in FILES and not task.path:
@@ -98,60 +113,97 @@ def _check_unread(config: Config) -> None:
         ("transfer.path", config.transfer.path, "transfer.channel", config.transfer.channel, ("tensorstore",)),
     ):
         if path and value not in reads:
-            raise ConfigError(key, path, f"nothing reads it while {switch} is {value!r}",
-                              f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.")  # fmt: skip
+            raise ConfigError(
+                key,
+                path,
+                f"nothing reads it while {switch} is {value!r}",
+                f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.",
+            )
 
 
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     age_limiter(config)
     if schedule.rolling_updates and schedule.rolling_updates >= config.sampler.count:
-        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          f"sampler.count is {config.sampler.count}: all samplers may swap weights at the same time",
-                          "Set it below sampler.count, or to 0.")  # fmt: skip
+        raise ConfigError(
+            "schedule.rolling_updates",
+            schedule.rolling_updates,
+            f"sampler.count is {config.sampler.count}: all samplers may swap weights at the same time",
+            "Set it below sampler.count, or to 0.",
+        )
     # The learner claims a step ahead: a sampler that is one publication behind has two steps less, none at alpha = 1.
     if schedule.rolling_updates and schedule.alpha < schedule.publish_every + 1:
-        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          f"with alpha = {schedule.alpha:g} samplers run out of work during rolling updates",
-                          f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
-                          "schedule.rolling_updates to 0.")  # fmt: skip
+        raise ConfigError(
+            "schedule.rolling_updates",
+            schedule.rolling_updates,
+            f"with alpha = {schedule.alpha:g} samplers run out of work during rolling updates",
+            f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
+            "schedule.rolling_updates to 0.",
+        )
     if schedule.rolling_updates and config.placement.actors:
-        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          "actors lease for the newest version of any sampler: the others would get no work",
-                          "Set it to 0, or placement.actors to 0.")  # fmt: skip
+        raise ConfigError(
+            "schedule.rolling_updates",
+            schedule.rolling_updates,
+            "actors lease for the newest version of any sampler: the others would get no work",
+            "Set it to 0, or placement.actors to 0.",
+        )
     sampling = config.sampling
     if sampling.temperature <= 0:
-        raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",
-                          "Set it to a positive number; `generate` has a temperature of its own.")  # fmt: skip
+        raise ConfigError(
+            "sampling.temperature",
+            sampling.temperature,
+            "training needs samples, not one greedy answer",
+            "Set it to a positive number; `generate` has a temperature of its own.",
+        )
     if sampling.top_k > sampling.support_tokens:
-        raise ConfigError("sampling.top_k", sampling.top_k,
-                          f"the ids of sampling.support_tokens = {sampling.support_tokens} tokens are stored at most",
-                          "Lower it, or raise sampling.support_tokens.")  # fmt: skip
+        raise ConfigError(
+            "sampling.top_k",
+            sampling.top_k,
+            f"the ids of sampling.support_tokens = {sampling.support_tokens} tokens are stored at most",
+            "Lower it, or raise sampling.support_tokens.",
+        )
     if sampling.support_tokens != SamplingConfig().support_tokens and not support_tokens(sampling):
-        raise ConfigError("sampling.support_tokens", sampling.support_tokens, "nothing truncates the distribution",
-                          "Set sampling.top_k, top_p or min_p, or leave it out.")  # fmt: skip
+        raise ConfigError(
+            "sampling.support_tokens",
+            sampling.support_tokens,
+            "nothing truncates the distribution",
+            "Set sampling.top_k, top_p or min_p, or leave it out.",
+        )
 
 
 def _check_shapes(config: Config) -> None:
     task, sampler, learner = config.task, config.sampler, config.learner
     first, budget = task.max_prompt_tokens + config.sampling.max_tokens, episode_tokens(config)
     if budget < first:
-        raise ConfigError("task.max_episode_tokens", budget,
-                          f"the first turn alone may have task.max_prompt_tokens + sampling.max_tokens = {first}",
-                          f"Set it to {first} or more, or to 0 for one turn.")  # fmt: skip
+        raise ConfigError(
+            "task.max_episode_tokens",
+            budget,
+            f"the first turn alone may have task.max_prompt_tokens + sampling.max_tokens = {first}",
+            f"Set it to {first} or more, or to 0 for one turn.",
+        )
     if _shares_every_prompt(config):
         if budget - task.max_prompt_tokens >= learner.row_tokens:
-            raise ConfigError("learner.row_tokens", learner.row_tokens,
-                              f"an answer and the last token of its prompt may have {config.sampling.max_tokens + 1}",
-                              f"Set it to {config.sampling.max_tokens + 1} or more.")  # fmt: skip
+            raise ConfigError(
+                "learner.row_tokens",
+                learner.row_tokens,
+                f"an answer and the last token of its prompt may have {config.sampling.max_tokens + 1}",
+                f"Set it to {config.sampling.max_tokens + 1} or more.",
+            )
     elif budget > learner.row_tokens:
         what = "task.max_episode_tokens" if budget > first else "task.max_prompt_tokens + sampling.max_tokens"
-        raise ConfigError("learner.row_tokens", learner.row_tokens, f"a sequence may have {what} = {budget} tokens",
-                          f"Set it to {budget} or more.")  # fmt: skip
+        raise ConfigError(
+            "learner.row_tokens",
+            learner.row_tokens,
+            f"a sequence may have {what} = {budget} tokens",
+            f"Set it to {budget} or more.",
+        )
     if learner.algorithm == "dpo" and 2 * budget > learner.row_tokens:
-        raise ConfigError("learner.row_tokens", learner.row_tokens,
-                          f"two answers to a question share a row, and may have {2 * budget} tokens",
-                          f"Set it to {2 * budget} or more.")  # fmt: skip
+        raise ConfigError(
+            "learner.row_tokens",
+            learner.row_tokens,
+            f"two answers to a question share a row, and may have {2 * budget} tokens",
+            f"Set it to {2 * budget} or more.",
+        )
     if 0 < sampler.concurrent_episodes < config.schedule.members_per_group:
         raise ConfigError(
             "sampler.concurrent_episodes",
@@ -164,8 +216,12 @@ def _check_shapes(config: Config) -> None:
     _check_colocated(config)
     buckets = sampler.prefill_buckets
     if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
-        raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
-                          "Write for example (16, 32).")  # fmt: skip
+        raise ConfigError(
+            "sampler.prefill_buckets",
+            buckets,
+            "bucket lengths must be positive and increasing",
+            "Write for example (16, 32).",
+        )
     _check_cache(sampler, max(budget, buckets[-1]))
     token_bytes = TOKEN_BYTES + worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)
     member_mb = token_bytes * budget / 2**20
@@ -173,22 +229,36 @@ def _check_shapes(config: Config) -> None:
         lower = " Or lower sampling.support_tokens or top_k." if token_bytes > TOKEN_BYTES else ""
         what = f"a member of {budget} tokens may have {math.ceil(member_mb)} MB, the store takes {MAX_MEMBER_MB}"
         most = MAX_MEMBER_MB * 2**20 // token_bytes
-        raise ConfigError("sampling.max_tokens", config.sampling.max_tokens, what,
-                          f"Let an episode have at most {most} tokens.{lower}")  # fmt: skip
+        raise ConfigError(
+            "sampling.max_tokens",
+            config.sampling.max_tokens,
+            what,
+            f"Let an episode have at most {most} tokens.{lower}",
+        )
     if member_mb > config.store.max_message_mb:
-        raise ConfigError("store.max_message_mb", config.store.max_message_mb,
-                          f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
-                          f"Set it to {math.ceil(member_mb)} or more.")  # fmt: skip
+        raise ConfigError(
+            "store.max_message_mb",
+            config.store.max_message_mb,
+            f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
+            f"Set it to {math.ceil(member_mb)} or more.",
+        )
     for key, mesh in (("sampler.mesh", config.sampler.mesh), ("evaluator.mesh", config.evaluator.mesh)):
         if mesh.sequence > 1:
-            raise ConfigError(f"{key}.sequence", mesh.sequence, "an engine does not divide the tokens of a sequence",
-                              "Set it to 1; mesh.tensor divides the heads of its KV cache.")  # fmt: skip
+            raise ConfigError(
+                f"{key}.sequence",
+                mesh.sequence,
+                "an engine does not divide the tokens of a sequence",
+                "Set it to 1; mesh.tensor divides the heads of its KV cache.",
+            )
     for answers in (1, learner.shared_prompt_rows):  # of the warm start, and of RL
         row = learner.shared_prompt_tokens + learner.row_tokens * answers
         if row % learner.mesh.sequence:
-            raise ConfigError("learner.mesh.sequence", learner.mesh.sequence,
-                              f"does not divide the {row} tokens of a row",
-                              "Use a divisor, or change learner.row_tokens.")  # fmt: skip
+            raise ConfigError(
+                "learner.mesh.sequence",
+                learner.mesh.sequence,
+                f"does not divide the {row} tokens of a row",
+                "Use a divisor, or change learner.row_tokens.",
+            )
     for key, rows, mesh, of in (
         ("learner.micro_batch_rows", learner.micro_batch_rows, learner.mesh, learner.shared_prompt_rows),
         ("sampler.slots", sampler.slots, sampler.mesh, 1),
@@ -214,9 +284,12 @@ def _check_actors(config: Config) -> None:
     count, each = config.sampler.count, sampler_members(config)
     most = count * each // group
     if actors > most:
-        raise ConfigError("placement.actors", actors, f"the {count} * {each} members in flight are divided among them, "
-                          f"and each leases whole groups of {group}",
-                          f"Set it to {most} or less, or raise sampler.concurrent_episodes.")  # fmt: skip
+        raise ConfigError(
+            "placement.actors",
+            actors,
+            f"the {count} * {each} members in flight are divided among them, and each leases whole groups of {group}",
+            f"Set it to {most} or less, or raise sampler.concurrent_episodes.",
+        )
 
 
 def _check_colocated(config: Config) -> None:
@@ -224,11 +297,19 @@ def _check_colocated(config: Config) -> None:
     placement = config.placement
     for key, value, none in (("learner_hosts", placement.learner_hosts, 1), ("actors", placement.actors, 0)):
         if placement.colocated and value != none:
-            raise ConfigError(f"placement.{key}", value, "placement.colocated has one process for all that use devices",
-                              f"Set it to {none}, or placement.colocated to False.")  # fmt: skip
+            raise ConfigError(
+                f"placement.{key}",
+                value,
+                "placement.colocated has one process for all that use devices",
+                f"Set it to {none}, or placement.colocated to False.",
+            )
     if config.transfer.channel == "device" and not placement.colocated:
-        raise ConfigError("transfer.channel", "device", "learner and samplers are processes of their own",
-                          "Set it to auto, or placement.colocated to True.")  # fmt: skip
+        raise ConfigError(
+            "transfer.channel",
+            "device",
+            "learner and samplers are processes of their own",
+            "Set it to auto, or placement.colocated to True.",
+        )
 
 
 def _shares_every_prompt(config: Config) -> bool:
@@ -249,37 +330,56 @@ def _check_cache(sampler: SamplerConfig, longest: int) -> None:
     shards = sampler.mesh.shards
     needed = shards * (math.ceil(longest / page_tokens) + 1)
     if sampler.cache_pages < needed:
-        raise ConfigError("sampler.cache_pages", sampler.cache_pages,
-                          f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
-                          f"Set it to {needed} or more, or to 0.")  # fmt: skip
+        raise ConfigError(
+            "sampler.cache_pages",
+            sampler.cache_pages,
+            f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
+            f"Set it to {needed} or more, or to 0.",
+        )
 
 
 def _check_learner(config: Config) -> None:
     learner, groups = config.learner, config.schedule.groups_per_step
     if learner.mesh.devices % (hosts := config.placement.learner_hosts):
-        raise ConfigError("placement.learner_hosts", hosts, "each host has as many devices as the others, and "
-                          f"learner.mesh has {learner.mesh.devices}",
-                          "Set it to a divisor of that, or make the mesh larger.")  # fmt: skip
+        raise ConfigError(
+            "placement.learner_hosts",
+            hosts,
+            f"each host has as many devices as the others, and learner.mesh has {learner.mesh.devices}",
+            "Set it to a divisor of that, or make the mesh larger.",
+        )
     if groups % learner.minibatches:
-        raise ConfigError("learner.minibatches", learner.minibatches,
-                          f"does not divide schedule.groups_per_step = {groups}",
-                          "Set it to a divisor (1 is one optimizer step per claim).")  # fmt: skip
+        raise ConfigError(
+            "learner.minibatches",
+            learner.minibatches,
+            f"does not divide schedule.groups_per_step = {groups}",
+            "Set it to a divisor (1 is one optimizer step per claim).",
+        )
     unknown = sorted(set(learner.lora_targets) - set(LORA_TARGETS))
     if unknown or not learner.lora_targets:
-        raise ConfigError("learner.lora_targets", learner.lora_targets,
-                          f"no parameter {unknown[0]!r} to adapt" if unknown else "nothing to adapt",
-                          f"Use some of {', '.join(LORA_TARGETS)}, and lora_rank = 0 for none.")  # fmt: skip
+        raise ConfigError(
+            "learner.lora_targets",
+            learner.lora_targets,
+            f"no parameter {unknown[0]!r} to adapt" if unknown else "nothing to adapt",
+            f"Use some of {', '.join(LORA_TARGETS)}, and lora_rank = 0 for none.",
+        )
     if 0 < learner.decay_steps <= learner.warmup_steps:
-        raise ConfigError("learner.decay_steps", learner.decay_steps,
-                          f"ends before the warm-up of {learner.warmup_steps} steps",
-                          f"Set it above {learner.warmup_steps}, or to 0 for a constant rate.")  # fmt: skip
+        raise ConfigError(
+            "learner.decay_steps",
+            learner.decay_steps,
+            f"ends before the warm-up of {learner.warmup_steps} steps",
+            f"Set it above {learner.warmup_steps}, or to 0 for a constant rate.",
+        )
 
 
 def _check_ranges(config: Config) -> None:
     """Procedural items are numbered; train, warm start and held-out ranges must not touch (docs/design.md, 16)."""
     if config.evaluator.every and config.task.heldout_items == 0:
-        raise ConfigError("task.heldout_items", 0, "the evaluator has nothing to evaluate on",
-                          "Set it to 512, or evaluator.every to 0.")  # fmt: skip
+        raise ConfigError(
+            "task.heldout_items",
+            0,
+            "the evaluator has nothing to evaluate on",
+            "Set it to 512, or evaluator.every to 0.",
+        )
     for part in task_parts(config.task):
         if part.task.source in ("reasoning_gym", "game"):
             _check_item_ranges(replace(config, task=part.task))
@@ -287,12 +387,19 @@ def _check_ranges(config: Config) -> None:
 
 def _check_item_ranges(config: Config) -> None:
     spans = item_ranges(config)
-    for a, b in (("task.heldout_start", "task.train_start"), ("task.heldout_start", "sft.start"),
-                 ("sft.start", "task.train_start")):  # fmt: skip
+    for a, b in (
+        ("task.heldout_start", "task.train_start"),
+        ("task.heldout_start", "sft.start"),
+        ("sft.start", "task.train_start"),
+    ):
         (a0, a1), (b0, b1) = spans[a], spans[b]
         if max(a0, b0) < min(a1, b1):
-            raise ConfigError(a, a0, f"its items {a0}..{a1 - 1} overlap those of {b} ({b0}..{b1 - 1})",
-                              "Move them apart, as in the defaults.")  # fmt: skip
+            raise ConfigError(
+                a,
+                a0,
+                f"its items {a0}..{a1 - 1} overlap those of {b} ({b0}..{b1 - 1})",
+                "Move them apart, as in the defaults.",
+            )
 
 
 def _check_deadlines(config: Config) -> None:
@@ -312,8 +419,12 @@ def _check_deadlines(config: Config) -> None:
         if longer <= shorter:
             raise ConfigError(key, longer, f"not longer than {other} = {shorter:g}", f"Raise it: {why}.")
     if supervisor.backoff_max_s < supervisor.backoff_s:
-        raise ConfigError("supervisor.backoff_max_s", supervisor.backoff_max_s,
-                          f"less than supervisor.backoff_s = {supervisor.backoff_s:g}", "Raise it.")  # fmt: skip
+        raise ConfigError(
+            "supervisor.backoff_max_s",
+            supervisor.backoff_max_s,
+            f"less than supervisor.backoff_s = {supervisor.backoff_s:g}",
+            "Raise it.",
+        )
 
 
 def _check_fractions(config: Config) -> None:
@@ -326,22 +437,34 @@ def _check_fractions(config: Config) -> None:
 def _check_chips(config: Config, chips: int) -> None:
     wanted = device_processes(config)
     if (hosts := config.placement.learner_hosts) > 1:
-        raise ConfigError("placement.learner_hosts", hosts, "one process has all TPU chips of a host",
-                          "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several.")  # fmt: skip
+        raise ConfigError(
+            "placement.learner_hosts",
+            hosts,
+            "one process has all TPU chips of a host",
+            "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several.",
+        )
     total = sum(wanted.values())
     if chips < total:
         spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
         reason = f"{chips} TPU chip{'s' * (chips != 1)} here, {total} needed ({spelled}), and a chip holds one process"
         together = "placement.colocated = True (all of them in one process, sharing the devices), "
         together = together if chips >= max(roles_with_devices(config).values()) and len(wanted) > 1 else ""
-        raise ConfigError("placement.platform", "tpu", reason,
-                          f"Use {together}smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "
-                          "(launch/tpu_vm.sh); `--config.placement.platform=cpu` runs on the CPU.")  # fmt: skip
+        raise ConfigError(
+            "placement.platform",
+            "tpu",
+            reason,
+            f"Use {together}smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "
+            "(launch/tpu_vm.sh); `--config.placement.platform=cpu` runs on the CPU.",
+        )
     for name, count in wanted.items():
         if count not in (1, 2, 4, 8):
             key = "learner" if name == COLOCATED else name.partition("-")[0]
-            raise ConfigError(f"{key}.mesh", count, "TPU chips of one host are split by rectangles",
-                              "Use 1, 2, 4 or 8 devices per role.")  # fmt: skip
+            raise ConfigError(
+                f"{key}.mesh",
+                count,
+                "TPU chips of one host are split by rectangles",
+                "Use 1, 2, 4 or 8 devices per role.",
+            )
 
 
 def _check_gpus(config: Config, inventory: Inventory) -> None:
@@ -353,16 +476,22 @@ def _check_gpus(config: Config, inventory: Inventory) -> None:
         reason = f"of {inventory.gpus} GPUs its processes need {sum(wanted.values())} with the others ({spelled})"
         raise ConfigError("placement.learner_hosts", hosts, reason, "Set it to 1: they cannot share a GPU.")
     if inventory.gpus != max(wanted.values()) or config.placement.colocated:
-        raise ConfigError("placement.platform", "gpu",
-                          f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",
-                          "Use smaller meshes, or evaluator.every = 0; or a largest mesh of as many devices as there "
-                          "are GPUs: then all roles share them.")  # fmt: skip
+        raise ConfigError(
+            "placement.platform",
+            "gpu",
+            f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",
+            "Use smaller meshes, or evaluator.every = 0; or a largest mesh of as many devices as there "
+            "are GPUs: then all roles share them.",
+        )
     shares = memory_fractions(config)
     contexts = GPU_CONTEXT_MB * len(shares) / inventory.gpu_memory_mb if inventory.gpu_memory_mb else 0.0
     total, limit = sum(shares.values()), GPU_SHARE - contexts
     if total > limit + 1e-9:
-        raise ConfigError("placement.learner_memory_fraction", config.placement.learner_memory_fraction,
-                          f"the fractions of {', '.join(shares)} sum to {total:.2f}; a GPU of "
-                          f"{inventory.gpu_memory_mb} MB leaves {limit:.2f} after {len(shares)} contexts",
-                          "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0; or "
-                          "placement.colocated = True: one process has one context and no fractions.")  # fmt: skip
+        raise ConfigError(
+            "placement.learner_memory_fraction",
+            config.placement.learner_memory_fraction,
+            f"the fractions of {', '.join(shares)} sum to {total:.2f}; a GPU of "
+            f"{inventory.gpu_memory_mb} MB leaves {limit:.2f} after {len(shares)} contexts",
+            "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0; or "
+            "placement.colocated = True: one process has one context and no fractions.",
+        )

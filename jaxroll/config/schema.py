@@ -27,9 +27,19 @@ MAX_SEED = 2**32 - 1  # JAX keys take 32 bits of a seed, so a larger one would e
 
 
 Advantage = Literal[
-    "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
-    "best_worst", "segment_return", "gigpo", "gae",
-]  # fmt: skip
+    "auto",
+    "group_std",
+    "group_mean",
+    "leave_one_out",
+    "batch_std",
+    "group_mean_batch_std",
+    "positive",
+    "best",
+    "best_worst",
+    "segment_return",
+    "gigpo",
+    "gae",
+]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")

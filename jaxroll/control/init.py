@@ -49,8 +49,12 @@ def run(options: argparse.Namespace, ask: Callable[[str], str] | None = None) ->
     """`init`: write the config FILE. `ask` answers what no flag says (None: defaults). ConfigError if it is refused."""
     file = Path(options.file)
     if file.suffix != ".py" or file.exists():
-        raise ConfigError("FILE", str(file), "exists" if file.exists() else "not the name of a Python file",
-                          "Name a new file that ends in .py.")  # fmt: skip
+        raise ConfigError(
+            "FILE",
+            str(file),
+            "exists" if file.exists() else "not the name of a Python file",
+            "Name a new file that ends in .py.",
+        )
     choice = Choice()
     for name, question in options.questions.items():
         default = getattr(choice, name)
@@ -60,8 +64,10 @@ def run(options: argparse.Namespace, ask: Callable[[str], str] | None = None) ->
         choice = replace(choice, **{name: given or default})
     write(choice, file)
     shown = os.path.relpath(file)
-    print(f"{shown} is written; `jaxroll config --config={shlex.quote(shown)}` prints it with all defaults.\n"
-          f"Start with: jaxroll train --config={shlex.quote(shown)}")  # fmt: skip
+    print(
+        f"{shown} is written; `jaxroll config --config={shlex.quote(shown)}` prints it with all defaults.\n"
+        f"Start with: jaxroll train --config={shlex.quote(shown)}"
+    )
 
 
 def asker() -> Callable[[str], str] | None:
@@ -83,8 +89,12 @@ def write(choice: Choice, file: Path) -> None:
     try:
         disk.replace_text(trial, source)
     except OSError as error:
-        raise ConfigError("FILE", str(file), f"its folder cannot be written ({error.strerror})",
-                          "Make the folder, or name another one.") from error  # fmt: skip
+        raise ConfigError(
+            "FILE",
+            str(file),
+            f"its folder cannot be written ({error.strerror})",
+            "Make the folder, or name another one.",
+        ) from error
     try:
         config = configs.load(trial, [])
         preflight.check(config)
@@ -92,8 +102,9 @@ def write(choice: Choice, file: Path) -> None:
         trial.unlink(missing_ok=True)
     platform, devices = _hardware(choice.hardware)
     if platform != "cpu":
-        check_inventory(config, Inventory(platform, devices, GPU_MB) if platform == "gpu"
-                        else Inventory(platform, chips=devices))  # fmt: skip
+        check_inventory(
+            config, Inventory(platform, devices, GPU_MB) if platform == "gpu" else Inventory(platform, chips=devices)
+        )
     disk.replace_text(file, source)
 
 
@@ -198,8 +209,9 @@ def _kind(task: str) -> str | None:
         return "hf_dataset"
     kind = KINDS.get(Path(task).suffix)
     if kind is None and (os.sep in task or "." in task):
-        raise ConfigError("--task", task, "neither a task nor a dataset",
-                          f"Datasets end in {' or '.join(KINDS)}, or are folders.")  # fmt: skip
+        raise ConfigError(
+            "--task", task, "neither a task nor a dataset", f"Datasets end in {' or '.join(KINDS)}, or are folders."
+        )
     return kind
 
 

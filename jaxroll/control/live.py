@@ -120,8 +120,9 @@ class PlainView(View):
 class TableView(View):
     """A table of the latest steps, the latest events, and a spinner with the current activity."""
 
-    def __init__(self, run_dir: Path, of_steps: int, *, console: Console | None = None,
-                 now: Callable[[], float] = time.time):  # fmt: skip
+    def __init__(
+        self, run_dir: Path, of_steps: int, *, console: Console | None = None, now: Callable[[], float] = time.time
+    ):
         super().__init__(run_dir, of_steps, now=now)
         self._console = console or Console()
         self._recent: deque[str] = deque(maxlen=EVENTS_SHOWN)
@@ -150,8 +151,15 @@ class TableView(View):
             self._recent.append(line)
 
     def _render(self) -> Group:
-        table = Table(title=str(self._run_dir), title_style="dim", title_justify="left", box=box.SIMPLE_HEAD,
-                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+        table = Table(
+            title=str(self._run_dir),
+            title_style="dim",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
         for heading in HEADINGS[:-1]:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column(HEADINGS[-1])  # the only column that gives way where the terminal is narrow
@@ -159,8 +167,12 @@ class TableView(View):
             *numbers, waits = line.cells(self.status.of_steps)
             table.add_row(*numbers, _OneLine(waits))
         limit = [f"bottleneck: {self.status.bottleneck.text()}"] if self.status.bottleneck else []
-        return Group(*([table] if self.status.steps else []), *(Text(text) for text in limit),
-                     *(Text(text, style="dim") for text in self._recent), self._spinner)  # fmt: skip
+        return Group(
+            *([table] if self.status.steps else []),
+            *(Text(text) for text in limit),
+            *(Text(text, style="dim") for text in self._recent),
+            self._spinner,
+        )
 
 
 class _OneLine:
@@ -212,14 +224,23 @@ class StepLine:
         """The row of the table; a dash where nothing is known."""
         held = "-" if self.accuracy is None else f"{100 * self.accuracy:.1f} % @{self.accuracy_step}"
         age = "-" if self.age_mean is None else f"{self.age_mean:.2f} / {_number(self.age_max, '.0f')}"
-        return (f"{self.step}/{of_steps}", _number(self.reward, ".3f"), held, _number(self.tokens_per_s, ",.0f"), age,
-                _number(self.seconds, ".2f"), self.waits or "-")  # fmt: skip
+        return (
+            f"{self.step}/{of_steps}",
+            _number(self.reward, ".3f"),
+            held,
+            _number(self.tokens_per_s, ",.0f"),
+            age,
+            _number(self.seconds, ".2f"),
+            self.waits or "-",
+        )
 
     def text(self, of_steps: int) -> str:
         """The row as one plain line."""
         step, reward, held, rate, age, seconds, waits = self.cells(of_steps)
-        return (f"step {step}  reward {reward}  held-out {held}  {rate} tokens/s  age {age}  {seconds} s/step  "
-                f"waits: {waits}")  # fmt: skip
+        return (
+            f"step {step}  reward {reward}  held-out {held}  {rate} tokens/s  age {age}  {seconds} s/step  "
+            f"waits: {waits}"
+        )
 
 
 HEADINGS = ("step", "reward", "held-out", "tokens/s", "age / max", "s/step", "waiting for")
@@ -318,9 +339,16 @@ class Status:
         seconds = ended - begun if ended is not None and begun is not None else row.get("train_s")
         self._last_step_t = ended
         line = StepLine(
-            int(row.get("step", 0)), row.get("reward_mean"), accuracy, at, self._tokens_per_s(),
-            row.get("age_mean"), row.get("age_max"), seconds, self._wait_text(row),
-        )  # fmt: skip
+            int(row.get("step", 0)),
+            row.get("reward_mean"),
+            accuracy,
+            at,
+            self._tokens_per_s(),
+            row.get("age_mean"),
+            row.get("age_max"),
+            seconds,
+            self._wait_text(row),
+        )
         self.steps.append(line)
         if self.config is not None and line.step % STEPS_BETWEEN == 0:
             self.bottleneck = activity.bottleneck(activity.latest(list(self._recent), STEPS_MEASURED), self.config)

@@ -250,8 +250,12 @@ def _check_files(config: Config) -> None:
         task, _ = evaluation_set(config, name)
         if task.path != config.task.path:
             data.append((f"evaluator.sets.{name}.path", task.path))
-    for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
-                      ("learner.lora_path", config.learner.lora_path), *data):  # fmt: skip
+    for key, path in (
+        ("model.path", config.model.path),
+        ("tokenizer.path", config.tokenizer.path),
+        ("learner.lora_path", config.learner.lora_path),
+        *data,
+    ):
         if path and not Path(path).expanduser().exists():
             raise ConfigError(
                 key, path, "no such file or folder on this machine", _beside(Path(path)) + _how(key, path)
@@ -284,8 +288,12 @@ def _check_reward_models(config: Config) -> None:
             here = "" if path in str(error.value) else f"{error.key} = {error.value!r}: "
             raise ConfigError(key, path, f"{here}{error.reason}", error.remedy) from error
         if not template:
-            raise ConfigError(key, path, "its tokenizer has no chat template, which shows prompt and answer",
-                              "Add chat_template.jinja to the folder.")  # fmt: skip
+            raise ConfigError(
+                key,
+                path,
+                "its tokenizer has no chat template, which shows prompt and answer",
+                "Add chat_template.jinja to the folder.",
+            )
 
 
 def _check_algorithm(name: str) -> None:
@@ -298,12 +306,17 @@ def _check_algorithm(name: str) -> None:
     except ImportError:  # of a package that contains it
         spec = None
     if spec is None:
-        raise ConfigError("learner.algorithm", name, f"there is no module {module} here",
-                          "Run where it can be found, or install it.")  # fmt: skip
+        raise ConfigError(
+            "learner.algorithm", name, f"there is no module {module} here", "Run where it can be found, or install it."
+        )
     names = _registered(spec)
     if names is not None and short not in names:
-        raise ConfigError("learner.algorithm", name, f"{spec.origin} registers no algorithm of that name",
-                          nearest(short, names) if names else f"Put @register({short!r}) before it.")  # fmt: skip
+        raise ConfigError(
+            "learner.algorithm",
+            name,
+            f"{spec.origin} registers no algorithm of that name",
+            nearest(short, names) if names else f"Put @register({short!r}) before it.",
+        )
 
 
 def _registered(spec: ModuleSpec) -> tuple[str, ...] | None:

@@ -66,11 +66,15 @@ def build(
     )
     others = [
         ProcessSpec(
-            name, role_of(name), (*command, *role_words(name), *_meeting(name, config), f"--run={run_dir}"),
-            common | env | _priority(name, inventory), ("store",), gang="learner" if _meeting(name, config) else "",
+            name,
+            role_of(name),
+            (*command, *role_words(name), *_meeting(name, config), f"--run={run_dir}"),
+            common | env | _priority(name, inventory),
+            ("store",),
+            gang="learner" if _meeting(name, config) else "",
         )
         for name, env in devices.items()
-    ]  # fmt: skip
+    ]
     return (store, *others)
 
 
@@ -108,8 +112,12 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
 def reachable(specs: Sequence[ProcessSpec], config: Config, host: str, *, insecure: bool) -> tuple[ProcessSpec, ...]:
     """`specs` of a run that samplers on other machines can join: store and learner listen on `host`."""
     if config.placement.colocated:
-        raise ConfigError("--host", host, "placement.colocated keeps the weights in one process, so none can join",
-                          "Set placement.colocated to False, or leave --host out.")  # fmt: skip
+        raise ConfigError(
+            "--host",
+            host,
+            "placement.colocated keeps the weights in one process, so none can join",
+            "Set placement.colocated to False, or leave --host out.",
+        )
     called = {"store": f"--store={address(host, 0)}", "learner": f"--host={host}", "sampler": f"--host={host}"}
     plain = ("--insecure",) if insecure else ()
     return tuple(
@@ -139,12 +147,14 @@ def compilers(
         common |= {lifeline.NICE_ENV: str(lifeline.NICE)}
     return tuple(
         ProcessSpec(
-            f"compile-{role_of(name)}", "compile",
+            f"compile-{role_of(name)}",
+            "compile",
             (python, "-m", "jaxroll", "compile", f"--run={run_dir}", f"--role={role_of(name)}"),
-            common | devices[name], optional=True,
+            common | devices[name],
+            optional=True,
         )
         for name in names
-    )  # fmt: skip
+    )
 
 
 def role_of(name: str) -> str:
@@ -221,12 +231,20 @@ def cpu_env(devices: int = 1, threads: int = 1) -> Env:
     NPROC fixes XLA's thread pool, so that the bits do not depend on the visible cores.
     """
     count = str(threads)
-    flags = [f"--xla_force_host_platform_device_count={devices}",
-             f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={CPU_COLLECTIVE_WARN_S}",
-             f"--xla_cpu_collective_call_terminate_timeout_seconds={CPU_COLLECTIVE_ABORT_S}",
-             f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_ABORT_S}"]  # fmt: skip
-    return {"JAX_PLATFORMS": "cpu", "NPROC": count, "XLA_FLAGS": " ".join(flags), "OMP_NUM_THREADS": count,
-            "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count}  # fmt: skip
+    flags = [
+        f"--xla_force_host_platform_device_count={devices}",
+        f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={CPU_COLLECTIVE_WARN_S}",
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={CPU_COLLECTIVE_ABORT_S}",
+        f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_ABORT_S}",
+    ]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": count,
+        "XLA_FLAGS": " ".join(flags),
+        "OMP_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+    }
 
 
 def gpu_env(wanted: Mapping[str, int], shares: Mapping[str, float], gpus: Sequence[str]) -> dict[str, Env]:
@@ -337,8 +355,9 @@ def _best(environ: Mapping[str, str]) -> str:
 
 def tpu_chips(pci: Path = PCI_DEVICES) -> int:
     """TPU chips on the PCI bus."""
-    return sum(_read(device / "vendor") == _GOOGLE and _read(device / "device") in _TPU_DEVICES
-               for device in pci.glob("*"))  # fmt: skip
+    return sum(
+        _read(device / "vendor") == _GOOGLE and _read(device / "device") in _TPU_DEVICES for device in pci.glob("*")
+    )
 
 
 def _read(path: Path) -> str:

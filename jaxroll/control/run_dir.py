@@ -144,8 +144,9 @@ def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str],
         except OSError as error:
             if error.errno == errno.EEXIST and parent.is_dir():
                 continue
-            raise ConfigError("RUN", str(path), f"cannot be made ({error.strerror})",
-                              "Name another folder as RUN.") from error  # fmt: skip
+            raise ConfigError(
+                "RUN", str(path), f"cannot be made ({error.strerror})", "Name another folder as RUN."
+            ) from error
         with new_run(path, config, argv) as made:
             yield made
         return
@@ -162,13 +163,18 @@ def check_free(path: Path) -> None:
     """ConfigError when the folder holds a run, or parts of one."""
     paths = RunPaths(path)
     if os.path.lexists(paths.run_file):
-        raise ConfigError("RUN", str(path), "there is a run here already",
-                          "Add --resume to continue it, or name another folder.")  # fmt: skip
+        raise ConfigError(
+            "RUN", str(path), "there is a run here already", "Add --resume to continue it, or name another folder."
+        )
     for left in (paths.database, paths.checkpoints):
         if os.path.lexists(left) and not _is_empty_folder(left):
             lost = paths.run_file.name
-            raise ConfigError("RUN", str(path), f"holds {left.name} of a run that has lost its {lost}",
-                              f"Restore {lost} from a copy, or name another folder.")  # fmt: skip
+            raise ConfigError(
+                "RUN",
+                str(path),
+                f"holds {left.name} of a run that has lost its {lost}",
+                f"Restore {lost} from a copy, or name another folder.",
+            )
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -199,8 +205,12 @@ def load(path: Path) -> dict[str, Any]:
             or isinstance(value, bool)
             or (isinstance(value, float) and not math.isfinite(value))
         ):
-            raise ConfigError("RUN", str(file), f"{key} is {json.dumps(value)[:60]}, which JaxRoll does not write",
-                              "Restore the file from a copy.")  # fmt: skip
+            raise ConfigError(
+                "RUN",
+                str(file),
+                f"{key} is {json.dumps(value)[:60]}, which JaxRoll does not write",
+                "Restore the file from a copy.",
+            )
     return values
 
 
@@ -236,8 +246,12 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     for text in overrides:
         key = text.removeprefix("--").removeprefix("config.").partition("=")[0]
         if not key.startswith(RESUMABLE):
-            raise ConfigError(key, text.partition("=")[2], "cannot change in the middle of a run",
-                              f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}.")  # fmt: skip
+            raise ConfigError(
+                key,
+                text.partition("=")[2],
+                "cannot change in the middle of a run",
+                f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}.",
+            )
     config = configs.parse(configs.override(values["config"], overrides))
     check(config)
     _make_logs(path)
@@ -283,14 +297,24 @@ def _make_logs(path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError("RUN", str(path), f"cannot be written ({error.strerror})",
-                       "Make the folder writable and look for free space, or name another one.")  # fmt: skip
+    return ConfigError(
+        "RUN",
+        str(path),
+        f"cannot be written ({error.strerror})",
+        "Make the folder writable and look for free space, or name another one.",
+    )
 
 
 def description() -> dict[str, Any]:
     """Commit, versions, interpreter and machine."""
-    return {"jaxroll": jaxroll.__version__, "commit": commit(), "python": platform.python_version(),
-            "versions": versions(PACKAGES), "system": platform.platform(), "cores": os.cpu_count()}  # fmt: skip
+    return {
+        "jaxroll": jaxroll.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "versions": versions(PACKAGES),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+    }
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
@@ -358,8 +382,9 @@ def link(path: Path, name: str) -> Path:
             draft.unlink(missing_ok=True)
             draft.symlink_to(path.name)
     except OSError as error:
-        raise ConfigError(name, str(target), f"this link cannot be made ({error.strerror})",
-                          "Make the folder writable.") from error  # fmt: skip
+        raise ConfigError(
+            name, str(target), f"this link cannot be made ({error.strerror})", "Make the folder writable."
+        ) from error
     return target
 
 
@@ -392,9 +417,14 @@ def find_runs(parent: Path) -> list[RunSummary]:
         steps = _numbers(rows, "step", "step")
         scores = _numbers(rows, "eval", "accuracy")
         found.append(
-            RunSummary(folder, values["created"], int(max(steps, default=0)), config.schedule.steps,
-                       scores[-1] if scores else None)
-        )  # fmt: skip
+            RunSummary(
+                folder,
+                values["created"],
+                int(max(steps, default=0)),
+                config.schedule.steps,
+                scores[-1] if scores else None,
+            )
+        )
     return sorted(found, key=lambda run: run.created_s)
 
 
@@ -439,8 +469,10 @@ def _problem(path: str) -> tuple[str, str]:
     """Reason and remedy; both empty for a path that works."""
     for character in path:
         if character in PATTERN_CHARACTERS:
-            return (f"{character!r} in the path of a run breaks its checkpoints: libraries read it as a pattern",
-                    f"Use a path without {' '.join(PATTERN_CHARACTERS)}.")  # fmt: skip
+            return (
+                f"{character!r} in the path of a run breaks its checkpoints: libraries read it as a pattern",
+                f"Use a path without {' '.join(PATTERN_CHARACTERS)}.",
+            )
         if character < " " or character == "\x7f":
             return f"the path of a run contains the control character {character!r}", "Use a path without it."
     if "gs:/" in f"{path}/":  # Orbax makes gs:// of it
@@ -457,6 +489,8 @@ def _problem(path: str) -> tuple[str, str]:
     longest = max(len(os.fsencode(name)) for name in path.split("/"))
     size_bytes = max(len(encoded), len(os.fsencode(os.path.realpath(path))))
     if longest > NAME_BYTES or size_bytes > PATH_BYTES:
-        return (f"the path is too long (a name of {longest} bytes, {size_bytes} bytes in all)",
-                f"Use names of at most {NAME_BYTES} bytes and a path of at most {PATH_BYTES}.")  # fmt: skip
+        return (
+            f"the path is too long (a name of {longest} bytes, {size_bytes} bytes in all)",
+            f"Use names of at most {NAME_BYTES} bytes and a path of at most {PATH_BYTES}.",
+        )
     return "", ""

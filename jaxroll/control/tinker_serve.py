@@ -39,8 +39,11 @@ class _Shown:
         if line and line != self._shown:
             self._shown = line
             url, name, token_file = line.split("\t")
-            print(f"serves {name} to clients of the Tinker API. To connect:\n"
-                  f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-$(cat {token_file})", flush=True)  # fmt: skip
+            print(
+                f"serves {name} to clients of the Tinker API. To connect:\n"
+                f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-$(cat {token_file})",
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         """Print `text`."""
@@ -52,8 +55,13 @@ def add_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll tinker-serve RUN|FOLDER [OPTIONS]"
     one.add_argument("--name", help="the name of the base model (default: that of its folder)")
     one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token)")
-    one.add_argument("--session-timeout", type=float, default=120.0, metavar="SECONDS",
-                     help="a client that is silent for this time ends, with its models (default: 120)")  # fmt: skip
+    one.add_argument(
+        "--session-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="a client that is silent for this time ends, with its models (default: 120)",
+    )
     one.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # in a child process
 
 
@@ -63,8 +71,9 @@ def run(config: Config, path: Path, options: argparse.Namespace, *, of_model: bo
     Weights saved from a model's folder are in runs/tinker-NAME.
     """
     if not options.session_timeout >= LEAST_S:
-        raise ConfigError("--session-timeout", options.session_timeout, "clients report every 10 seconds",
-                          f"Use {LEAST_S:g} or more.")  # fmt: skip
+        raise ConfigError(
+            "--session-timeout", options.session_timeout, "clients report every 10 seconds", f"Use {LEAST_S:g} or more."
+        )
     if options.child:
         return child(config, path, options)
     if of_model:

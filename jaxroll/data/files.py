@@ -416,12 +416,20 @@ class DatasetSource(TableSource):
     def _files(self) -> list[Path]:
         folder = self._path.expanduser()
         if not folder.is_dir():
-            raise ConfigError("task.path", str(self._path), "there is no such folder",
-                              "Set task.path to the folder that save_to_disk wrote.")  # fmt: skip
+            raise ConfigError(
+                "task.path",
+                str(self._path),
+                "there is no such folder",
+                "Set task.path to the folder that save_to_disk wrote.",
+            )
         if (folder / "dataset_dict.json").exists():
             splits = sorted(each.name for each in folder.iterdir() if (each / "state.json").exists())
-            raise ConfigError("task.path", str(self._path), f"it has the splits {described(splits)}",
-                              "Add the name of one to the path.")  # fmt: skip
+            raise ConfigError(
+                "task.path",
+                str(self._path),
+                f"it has the splits {described(splits)}",
+                "Add the name of one to the path.",
+            )
         try:
             names = [entry["filename"] for entry in disk.read_json(folder / "state.json")["_data_files"]]
         except (DataError, LookupError, TypeError, OSError) as error:

@@ -236,8 +236,12 @@ def _set_tasks(config: Config, name: str, tokenizer: Tokenizer) -> tuple[Task, .
         except DataError as error:
             last_skip = f" Last skipped: {error}."
     if not found or (items and len(found) < items):
-        raise ConfigError(f"evaluator.sets.{name}.items", items, f"only {len(found)} items can be used",
-                          f"Use fewer, or raise task.max_prompt_tokens.{last_skip}")  # fmt: skip
+        raise ConfigError(
+            f"evaluator.sets.{name}.items",
+            items,
+            f"only {len(found)} items can be used",
+            f"Use fewer, or raise task.max_prompt_tokens.{last_skip}",
+        )
     return tuple(found)
 
 

@@ -181,9 +181,7 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
 # their writes.
 
 # Columns of a request's row on the device; the remaining columns are stop tokens, padded with NO_TOKEN.
-(
-    GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, SEED, FLAGS, STOPS
-) = range(13)  # fmt: skip
+(GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, SEED, FLAGS, STOPS) = range(13)
 NO_TOKEN = -1
 OWN_SEED, UNTRUNCATED = 1, 2  # bits of FLAGS
 
@@ -401,9 +399,16 @@ def read_report(array: np.ndarray, chunk: int) -> Report:
     steps, ends = int(array[2 * chunk + 4, 0]), 2 * chunk + 5
     ids = array[ends:].reshape(chunk + 1, -1, array.shape[1]).swapaxes(1, 2)
     return Report(
-        steps, array[:steps], real[chunk : chunk + steps], array[2 * chunk], real[2 * chunk + 1],
-        array[2 * chunk + 2], array[2 * chunk + 3], ids[1 : steps + 1], ids[0],
-    )  # fmt: skip
+        steps,
+        array[:steps],
+        real[chunk : chunk + steps],
+        array[2 * chunk],
+        real[2 * chunk + 1],
+        array[2 * chunk + 2],
+        array[2 * chunk + 3],
+        ids[1 : steps + 1],
+        ids[0],
+    )
 
 
 def report_supports(first: Int[Array, "S K"], later: Int[Array, "chunk S K"], slots: int) -> Int[Array, "rows S"]:

@@ -104,13 +104,21 @@ def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
 
     The program dies with this process, also if that is killed.
     """
-    named = {"OPENAI_BASE_URL": job["base_url"], "OPENAI_API_KEY": job["api_key"],
-             "JAXROLL_REWARD_URL": job["reward_url"]}  # fmt: skip
+    named = {
+        "OPENAI_BASE_URL": job["base_url"],
+        "OPENAI_API_KEY": job["api_key"],
+        "JAXROLL_REWARD_URL": job["reward_url"],
+    }
     try:
         done = subprocess.run(
-            shlex.split(command), input=json.dumps(row), capture_output=True, text=True, check=False,
-            env={**os.environ, **named}, preexec_fn=functools.partial(lifeline.bind, os.getpid()),
-        )  # fmt: skip
+            shlex.split(command),
+            input=json.dumps(row),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **named},
+            preexec_fn=functools.partial(lifeline.bind, os.getpid()),
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"the agent's command does not start: {protocols.described(error)}") from error
     if done.returncode:
@@ -129,6 +137,9 @@ def check(task: TaskConfig) -> None:
     try:
         scorers.load(task.agent)
     except (Exception, SystemExit) as error:
-        raise ConfigError("task.agent", task.agent, f"it cannot be loaded: {protocols.described(error)}",
-                          "Give the file's path relative to the config, and the name of a function in it.",
-                          ) from error  # fmt: skip
+        raise ConfigError(
+            "task.agent",
+            task.agent,
+            f"it cannot be loaded: {protocols.described(error)}",
+            "Give the file's path relative to the config, and the name of a function in it.",
+        ) from error

@@ -273,8 +273,9 @@ class Executors:
             for one in waiting:
                 one.cancel()
         if remote and remote.spent_key:
-            raise ConfigError(remote.spent_key, remote.spent_limit, "the run has spent it",
-                              "Continue with --resume and a larger one.")  # fmt: skip
+            raise ConfigError(
+                remote.spent_key, remote.spent_limit, "the run has spent it", "Continue with --resume and a larger one."
+            )
         if self._pool.gave_up.is_set():
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():

@@ -260,9 +260,12 @@ def check(task: TaskConfig) -> None:
         try:
             scorers.load(name)
         except (Exception, SystemExit) as error:
-            raise ConfigError(key, name, f"it cannot be loaded: {described(error)}",
-                              "Give the file's path relative to the config, and the name of a function in it.",
-                              ) from error  # fmt: skip
+            raise ConfigError(
+                key,
+                name,
+                f"it cannot be loaded: {described(error)}",
+                "Give the file's path relative to the config, and the name of a function in it.",
+            ) from error
     if any(term.kind == "math" for term in named) and importlib.util.find_spec(parts.MATH_LIBRARY) is None:
         raise ConfigError("task.reward", task.reward, "math-verify is not installed", "pip install 'jaxroll[math]'.")
 

@@ -28,8 +28,12 @@ _TPU_LANES = 128
 _TRITON_HEADS = (16, 32, 64, 128)  # its tiles have powers of two
 _CUDNN_HEADS = 128  # the largest that every GPU generation supports
 _PLATFORMS = {
-    "splash": ("tpu",), "triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), DENSE: ("cpu", "gpu", "tpu"),
-}  # fmt: skip
+    "splash": ("tpu",),
+    "triton": ("gpu",),
+    "cudnn": ("gpu",),
+    "pallas": ("tpu", "gpu"),
+    DENSE: ("cpu", "gpu", "tpu"),
+}
 _SUITED: Mapping[tuple[Use, str], str] = {
     ("packed", "tpu"): "splash",
     ("packed", "gpu"): "triton",

@@ -134,9 +134,14 @@ def _parameters(spec: ModelSpec, targets: Iterable[str]) -> dict[str, tuple[int,
     D, N, K, H, F = spec.width, spec.heads, spec.kv_heads, spec.head_dim, spec.hidden
     E = (spec.experts,) if spec.experts else ()
     shapes = {
-        "attn.q": (D, N, H), "attn.k": (D, K, H), "attn.v": (D, K, H), "attn.o": (N, H, D),
-        "mlp.gate": (*E, D, F), "mlp.up": (*E, D, F), "mlp.down": (*E, F, D),
-    }  # fmt: skip
+        "attn.q": (D, N, H),
+        "attn.k": (D, K, H),
+        "attn.v": (D, K, H),
+        "attn.o": (N, H, D),
+        "mlp.gate": (*E, D, F),
+        "mlp.up": (*E, D, F),
+        "mlp.down": (*E, F, D),
+    }
     chosen = set(targets)
     return {name: shapes[kind] for name in hf_config.ours(spec) if (kind := target(name)) in chosen}
 

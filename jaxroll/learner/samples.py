@@ -136,11 +136,18 @@ def _between(sample: Sample, start: int, stop: int) -> Sample:
         if start <= turn.start < stop
     )
     return replace(
-        sample, tokens=cut(sample.tokens), mask=cut(sample.mask), behaviour=cut(sample.behaviour),
-        ages=cut(sample.ages), sampled_tokens=sum(turn.stop - turn.start for turn in turns), turns=turns,
-        advantage=cut(sample.advantage), costs=cut(sample.costs), branches=(),
+        sample,
+        tokens=cut(sample.tokens),
+        mask=cut(sample.mask),
+        behaviour=cut(sample.behaviour),
+        ages=cut(sample.ages),
+        sampled_tokens=sum(turn.stop - turn.start for turn in turns),
+        turns=turns,
+        advantage=cut(sample.advantage),
+        costs=cut(sample.costs),
+        branches=(),
         supports=sample.supports and sample.supports.part(start, stop),
-    )  # fmt: skip
+    )
 
 
 def of_claim(claim: Claim) -> list[list[Sample]]:

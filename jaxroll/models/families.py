@@ -172,9 +172,17 @@ class ModelSpec:
 
 
 _FLAGS = (
-    "tied_embeddings", "qk_norm", "value_head", "scan", "attention_bias", "post_norms", "norm_offset",
-    "scaled_embeddings", "normalized_gates", "router_bias",
-)  # fmt: skip
+    "tied_embeddings",
+    "qk_norm",
+    "value_head",
+    "scan",
+    "attention_bias",
+    "post_norms",
+    "norm_offset",
+    "scaled_embeddings",
+    "normalized_gates",
+    "router_bias",
+)
 
 
 def check_size(key: str, value: Any, size: str = "") -> None:
@@ -221,16 +229,21 @@ def check_routing(spec: ModelSpec, config: Config) -> None:
         if value != off and not spec.experts:
             raise ConfigError(f"learner.{key}", value, f"{spec.name} has no experts", f"Set it to {off}.")
     if spec.router_bias and learner.router_bias_rate and learner.lora_rank:
-        raise ConfigError("learner.router_bias_rate", learner.router_bias_rate,
-                          "with adapters the parameters of routers are frozen", "Set it to 0.")  # fmt: skip
+        raise ConfigError(
+            "learner.router_bias_rate",
+            learner.router_bias_rate,
+            "with adapters the parameters of routers are frozen",
+            "Set it to 0.",
+        )
     if not learner.routing_replay:
         return
     a_token = TOKEN_BYTES + spec.layers * spec.experts_per_token * (1 if spec.experts < 255 else 2)
     limit_mb = min(MAX_MEMBER_MB, config.store.max_message_mb)
     if episode_tokens(config) * a_token > limit_mb * 2**20:
         reason = f"{episode_tokens(config)} tokens of {a_token} bytes exceed the {limit_mb} MB of a member in the store"
-        raise ConfigError("learner.routing_replay", True, reason,
-                          f"Let an episode have at most {limit_mb * 2**20 // a_token} tokens.")  # fmt: skip
+        raise ConfigError(
+            "learner.routing_replay", True, reason, f"Let an episode have at most {limit_mb * 2**20 // a_token} tokens."
+        )
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -307,8 +320,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
-    required: tuple[str, ...] = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads",
-                                 "intermediate_size")  # fmt: skip
+    required: tuple[str, ...] = (
+        "vocab_size",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+    )
     sliding_key: str = ""  # whose value decides which layers have the window, without layer_types
     sizes: Mapping[str, str] = field(default_factory=lambda: SIZES)
 
@@ -327,8 +345,12 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _SILU = _OFF | {"hidden_act": ("silu",)}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA3 = {
-    "norm_offset": True, "post_norms": True, "scaled_embeddings": True, "activation": "gelu", "qk_norm": True,
-}  # fmt: skip
+    "norm_offset": True,
+    "post_norms": True,
+    "scaled_embeddings": True,
+    "activation": "gelu",
+    "qk_norm": True,
+}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -385,8 +407,9 @@ def _sized(family: str, name: str, *sizes: int, **options: Any) -> ModelSpec:
 
 def _llama(name: str, *sizes: int, stretch: float, tied: bool = False) -> ModelSpec:
     scaling = RopeScaling("llama3", stretch, context=8192)
-    return _sized("llama", name, 128_256, *sizes, rope_theta=5e5, norm_eps=1e-5, rope_scaling=scaling,
-                  tied_embeddings=tied)  # fmt: skip
+    return _sized(
+        "llama", name, 128_256, *sizes, rope_theta=5e5, norm_eps=1e-5, rope_scaling=scaling, tied_embeddings=tied
+    )
 
 
 def _gemma(name: str, *sizes: int, window: int, stretch: float = 0.0, **options: Any) -> ModelSpec:

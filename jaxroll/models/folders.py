@@ -34,9 +34,14 @@ from jaxroll.models.families import TEXT_PARTS, ModelSpec
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 32 << 20  # about 300,000 tensors; a third of the reference implementation's limit
 DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8),
-}  # fmt: skip
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_DIMS = 32  # numpy supports 64
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
@@ -324,8 +329,12 @@ def classifier(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
     named = values.get("id2label")
     labels = len(named) if isinstance(named, dict) else values.get("num_labels", 2)  # 2, as transformers assumes
     if labels != 1:
-        raise ConfigError("model.path", str(folder), f"it has {labels} labels, a reward model has one",
-                          "Give a model that was trained with num_labels=1.")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            str(folder),
+            f"it has {labels} labels, a reward model has one",
+            "Give a model that was trained with num_labels=1.",
+        )
     known = {key: value for key, value in values.items() if key not in ("num_labels", "classifier_dropout")}
     found = dataclasses.replace(hf_config.from_huggingface(known, compute_dtype=compute_dtype), value_head=True)
     if wrong := weights_error(folder, found, weight_tensors(folder)):

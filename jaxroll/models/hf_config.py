@@ -211,8 +211,12 @@ def _values(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _refuse_unknown(config: Mapping[str, Any], known: frozenset[str], family: str) -> None:
     if unknown := sorted(config.keys() - known):
         reason = f"not an option that JaxRoll knows for {family}; it may change what the model computes"
-        raise ConfigError(f"config.json {unknown[0]}", config[unknown[0]], reason,
-                          "Remove the key from config.json if the model computes the same without it.")  # fmt: skip
+        raise ConfigError(
+            f"config.json {unknown[0]}",
+            config[unknown[0]],
+            reason,
+            "Remove the key from config.json if the model computes the same without it.",
+        )
 
 
 def _not_supported(key: str, value: Any, supported: str) -> ConfigError:
@@ -364,8 +368,12 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
 def _check_readable(spec: ModelSpec, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError unless `fields` describe `spec`."""
     if spec.router_bias:
-        raise ConfigError("model.router_bias", True, f"transformers' {spec.family} has no biases of its router",
-                          "Use the run or its folders with JaxRoll, or balance by learner.router_loss.")  # fmt: skip
+        raise ConfigError(
+            "model.router_bias",
+            True,
+            f"transformers' {spec.family} has no biases of its router",
+            "Use the run or its folders with JaxRoll, or balance by learner.router_loss.",
+        )
     read = from_huggingface(fields, compute_dtype=spec.compute_dtype)
     ignored = {"name": spec.name, "remat": spec.remat, "value_head": spec.value_head, "family": spec.family}
     read = dataclasses.replace(read, **ignored)

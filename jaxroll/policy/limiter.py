@@ -152,9 +152,12 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if self.kind != "none" and not self.low < self.high:
-            raise ConfigError("schedule.curriculum_low", self.low,
-                              f"there is no value between it and schedule.curriculum_high = {self.high:g}",
-                              "Set it below schedule.curriculum_high.")  # fmt: skip
+            raise ConfigError(
+                "schedule.curriculum_low",
+                self.low,
+                f"there is no value between it and schedule.curriculum_high = {self.high:g}",
+                "Set it below schedule.curriculum_high.",
+            )
 
     @property
     def is_off(self) -> bool:
@@ -372,9 +375,13 @@ class HolderIndex:
     """
 
     def __init__(
-        self, member_s: Mapping[str, float], recent_s: Mapping[str, Recent], hungry: Mapping[str, float],
-        rooms: Mapping[str, int], failing: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self,
+        member_s: Mapping[str, float],
+        recent_s: Mapping[str, Recent],
+        hungry: Mapping[str, float],
+        rooms: Mapping[str, int],
+        failing: Mapping[str, float],
+    ) -> None:
         self._member_s, self._recent_s = member_s, recent_s
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = 0.0  # members that take longer delay claims; 0: none

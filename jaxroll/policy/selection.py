@@ -114,12 +114,19 @@ class Filter:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS and not _HOOK.fullmatch(self.kind):
-            raise ConfigError("schedule.filter", self.kind, "no such filter",
-                              f"Use one of {', '.join(KINDS)}, or module:function of your own.")  # fmt: skip
+            raise ConfigError(
+                "schedule.filter",
+                self.kind,
+                "no such filter",
+                f"Use one of {', '.join(KINDS)}, or module:function of your own.",
+            )
         if self.kind in ("mean_band", "pass_rate") and not self.low < self.high:
-            raise ConfigError("schedule.filter_low", self.low,
-                              f"there is no value between it and schedule.filter_high = {self.high:g}",
-                              "Set it below schedule.filter_high.")  # fmt: skip
+            raise ConfigError(
+                "schedule.filter_low",
+                self.low,
+                f"there is no value between it and schedule.filter_high = {self.high:g}",
+                "Set it below schedule.filter_high.",
+            )
 
     def verdict(self, rewards: Sequence[float]) -> Verdict:
         """The verdict on a group with these rewards."""
@@ -140,11 +147,19 @@ class Filter:
         try:
             hook(self.kind)
         except Exception as error:  # importing foreign code may raise anything
-            raise ConfigError("schedule.filter", self.kind, f"cannot be loaded: {type(error).__name__}: {error}",
-                              "Install or fix the module, or run where it can be imported.") from error  # fmt: skip
+            raise ConfigError(
+                "schedule.filter",
+                self.kind,
+                f"cannot be loaded: {type(error).__name__}: {error}",
+                "Install or fix the module, or run where it can be imported.",
+            ) from error
         if (tried := self.verdict(_TRIED)).broken:
-            raise ConfigError("schedule.filter", self.kind, f"with the rewards {_TRIED}: {tried.reason}",
-                              "It takes a tuple of rewards and returns '' or a reason.")  # fmt: skip
+            raise ConfigError(
+                "schedule.filter",
+                self.kind,
+                f"with the rewards {_TRIED}: {tried.reason}",
+                "It takes a tuple of rewards and returns '' or a reason.",
+            )
 
 
 @functools.cache

@@ -47,7 +47,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "learner/step/train_s": {"verl": "timing_s/update_actor", "nemo-rl": "timing/train/policy_training"},
     "learner/step/wait_s": {"verl": "timing_s/gen", "prime-rl": "time/wait_for_batch"},
     "evaluator/eval/accuracy": {"nemo-rl": "validation/accuracy"},
-}  # fmt: skip
+}
 
 
 class WandbTracker:
@@ -59,10 +59,16 @@ class WandbTracker:
         wandb = importlib.import_module("wandb")
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), name=folder.name, dir=str(folder), mode=mode,
-            id=_identity(folder), resume="allow", config=configs.to_dict(config), allow_val_change=True,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            dir=str(folder),
+            mode=mode,
+            id=_identity(folder),
+            resume="allow",
+            config=configs.to_dict(config),
+            allow_val_change=True,
             settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
+        )
         self._scalars, self._known, self._number = Scalars(aliases(config)), set[str](), 0
         # wandb drops rows whose number is not above that of the newest row. The file has at least as many rows.
         with contextlib.suppress(FileNotFoundError), RunPaths(folder).metrics.open("rb") as lines:
@@ -132,9 +138,14 @@ class TrackioTracker:
         os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(
-            project=PROJECT, name=f"{config.run.name}-{_identity(folder)[:6]}", config=configs.to_dict(config),
-            embed=False, auto_log_gpu=False, auto_log_cpu=False, resume="allow",
-        )  # fmt: skip
+            project=PROJECT,
+            name=f"{config.run.name}-{_identity(folder)[:6]}",
+            config=configs.to_dict(config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            resume="allow",
+        )
         self._scalars = Scalars(aliases(config))
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -149,8 +160,10 @@ class TrackioTracker:
 
 
 KINDS: Mapping[str, type[WandbTracker] | type[MlflowTracker] | type[TrackioTracker]] = {
-    "wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker,
-}  # fmt: skip
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
 
 
 class Background:

@@ -148,10 +148,28 @@ def _puzzle24(answer: str, entry: Mapping[str, Any], _: Any) -> bool:
     return found == 24 and sorted(numbers) == sorted(entry["metadata"]["numbers"])
 
 
-_FUNCTIONS = frozenset((
-    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln",
-    "sqrt", "Abs", "erf",
-))  # fmt: skip
+_FUNCTIONS = frozenset(
+    (
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "Abs",
+        "erf",
+    )
+)
 
 _MAX_SIZE = 4096  # a bound of the digits and terms of an expanded expression
 

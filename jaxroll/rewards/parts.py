@@ -89,9 +89,15 @@ def none(completion: str) -> str:
     return completion
 
 
-MODES: Mapping[str, Callable[[str], str]] = MappingProxyType({
-    "none": none, "answer_tag": answer_tag, "boxed": boxed, "after_think": after_think, "last_number": last_number,
-})  # fmt: skip
+MODES: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {
+        "none": none,
+        "answer_tag": answer_tag,
+        "boxed": boxed,
+        "after_think": after_think,
+        "last_number": last_number,
+    }
+)
 
 
 # --- Values of reward parts

@@ -42,9 +42,27 @@ _BATCH_LIMIT_S = 0.5  # a batch ends by itself after `plain.BATCH_S` and its las
 # Text that no plain program has, outside of comments and strings.
 _NOT_PLAIN = re.compile(r"\b(?:import|class|try|with|yield|raise|async|exec|eval|open|type|getattr|__(?!name__))")
 _PRELOADED = (
-    "collections", "collections.abc", "heapq", "math", "itertools", "functools", "bisect", "re", "string", "random",
-    "json", "typing", "operator", "copy", "datetime", "decimal", "fractions", "statistics", "threading", "atexit",
-)  # fmt: skip
+    "collections",
+    "collections.abc",
+    "heapq",
+    "math",
+    "itertools",
+    "functools",
+    "bisect",
+    "re",
+    "string",
+    "random",
+    "json",
+    "typing",
+    "operator",
+    "copy",
+    "datetime",
+    "decimal",
+    "fractions",
+    "statistics",
+    "threading",
+    "atexit",
+)
 
 
 # The server gets its code through stdin: compiling it, or a long command line, would make its forks slower.
@@ -161,9 +179,13 @@ class Programs:
         environment["LD_BIND_NOW"] = "1"  # so that programs do not look up symbols of the C library, each for itself
         # Pipes for stdin and stdout, because Python looks at the kind of file when it opens them.
         server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
             pass_fds=inherited,
-        )  # fmt: skip
+        )
         self.pid = server.pid
         self._server = server
         assert server.stdin is not None

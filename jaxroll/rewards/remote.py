@@ -80,9 +80,13 @@ async def _exchange(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[
     try:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         lines = {
-            "Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", "Accept": "application/json",
-            "Content-Length": str(len(body)), "Connection": "close", **headers,
-        }  # fmt: skip
+            "Host": parts.netloc.rpartition("@")[2],
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **headers,
+        }
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         writer.write(f"POST {target} HTTP/1.1\r\n{head}\r\n".encode() + body)
         await writer.drain()
@@ -136,8 +140,12 @@ def _limit(size: int) -> None:
 READY = -1  # the id of the first line of the process
 START_S = 600.0  # to load JAX and the weights
 _LINE_BYTES = 1 << 20
-_PASSED_ON = ("NPROC", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-              "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES")  # fmt: skip
+_PASSED_ON = (
+    "NPROC",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+)
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -197,9 +205,14 @@ class Classifier:
             env = environment() | passed_on | {"JAX_PLATFORMS": "cpu", PARENT_ENV: str(os.getpid())}
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, *command, env=env, limit=_LINE_BYTES, start_new_session=True,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                )  # fmt: skip
+                    sys.executable,
+                    *command,
+                    env=env,
+                    limit=_LINE_BYTES,
+                    start_new_session=True,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                )
             except OSError as error:
                 raise HttpError("start", str(error)) from error
             self._process = process
@@ -416,9 +429,11 @@ class Request(msgspec.Struct, frozen=True):
         # One pass, so that a field's text is never taken for a placeholder.
         text = re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), settings.prompt)
         return {
-            "model": settings.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0,
+            "model": settings.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0.0,
             "max_tokens": settings.max_tokens,
-        }  # fmt: skip
+        }
 
 
 def verdict(settings: EndpointSettings, response: Any) -> float:

@@ -71,15 +71,64 @@ _DENIED_ARM64 = {
 _NEW_CALLS = (428, 429, 430, 431, 432, 433, 442, 463, 466, 467, 469)
 # open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr setxattrat removexattrat open_tree_attr file_setattr
 _PROGRAMS_X86_64 = (
-    105, 106, 113, 114, 116, 117, 119, 122, 123, 126, 109, 112, 253, 294, 300, 73, 312, 274, 303, 304, 161, 166, 197,
-    198, 199, 135, 154,
-)  # fmt: skip
+    105,
+    106,
+    113,
+    114,
+    116,
+    117,
+    119,
+    122,
+    123,
+    126,
+    109,
+    112,
+    253,
+    294,
+    300,
+    73,
+    312,
+    274,
+    303,
+    304,
+    161,
+    166,
+    197,
+    198,
+    199,
+    135,
+    154,
+)
 # setuid setgid setreuid setregid setgroups setresuid setresgid setfsuid setfsgid capset setpgid setsid inotify_init
 # inotify_init1 fanotify_init flock kcmp get_robust_list name_to_handle_at open_by_handle_at chroot umount2 removexattr
 # lremovexattr fremovexattr personality modify_ldt
 _PROGRAMS_ARM64 = (
-    146, 144, 145, 143, 159, 147, 149, 151, 152, 91, 154, 157, 26, 262, 32, 272, 100, 264, 265, 51, 39, 14, 15, 16, 92,
-)  # fmt: skip
+    146,
+    144,
+    145,
+    143,
+    159,
+    147,
+    149,
+    151,
+    152,
+    91,
+    154,
+    157,
+    26,
+    262,
+    32,
+    272,
+    100,
+    264,
+    265,
+    51,
+    39,
+    14,
+    15,
+    16,
+    92,
+)
 
 
 class _Machine(msgspec.Struct, frozen=True):

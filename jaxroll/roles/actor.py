@@ -98,10 +98,16 @@ class ActorLoops:
     def _client(self, address: str | Path) -> RawClient:
         args = self.session.args
         client = RawClient(
-            service.SERVICE, address, role="actor", name=self.session.role, token=protocol.load(args.run_dir),
-            patience_s=0.0, max_message_bytes=self.config.store.max_message_mb * 2**20,
-            config_digest=args.config_digest, tls=tls.load(args.run_dir),
-        )  # fmt: skip
+            service.SERVICE,
+            address,
+            role="actor",
+            name=self.session.role,
+            token=protocol.load(args.run_dir),
+            patience_s=0.0,
+            max_message_bytes=self.config.store.max_message_mb * 2**20,
+            config_digest=args.config_digest,
+            tls=tls.load(args.run_dir),
+        )
         client.run_id = self.store.welcome.run_id
         return client
 
@@ -152,6 +158,12 @@ class ActorLoops:
     def _add_row(self) -> None:
         counts = self.members.counts() | episode_counts(self.manager, self.session.executors)
         self.session.add_row(
-            {"t": unix_s(), "role": self.session.role, "kind": "stats", **counts,
-             "samplers": self.samplers.conversations(), "requests_retried": self.samplers.repeated}
-        )  # fmt: skip
+            {
+                "t": unix_s(),
+                "role": self.session.role,
+                "kind": "stats",
+                **counts,
+                "samplers": self.samplers.conversations(),
+                "requests_retried": self.samplers.repeated,
+            }
+        )

@@ -47,9 +47,12 @@ def compile_programs(args: RoleArgs, progress: Progress) -> None:
 def role_spec(config: Config) -> sessions.RoleSpec:
     """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
-        "evaluator", lambda session: EvaluatorLoops(session, tasks.evaluated(config)).run(),
-        mesh=config.evaluator.mesh, slots=config.evaluator.slots, weight_swap="keep_kv",
-    )  # fmt: skip
+        "evaluator",
+        lambda session: EvaluatorLoops(session, tasks.evaluated(config)).run(),
+        mesh=config.evaluator.mesh,
+        slots=config.evaluator.slots,
+        weight_swap="keep_kv",
+    )
 
 
 class EvaluatorLoops:
@@ -113,10 +116,15 @@ class EvaluatorLoops:
         sources = {label: _figures(scored) for label, scored in by_source.items()}
         t1 = unix_s()
         examples = [
-            {"prompt": score.task.messages[-1].content, "answer": manager.expected(score.task), "text": score.text,
-             "ok": score.right} | ({} if score.extracted is None else {"extracted": score.extracted})
+            {
+                "prompt": score.task.messages[-1].content,
+                "answer": manager.expected(score.task),
+                "text": score.text,
+                "ok": score.right,
+            }
+            | ({} if score.extracted is None else {"extracted": score.extracted})
             for score in results[:EXAMPLES]
-        ]  # fmt: skip
+        ]
         return {
             "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
             "accuracy": manager.accuracy(results), "correct": manager.marks(results),

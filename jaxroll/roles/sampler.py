@@ -326,9 +326,11 @@ class Serving:
     def __init__(self, session: EngineSession) -> None:
         self._session, self._args, self._config = session, session.args, session.config
         self._service = service.Serving(
-            session.proxy, session.parts.follower, run_id=session.store.welcome.run_id,
+            session.proxy,
+            session.parts.follower,
+            run_id=session.store.welcome.run_id,
             config_digest=session.args.config_digest,
-        )  # fmt: skip
+        )
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """The tasks to run concurrently until the run is closed."""
@@ -408,9 +410,12 @@ def role_spec(args: RoleArgs) -> sessions.RoleSpec:
     """The sampler `args.index` as a role with an engine."""
     config = args.config
     return sessions.RoleSpec(
-        f"sampler-{args.index}", lambda session: SamplerLoops(session).run(),
-        mesh=config.sampler.mesh, slots=config.sampler.slots, weight_swap=config.schedule.weight_swap,
-    )  # fmt: skip
+        f"sampler-{args.index}",
+        lambda session: SamplerLoops(session).run(),
+        mesh=config.sampler.mesh,
+        slots=config.sampler.slots,
+        weight_swap=config.schedule.weight_swap,
+    )
 
 
 class RolloutPlay:

@@ -112,9 +112,14 @@ class Session:
         `args.drain_s` to end by itself. RestartRequired if hanging environments occupy all executor threads.
         """
         self.store = await StoreClient.connect(
-            self._store_at, role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
-            patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s, run_dir=self.args.run_dir,
-        )  # fmt: skip
+            self._store_at,
+            role=self.role.partition("-")[0],
+            name=self.role,
+            config_digest=self.args.config_digest,
+            patience_s=STORE_PATIENCE_S,
+            call_s=self.config.store.rpc_deadline_s,
+            run_dir=self.args.run_dir,
+        )
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None

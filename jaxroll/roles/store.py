@@ -31,9 +31,17 @@ async def _serve(args: RoleArgs) -> None:
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write for example --store=127.0.0.1:7077.")
     serving = asyncio.ensure_future(
-        serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce, insecure=args.insecure,
-              vocab_size=Vocabulary(args.config, args.run_dir))
-    )  # fmt: skip
+        serve(
+            args.config,
+            args.run_dir,
+            feeder,
+            host=host,
+            port=int(port),
+            ready=_announce,
+            insecure=args.insecure,
+            vocab_size=Vocabulary(args.config, args.run_dir),
+        )
+    )
     stopping = False
 
     def stop() -> None:

@@ -120,8 +120,10 @@ class LoopThread:
             print(line, end="", file=sys.stderr, flush=True)
         where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
         name = "a callback" if task is None else f"the task {task.get_name()}"
-        return (f"{name} blocked the event loop for {silent_s:.0f} s{where}. Run an environment that blocks with "
-                'place = "thread" or "process"')  # fmt: skip
+        return (
+            f"{name} blocked the event loop for {silent_s:.0f} s{where}. Run an environment that blocks with "
+            'place = "thread" or "process"'
+        )
 
     def _fail(self, cause: str) -> None:
         self.failure = cause

@@ -145,9 +145,13 @@ class RolloutManager:
         return self._env_calls.counts
 
     async def run_member(
-        self, grant: Grant, member: int, attempt: int, proxy: LLMProxy | None = None,
+        self,
+        grant: Grant,
+        member: int,
+        attempt: int,
+        proxy: LLMProxy | None = None,
         transcript: episode.Transcript | None = None,
-    ) -> Member:  # fmt: skip
+    ) -> Member:
         """Member `member`, finished or failed: INFRA for errors of the infrastructure, DATA for any other error.
 
         Errors of the episode are not raised. Cancelling aborts the episode and raises CancelledError. `proxy`, if

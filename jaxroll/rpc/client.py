@@ -147,9 +147,14 @@ class RawClient:
 
     def _metadata(self, size_bytes: int) -> Metadata:
         fields = {
-            "name": self._name, "session": self.session, "right": self._right, "run": self.run_id,
-            "protocol": str(wire.PROTOCOL_VERSION), "config": self._config_digest, "bytes": str(size_bytes),
-        }  # fmt: skip
+            "name": self._name,
+            "session": self.session,
+            "right": self._right,
+            "run": self.run_id,
+            "protocol": str(wire.PROTOCOL_VERSION),
+            "config": self._config_digest,
+            "bytes": str(size_bytes),
+        }
         metadata = [(f"jaxroll-{key}", value) for key, value in fields.items()]
         return (*metadata, *self._proof)
 

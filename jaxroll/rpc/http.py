@@ -31,10 +31,18 @@ class _Server(uvicorn.Server):
 async def serve(app: ASGIApp, listening: socket.socket, *, sockets: bool = False) -> None:
     """Answer requests to `app` on `listening` until cancelled; with `sockets` WebSockets too (package websockets)."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="websockets-sansio" if sockets else "none",
-        http="h11", loop="none", server_header=False, timeout_graceful_shutdown=int(_STOP_S), timeout_keep_alive=30,
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="websockets-sansio" if sockets else "none",
+        http="h11",
+        loop="none",
+        server_header=False,
+        timeout_graceful_shutdown=int(_STOP_S),
+        timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
-    )  # fmt: skip
+    )
     server = _Server(config)
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:
@@ -56,8 +64,12 @@ def listen(host: str, port: int, *, insecure: bool = False) -> socket.socket:
     except OSError as error:
         raise ConfigError("--host", host, f"the name has no address: {error.strerror}", "Use 127.0.0.1.") from error
     if not insecure and not (str(address[0]).startswith("127.") or address[0] == "::1"):
-        raise ConfigError("--host", host, "other machines reach this address, and HTTP sends the token in plain text",
-                          "Use 127.0.0.1 and a tunnel, or --insecure on a trusted network.")  # fmt: skip
+        raise ConfigError(
+            "--host",
+            host,
+            "other machines reach this address, and HTTP sends the token in plain text",
+            "Use 127.0.0.1 and a tunnel, or --insecure on a trusted network.",
+        )
     made = socket.socket(family, kind, proto)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

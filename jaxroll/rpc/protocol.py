@@ -121,15 +121,26 @@ def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bo
     if is_loopback(host):
         return
     if not secret:
-        raise ConfigError("host", host, "other machines can reach it and the run has no token",
-                          "Create RUN/token (`jaxroll tls RUN` does), or set JAXROLL_TOKEN.")  # fmt: skip
+        raise ConfigError(
+            "host",
+            host,
+            "other machines can reach it and the run has no token",
+            "Create RUN/token (`jaxroll tls RUN` does), or set JAXROLL_TOKEN.",
+        )
     if len(secret) < MIN_SECRET_CHARS:
-        raise ConfigError("host", host, "other machines can reach it and the run's token can be guessed",
-                          f"Use at least {MIN_SECRET_CHARS} characters.")  # fmt: skip
+        raise ConfigError(
+            "host",
+            host,
+            "other machines can reach it and the run's token can be guessed",
+            f"Use at least {MIN_SECRET_CHARS} characters.",
+        )
     if not (has_tls or insecure):
-        raise ConfigError("host", host, "would carry plain text to other machines",
-                          "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a trusted network.",
-                          )  # fmt: skip
+        raise ConfigError(
+            "host",
+            host,
+            "would carry plain text to other machines",
+            "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a trusted network.",
+        )
 
 
 def raise_descriptor_limit() -> int:
@@ -233,8 +244,12 @@ def load_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> s
     """The run's secret, for a process that checks tokens; ConfigError if there is only a role's token."""
     secret = load(run_dir, environment)
     if secret is not None and _ROLE_TOKEN.fullmatch(secret):
-        raise ConfigError(TOKEN_VARIABLE, "(a role's token)", "the store checks the tokens of all roles",
-                          "Give the store the run's secret.")  # fmt: skip
+        raise ConfigError(
+            TOKEN_VARIABLE,
+            "(a role's token)",
+            "the store checks the tokens of all roles",
+            "Give the store the run's secret.",
+        )
     return secret
 
 
@@ -244,11 +259,19 @@ def _read(path: Path) -> str | None:
     keep_private(path)
     text = path.read_text(encoding="utf-8", errors="replace").strip()
     if not text.isascii():
-        raise ConfigError(str(path), "(not text)", "holds no secret that JaxRoll makes",
-                          "Restore it from a copy, or remove it: `jaxroll train` makes a new one.")  # fmt: skip
+        raise ConfigError(
+            str(path),
+            "(not text)",
+            "holds no secret that JaxRoll makes",
+            "Restore it from a copy, or remove it: `jaxroll train` makes a new one.",
+        )
     if not text:
-        raise ConfigError(str(path), "", "is empty, which would admit every process",
-                          "Write a secret into it, or remove the file: then only this machine is served.")  # fmt: skip
+        raise ConfigError(
+            str(path),
+            "",
+            "is empty, which would admit every process",
+            "Write a secret into it, or remove the file: then only this machine is served.",
+        )
     return text
 
 
@@ -261,8 +284,11 @@ def keep_private(path: Path) -> None:
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError(str(path), f"{mode:o}", "others can read it", "Its owner must chmod 600 it.") from error
-    print(f"warning: other users could read {path} (mode {mode:o}); it is private now, make a new one if in doubt",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"warning: other users could read {path} (mode {mode:o}); it is private now, make a new one if in doubt",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def create(run_dir: Path) -> str:

@@ -159,14 +159,20 @@ class _Dispatcher(grpc.GenericRpcHandler):
             self._tokens is None or rpc_protocol.matches(self._tokens, right, shown)
         )
         if not known:
-            raise _Refused(Code.UNAUTHENTICATED, f"no valid token for the role {right[:64]!r}; roles take it from "
-                              f"{rpc_protocol.TOKEN_VARIABLE} or RUN/token")  # fmt: skip
+            raise _Refused(
+                Code.UNAUTHENTICATED,
+                f"no valid token for the role {right[:64]!r}; roles take it from "
+                f"{rpc_protocol.TOKEN_VARIABLE} or RUN/token",
+            )
         if not (rpc_protocol.NAME.fullmatch(name) and rpc_protocol.NAME.fullmatch(session)):
             raise _Refused(Code.INVALID_ARGUMENT, "name and session must match [A-Za-z0-9_-]{1,64}")
         protocol = metadata.get("jaxroll-protocol", "")
         if protocol != str(wire.PROTOCOL_VERSION):
-            raise _Refused(Code.UNAUTHENTICATED, f"the server has protocol {wire.PROTOCOL_VERSION}, the caller "
-                           f"{protocol[:16] or 'none'}: install the same JaxRoll on both sides")  # fmt: skip
+            raise _Refused(
+                Code.UNAUTHENTICATED,
+                f"the server has protocol {wire.PROTOCOL_VERSION}, the caller "
+                f"{protocol[:16] or 'none'}: install the same JaxRoll on both sides",
+            )
         return Caller(
             right,
             name,

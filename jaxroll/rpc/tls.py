@@ -162,8 +162,12 @@ class Material:
         cert, key = self.folder / CERT, self.folder / KEY
         for path in (cert, key):
             if not path.is_file():
-                raise ConfigError(str(self.folder), path.name, "is missing, and a server needs a certificate",
-                                  f"Copy {CERT} and {KEY} to this host, which listens.")  # fmt: skip
+                raise ConfigError(
+                    str(self.folder),
+                    path.name,
+                    "is missing, and a server needs a certificate",
+                    f"Copy {CERT} and {KEY} to this host, which listens.",
+                )
         protocol.keep_private(key)
         return cert, key
 
@@ -186,9 +190,13 @@ def _read(path: Path) -> bytes:
 
 def _no_password(key: Path) -> str:
     """Refuse an encrypted key; OpenSSL would ask for its password on the terminal, which blocks the role."""
-    raise ConfigError(str(key.parent), key.name, "the key is encrypted, and no role asks for its password",
-                      f"Store it in plain form: openssl pkey -in {key.name} -out plain.pem; mv plain.pem {key.name}; "
-                      f"chmod 600 {key.name}.")  # fmt: skip
+    raise ConfigError(
+        str(key.parent),
+        key.name,
+        "the key is encrypted, and no role asks for its password",
+        f"Store it in plain form: openssl pkey -in {key.name} -out plain.pem; mv plain.pem {key.name}; "
+        f"chmod 600 {key.name}.",
+    )
 
 
 def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Material | None:
@@ -198,8 +206,12 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> M
     if folder is None or not (named or folder.is_dir()):
         return None
     if not (folder / CA).is_file():
-        raise ConfigError(str(folder), CA, "is missing, and without it no peer can be verified",
-                          "Copy the folder that `jaxroll tls RUN` made.")  # fmt: skip
+        raise ConfigError(
+            str(folder),
+            CA,
+            "is missing, and without it no peer can be verified",
+            "Copy the folder that `jaxroll tls RUN` made.",
+        )
     _warn(folder)
     return Material(folder)
 
@@ -250,8 +262,10 @@ def _plain_diagnosis(sock: socket.socket, host: str) -> str | None:
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
-    return (f"it uses TLS and this process has no certificates: copy {CA} of RUN/tls (with mutual TLS also "
-            f"{CLIENT_CERT} and {CLIENT_KEY}) to a folder here and name it in {TLS_VARIABLE}")  # fmt: skip
+    return (
+        f"it uses TLS and this process has no certificates: copy {CA} of RUN/tls (with mutual TLS also "
+        f"{CLIENT_CERT} and {CLIENT_KEY}) to a folder here and name it in {TLS_VARIABLE}"
+    )
 
 
 def _tls_diagnosis(sock: socket.socket, host: str, material: Material) -> str | None:
@@ -276,8 +290,10 @@ def _tls_diagnosis(sock: socket.socket, host: str, material: Material) -> str | 
 
 def _client_refused(material: Material) -> str:
     if material.client_certificate() is None:
-        return (f"it asks for a certificate (mutual TLS) and {material.folder} has none: copy {CLIENT_CERT} and "
-                f"{CLIENT_KEY} of RUN/tls there")  # fmt: skip
+        return (
+            f"it asks for a certificate (mutual TLS) and {material.folder} has none: copy {CLIENT_CERT} and "
+            f"{CLIENT_KEY} of RUN/tls there"
+        )
     return f"it does not accept the certificate in {material.folder}: {_REMAKE}"
 
 
@@ -370,17 +386,22 @@ _CA_LIVES = 10  # of a certificate
 def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     """The next steps for a person, after making RUN/tls and, where there is none, RUN/token."""
     if shutil.which("openssl") is None:
-        raise ConfigError("openssl", "not found", "certificates are made with it",
-                          "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
-                          f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines).")  # fmt: skip
+        raise ConfigError(
+            "openssl",
+            "not found",
+            "certificates are made with it",
+            "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
+            f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines).",
+        )
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
     subject_names = ",".join(map(_subject_name, names))
     folder = RunPaths(run_dir).tls
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError("RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})",
-                          "Name a folder that can be written.") from error  # fmt: skip
+        raise ConfigError(
+            "RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})", "Name a folder that can be written."
+        ) from error
     kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _outlives(folder / CA, days)
     if not kept:
         _authority(folder, max(_CA_LIVES * days, 1))
@@ -442,8 +463,12 @@ def _openssl(*words: object) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        raise ConfigError("openssl", command[1], f"failed ({said[-1] if said else 'without a message'})",
-                          "Check that the run's folder can be written.") from error  # fmt: skip
+        raise ConfigError(
+            "openssl",
+            command[1],
+            f"failed ({said[-1] if said else 'without a message'})",
+            "Check that the run's folder can be written.",
+        ) from error
 
 
 def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:

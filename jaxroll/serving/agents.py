@@ -83,9 +83,14 @@ class Branches:
     """
 
     def __init__(
-        self, proxy: LLMProxy, key: GenerationKey, tokenizer: Tokenizer, sampling: SamplingParams, bounds: Bounds,
+        self,
+        proxy: LLMProxy,
+        key: GenerationKey,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        bounds: Bounds,
         transcript: Transcript | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokenizer, self.sampling, self._bounds = tokenizer, episode.with_stop(sampling, tokenizer), bounds
         self._proxy, self._key, self._counted = proxy, key, transcript or Transcript()
         self._conversations: list[_Conversation] = []
@@ -251,9 +256,18 @@ class Agents:
         self._address = ""
 
     async def play(
-        self, task: Task, key: GenerationKey, *, env: Environment, proxy: LLMProxy, tokenizer: Tokenizer,
-        sampling: SamplingParams, bounds: Bounds, env_calls: EnvironmentCalls, transcript: Transcript | None = None,
-    ) -> Finished:  # fmt: skip
+        self,
+        task: Task,
+        key: GenerationKey,
+        *,
+        env: Environment,
+        proxy: LLMProxy,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        bounds: Bounds,
+        env_calls: EnvironmentCalls,
+        transcript: Transcript | None = None,
+    ) -> Finished:
         """The finished episode of an agent (arguments and errors of `rollout.episode.run`).
 
         The reward is what the program returned, else what it posted, else the grade of the model's last answer.
@@ -369,11 +383,17 @@ class Agents:
         work = member.chat(requests.messages(body.messages), tools, params)
         call = await http_server.while_connected(request, _answered(work))
         wanted = requests.Wanted(
-            (call.prompt,), 1, call.params, body.stream,
+            (call.prompt,),
+            1,
+            call.params,
+            body.stream,
             bool(body.stream_options and body.stream_options.include_usage),
-            bool(body.logprobs), bool(body.top_logprobs), body.return_token_ids, body.return_tokens_as_token_ids,
+            bool(body.logprobs),
+            bool(body.top_logprobs),
+            body.return_token_ids,
+            body.return_tokens_as_token_ids,
             bool(tools),
-        )  # fmt: skip
+        )
         piece, layout = _piece(member, wanted, call), ChatLayout(_served(member, body.model), wanted, _id("chatcmpl"))
         member.heard(call, requests.messages([layout.choice(0, piece)["message"]])[0])
         if body.stream:

@@ -133,9 +133,15 @@ class EngineProxy:
         self.paused: PauseMode | None = None
 
     async def generate(
-        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False,
-        allowed: TokenMask | None = None, on_tokens: OnTokens | None = None,
-    ) -> Completion:  # fmt: skip
+        self,
+        prompt: np.ndarray,
+        key: GenerationKey,
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        allowed: TokenMask | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
 
         With `keep` its KV cache entries are kept, so that the next turn computes only new tokens. `allowed` is the

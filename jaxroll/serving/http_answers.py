@@ -190,9 +190,15 @@ class Generator(Protocol):
     paused: PauseMode | None
 
     async def generate(
-        self, prompt: Any, key: GenerationKey, params: SamplingParams, *, keep: bool = False, allowed: Any = None,
+        self,
+        prompt: Any,
+        key: GenerationKey,
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        allowed: Any = None,
         on_tokens: Callable[[Completion], None] | None = None,
-    ) -> Completion: ...  # fmt: skip
+    ) -> Completion: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -294,8 +300,13 @@ class Layout:
 
     def head(self, kind: str) -> dict[str, Any]:
         version = self.model.version()
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name,
-                "system_fingerprint": f"weights {version}"}  # fmt: skip
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": f"weights {version}",
+        }
 
     def prompt(self, index: int) -> dict[str, Any]:
         ids = self.wanted.prompts[index // self.wanted.count]
@@ -358,8 +369,12 @@ class TokenLayout(Layout):
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         self.tokens = sum(len(piece.tokens) for piece in pieces)
         choices = [
-            {"index": index, "finish_reason": piece.finish, **extension(piece, self.wanted),
-             "logprobs": chat_logprobs(piece, self.model.room.tokenizer, self.wanted)}
+            {
+                "index": index,
+                "finish_reason": piece.finish,
+                **extension(piece, self.wanted),
+                "logprobs": chat_logprobs(piece, self.model.room.tokenizer, self.wanted),
+            }
             for index, piece in enumerate(pieces)
-        ]  # fmt: skip
+        ]
         return {"request_id": self.id, "choices": choices, **self.prompt(0), "usage": self.usage()}

@@ -21,10 +21,21 @@ from jaxroll.records import Message
 
 MAX_CHOICES = 128  # answers of one request
 MAX_STOPS = 16
-_IGNORED = frozenset({  # of clients; they do not change an answer
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "cache_salt",
-    "request_id", "parallel_tool_calls", "routed_experts_prompt_start",
-})  # fmt: skip
+_IGNORED = frozenset(
+    {  # of clients; they do not change an answer
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "priority",
+        "cache_salt",
+        "request_id",
+        "parallel_tool_calls",
+        "routed_experts_prompt_start",
+    }
+)
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -32,9 +43,14 @@ class ApiError(Exception):
     """A request that is refused with `status`; `param` names its field. The message gives reason and remedy."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None,
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
         retry_after_s: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.message, self.param, self.status, self.code = message, param, status, code
         self.retry_after_s = retry_after_s
         super().__init__(message)
@@ -249,9 +265,15 @@ _TOP = "{} = {}: the engine records the log-prob of the sampled token only; 0 an
 def _wanted(body: _Text, prompts: list[list[int]], params: SamplingParams, **shown: bool) -> Wanted:
     usage = body.stream and body.stream_options is not None and body.stream_options.include_usage
     return Wanted(
-        tuple(prompts), _count(body, len(prompts)), params, body.stream, usage, token_ids=body.return_token_ids,
-        token_names=body.return_tokens_as_token_ids, **shown,
-    )  # fmt: skip
+        tuple(prompts),
+        _count(body, len(prompts)),
+        params,
+        body.stream,
+        usage,
+        token_ids=body.return_token_ids,
+        token_names=body.return_tokens_as_token_ids,
+        **shown,
+    )
 
 
 def _count(draws: Draws, prompts: int = 1) -> int:
@@ -278,10 +300,17 @@ def _params(draws: Draws, room: Room, prompts: Sequence[list[int]], most: int | 
     seed = secrets.randbits(31) if draws.seed is None else draws.seed % 2**31
     given: Any = lambda value, default: default if value is None else value  # noqa: E731
     return SamplingParams(
-        left if most is None else most, given(draws.temperature, 1.0), max(given(draws.top_k, 0), 0),
-        given(draws.top_p, 1.0), tuple(ends), given(draws.min_p, 0.0), given(draws.repetition_penalty, 1.0),
-        tuple(stops), draws.ignore_eos, seed,
-    )  # fmt: skip
+        left if most is None else most,
+        given(draws.temperature, 1.0),
+        max(given(draws.top_k, 0), 0),
+        given(draws.top_p, 1.0),
+        tuple(ends),
+        given(draws.min_p, 0.0),
+        given(draws.repetition_penalty, 1.0),
+        tuple(stops),
+        draws.ignore_eos,
+        seed,
+    )
 
 
 def _prompts(prompt: str | list[Any], tokenizer: Tokenizer) -> list[list[int]]:

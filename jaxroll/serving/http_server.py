@@ -91,10 +91,14 @@ class FrontEnd:
                 await send(message)
 
             if scope["path"] not in _OPEN_PATHS and not self._admits(scope):
-                response = _error(ApiError(
-                    "this server needs its token: send `Authorization: Bearer TOKEN`, with the content of the token "
-                    "file that it names at its start", status=401, code="invalid_api_key",
-                ))  # fmt: skip
+                response = _error(
+                    ApiError(
+                        "this server needs its token: send `Authorization: Bearer TOKEN`, with the content of the "
+                        "token file that it names at its start",
+                        status=401,
+                        code="invalid_api_key",
+                    )
+                )
                 return await response(scope, receive, counted)
             await app(scope, receive, counted)
 
@@ -133,8 +137,12 @@ class FrontEnd:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model.name):
-            raise ApiError(f"this server has no model {name[:80]!r}; it serves {self.model.name!r}", param="model",
-                           status=404, code="model_not_found")  # fmt: skip
+            raise ApiError(
+                f"this server has no model {name[:80]!r}; it serves {self.model.name!r}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
 
     def _new_id(self, kind: str) -> str:
         self._ids += 1
@@ -159,8 +167,12 @@ class FrontEnd:
         """
         counts, total = self.counts, len(wanted.prompts) * wanted.count
         if counts.open + total > self.model.max_open:
-            raise ApiError(f"{counts.open} answers are computed or wait, of {self.model.max_open}: try again later",
-                           status=429, code="rate_limit_exceeded", retry_after_s=_RETRY_AFTER_S)  # fmt: skip
+            raise ApiError(
+                f"{counts.open} answers are computed or wait, of {self.model.max_open}: try again later",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         counts.open += total
         arriving: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
         made = [Answer(self.model.room.tokenizer, wanted) for _ in range(total)]
@@ -203,8 +215,14 @@ class FrontEnd:
 
     async def _models(self, request: Request) -> Response:
         version, room = self.model.version(), self.model.room
-        card = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "jaxroll",
-                "max_model_len": room.max_tokens, "weight_version": version and str(version)}  # fmt: skip
+        card = {
+            "id": self.model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jaxroll",
+            "max_model_len": room.max_tokens,
+            "weight_version": version and str(version),
+        }
         return json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request) -> Response:
@@ -228,8 +246,11 @@ class FrontEnd:
         if mode not in get_args(PauseMode):
             raise ApiError(f"mode = {mode[:40]!r}: one of {', '.join(get_args(PauseMode))} is needed", param="mode")
         if unknown := set(request.query_params) - {"mode"}:
-            raise ApiError(f"{min(unknown)[:40]}: the weight-swap policy of the engine decides about its cache; "
-                           "only mode is possible", param=min(unknown)[:40])  # fmt: skip
+            raise ApiError(
+                f"{min(unknown)[:40]}: the weight-swap policy of the engine decides about its cache; "
+                "only mode is possible",
+                param=min(unknown)[:40],
+            )
         await while_connected(request, self.model.proxy.pause(mode))
         return self._state()
 
@@ -260,10 +281,12 @@ class FrontEnd:
         """Metrics of engine and front end in Prometheus' text format."""
         stats, counts = self.model.stats(), self.counts
         gauges = {
-            "engine_running_requests": stats.active, "engine_waiting_requests": stats.queue_depth,
-            "engine_suspended": int(stats.suspended), "http_open_answers": counts.open,
+            "engine_running_requests": stats.active,
+            "engine_waiting_requests": stats.queue_depth,
+            "engine_suspended": int(stats.suspended),
+            "http_open_answers": counts.open,
             "weights_step": -1 if stats.version is None else stats.version.step,
-        }  # fmt: skip
+        }
         totals = {
             "engine_tokens_decoded": stats.tokens_decoded, "engine_prefill_tokens": stats.prefill_tokens,
             "engine_requests_finished": stats.finished, "engine_requests_aborted": stats.aborted,

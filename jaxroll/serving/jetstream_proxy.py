@@ -37,16 +37,18 @@ def check_training(config: Config) -> None:
     """Raise ConfigError if training by `config` needs log-probs, which a JetStream engine does not return."""
     if config.schedule.alpha > 0:
         raise ConfigError(
-            "schedule.alpha", config.schedule.alpha,
+            "schedule.alpha",
+            config.schedule.alpha,
             "a JetStream engine gives no log-probs, and without them samples of older weights cannot be corrected",
             "Set schedule.alpha to 0 and learner.correction to 'none', or sample with JaxRoll's own engine.",
-        )  # fmt: skip
+        )
     if config.learner.correction != "none":
         raise ConfigError(
-            "learner.correction", config.learner.correction,
+            "learner.correction",
+            config.learner.correction,
             "it weighs tokens by the log-probs of their sampler, and a JetStream engine gives none",
             "Set it to 'none': the learner then recomputes the log-probs of what it trains on.",
-        )  # fmt: skip
+        )
 
 
 @dataclass(eq=False)

@@ -63,10 +63,12 @@ class WeightUpdates:
     """
 
     def __init__(
-        self, read: Callable[[Path], Mapping[str, np.ndarray]],
-        use: Callable[[Version, Mapping[str, np.ndarray]], Future[None]], version: Callable[[], Version],
+        self,
+        read: Callable[[Path], Mapping[str, np.ndarray]],
+        use: Callable[[Version, Mapping[str, np.ndarray]], Future[None]],
+        version: Callable[[], Version],
         limit_bytes: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._read, self._use, self.version, self._limit_bytes = read, use, version, limit_bytes
         self._folder: Path | None = None  # of the trainer
         self._files: Path | None = None  # a temporary folder for what it sends
@@ -98,8 +100,10 @@ class WeightUpdates:
                 async for part in request.stream():
                     left -= len(part)
                     if left < 0:
-                        raise ApiError(f"the update has more than {self._limit_bytes} bytes, which this model cannot "
-                                       "have", status=413)  # fmt: skip
+                        raise ApiError(
+                            f"the update has more than {self._limit_bytes} bytes, which this model cannot have",
+                            status=413,
+                        )
                     await asyncio.to_thread(file.write, part)
             await asyncio.to_thread(folders.opened, path)
         except BaseException:  # a cancelled request too: a part of a file must not become a tensor
@@ -148,8 +152,9 @@ def routes(updates: WeightUpdates | None) -> list[Route]:
 
     def needed() -> WeightUpdates:
         if updates is None:
-            raise ApiError("the learner of this run publishes its weights: use `jaxroll serve` for another trainer",
-                           status=409)  # fmt: skip
+            raise ApiError(
+                "the learner of this run publishes its weights: use `jaxroll serve` for another trainer", status=409
+            )
         return updates
 
     async def init(request: Request) -> Response:
@@ -157,15 +162,20 @@ def routes(updates: WeightUpdates | None) -> list[Route]:
         body = requests.parsed((await json_body(request))[0], InitBody)
         if body.init_info:
             name = min(body.init_info)
-            raise ApiError(f"init_info.{name}: this engine has no collective transfer; leave init_info empty and push "
-                           "a folder or tensors to /update_weights", param="init_info")  # fmt: skip
+            raise ApiError(
+                f"init_info.{name}: this engine has no collective transfer; leave init_info empty and push "
+                "a folder or tensors to /update_weights",
+                param="init_info",
+            )
         return json_response({"message": "Weight transfer initialized"})
 
     async def start(request: Request) -> Response:
         values = (await json_body(request))[0] if request.headers.get("content-length", "0") != "0" else {}
         if not requests.parsed(values, StartBody).is_checkpoint_format:
-            raise ApiError("is_checkpoint_format = false: this engine takes tensors under the names of the checkpoint",
-                           param="is_checkpoint_format")  # fmt: skip
+            raise ApiError(
+                "is_checkpoint_format = false: this engine takes tensors under the names of the checkpoint",
+                param="is_checkpoint_format",
+            )
         needed().begin()
         return json_response({"message": "Weight update started"})
 

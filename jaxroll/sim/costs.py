@@ -249,9 +249,12 @@ def checked(config: Config) -> Config:
         if value:
             raise ConfigError(key, value, why, f"Add --config.{key}={type(value)()}.")
     return replace(
-        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
-        sampler=replace(config.sampler, http_port=-1), learner=replace(config.learner, keep_best=""),
-    )  # fmt: skip
+        config,
+        sft=replace(config.sft, steps=0),
+        evaluator=replace(config.evaluator, every=0),
+        sampler=replace(config.sampler, http_port=-1),
+        learner=replace(config.learner, keep_best=""),
+    )
 
 
 # --- Costs and workload of a cluster, measured in the records of a run (`jaxroll sim calibrate RUN`)
@@ -274,8 +277,12 @@ def calibrated(run_dir: Path) -> Cluster:
     steps = [row for row in run.rows if row.get("kind") == "step"][SETTLING:]
     engine = engine_costs(samplers)
     if not (steps and engine):
-        raise ConfigError("RUN", str(run_dir), "has too few steps or generations to measure costs",
-                          "Calibrate on a run of ten steps or more.")  # fmt: skip
+        raise ConfigError(
+            "RUN",
+            str(run_dir),
+            "has too few steps or generations to measure costs",
+            "Calibrate on a run of ten steps or more.",
+        )
     learner = learner_costs([row.get("micro_batches", 1) for row in steps], [row["train_s"] for row in steps])
     return Cluster(
         source=f"measured in the run {run.name}, commit {run.about.get('commit', '')[:12] or 'unknown'}",
@@ -286,7 +293,7 @@ def calibrated(run_dir: Path) -> Cluster:
             latency_s=statistics.median(_spans(samplers, "fetch") or [0.0]),
         ),
         workload=workload(run_dir, run.rows),
-    )  # fmt: skip
+    )
 
 
 def engine_costs(rows: Iterable[Row]) -> SamplerCosts | None:
@@ -354,11 +361,13 @@ def workload(run_dir: Path, rows: Iterable[Row]) -> Workload:
     default = Workload()
     return Workload(
         prompt_tokens=recorded(prompts) if prompts else default.prompt_tokens,
-        answer_tokens=recorded(tokens), reply_tokens=recorded(replies) if replies else default.reply_tokens,
-        env_s=recorded(waits), turns=recorded(list(map(float, counts.values()))),
+        answer_tokens=recorded(tokens),
+        reply_tokens=recorded(replies) if replies else default.reply_tokens,
+        env_s=recorded(waits),
+        turns=recorded(list(map(float, counts.values()))),
         rewarded=recorded([min(1.0, max(0.0, statistics.fmean(each))) for each in rewards.values()] or [0.5]),
         answers_alike=alike(groups, tokens),
-    )  # fmt: skip
+    )
 
 
 def alike(groups: Sequence[int], values: Sequence[float]) -> float:

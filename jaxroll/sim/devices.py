@@ -242,8 +242,13 @@ class SimulatedEngine:
             return 0.0
         calls = self._calls(rows)
         seconds, done = self._costs.prefill_s(tokens, calls), self._counters
-        self._counters = replace(done, prefills=done.prefills + calls, prefill_rows=done.prefill_rows + rows,
-                                 prefill_tokens=done.prefill_tokens + tokens, step_s=done.step_s + seconds)  # fmt: skip
+        self._counters = replace(
+            done,
+            prefills=done.prefills + calls,
+            prefill_rows=done.prefill_rows + rows,
+            prefill_tokens=done.prefill_tokens + tokens,
+            step_s=done.step_s + seconds,
+        )
         return seconds
 
     async def _decode(self, began: float) -> None:
@@ -281,13 +286,17 @@ class SimulatedEngine:
                 request.done.set_result(None)
         done, total = self._counters, steps * self._slots
         self._counters = replace(
-            done, tokens_decoded=done.tokens_decoded + sampled, decode_steps=done.decode_steps + steps,
-            dispatches=done.dispatches + math.ceil(steps / self._chunk), finished=done.finished + finished,
-            slot_steps_busy=done.slot_steps_busy + sampled, slot_steps_total=done.slot_steps_total + total,
+            done,
+            tokens_decoded=done.tokens_decoded + sampled,
+            decode_steps=done.decode_steps + steps,
+            dispatches=done.dispatches + math.ceil(steps / self._chunk),
+            finished=done.finished + finished,
+            slot_steps_busy=done.slot_steps_busy + sampled,
+            slot_steps_total=done.slot_steps_total + total,
             slot_steps_busy_while_waiting=done.slot_steps_busy_while_waiting + sampled * waited,
             slot_steps_total_while_waiting=done.slot_steps_total_while_waiting + total * waited,
             step_s=done.step_s + steps * self._step_s,
-        )  # fmt: skip
+        )
 
     def _note(self, began: float, tokens: int) -> None:
         """Record a busy interval, joined with the one before if nothing lay between them."""

@@ -87,8 +87,10 @@ class SimulatedRun(World):
                 raise InfraError(f"a simulated role failed: {ended[0].exception()}") from ended[0].exception()
             if report is not None and time.monotonic() - reported_s > REPORT_EVERY_S:
                 reported_s = time.monotonic()
-                report(f"simulated {asyncio.get_running_loop().time():,.0f} s: step "
-                       f"{self.store.keeper.state.acked:,} of {self.config.schedule.steps:,}")  # fmt: skip
+                report(
+                    f"simulated {asyncio.get_running_loop().time():,.0f} s: step "
+                    f"{self.store.keeper.state.acked:,} of {self.config.schedule.steps:,}"
+                )
             if not self._training.cancelled():
                 await asyncio.wait([self._training], timeout=10.0)
             else:
@@ -197,9 +199,11 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
     for row in kept:
         ages.update(row["age_hist"])
     tokens = sum(ages.values())
-    busy_s = sum(max(0.0, min(row["t1"], end) - max(row["t0"], start)) for row in rows
-                 if row.get("kind") == "span" and row.get("what") == "decode"
-                 and str(row.get("role")).startswith("sampler"))  # fmt: skip
+    busy_s = sum(
+        max(0.0, min(row["t1"], end) - max(row["t0"], start))
+        for row in rows
+        if row.get("kind") == "span" and row.get("what") == "decode" and str(row.get("role")).startswith("sampler")
+    )
     found = {
         "steps": len(kept), "seconds": elapsed_s, "step_s": elapsed_s / len(kept),
         "step_s_median": statistics.median(b - a for a, b in zip([start, *times], times, strict=False)),

@@ -276,9 +276,15 @@ class World:
             store = await self.client("learner", transport=transport)
             checkpoints: Any = self.checkpoints
             session = _Learner(
-                self.args, store, checkpoints, publisher, lambda: trainer, stop=self.stop, on_device=in_place,
+                self.args,
+                store,
+                checkpoints,
+                publisher,
+                lambda: trainer,
+                stop=self.stop,
+                on_device=in_place,
                 on_thread=in_place,
-            )  # fmt: skip
+            )
             session.device_poll_s = poll_s or session.device_poll_s
             try:
                 return await session.run()

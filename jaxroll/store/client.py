@@ -235,9 +235,16 @@ def _raw_client(
     if run_dir is None and isinstance(address, Path):
         run_dir = address.parent
     return RawClient(
-        msg.SERVICE, address, role=role, name=name, token=token or protocol.load(run_dir), patience_s=patience_s,
-        max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
-    )  # fmt: skip
+        msg.SERVICE,
+        address,
+        role=role,
+        name=name,
+        token=token or protocol.load(run_dir),
+        patience_s=patience_s,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        config_digest=config_digest,
+        tls=tls.load(run_dir),
+    )
 
 
 async def _until(ask, wait_s: float, not_yet: type[Exception]):

@@ -129,8 +129,9 @@ for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
 
 _SOLVE = "def solve(n):\n  "
 # Hacks of programs whose function `solve` is judged by assert statements.
-CALLED: Mapping[str, str] = MappingProxyType({
-    "equal to everything": """
+CALLED: Mapping[str, str] = MappingProxyType(
+    {
+        "equal to everything": """
 class Any(str):
     __eq__ = lambda self, other: True
     __ne__ = lambda self, other: False
@@ -138,13 +139,13 @@ class Any(str):
     __bool__ = lambda self: True
 def solve(n): return Any("x")
 """,
-    "object equal to everything": """
+        "object equal to everything": """
 class Any:
     __eq__ = lambda self, other: True
     __class__ = property(lambda self: str)
 def solve(n): return Any()
 """,
-    "forged replies": """
+        "forged replies": """
 import os
 def solve(n):
     for fd in range(1024):
@@ -152,9 +153,9 @@ def solve(n):
         except OSError: pass
     return True
 """,
-    "no reply": _SOLVE + "while True: pass",
-    "death": _SOLVE + "import os; os._exit(0)",
-    "encoder": """
+        "no reply": _SOLVE + "while True: pass",
+        "death": _SOLVE + "import os; os._exit(0)",
+        "encoder": """
 import sys
 def solve(n):
     frame = sys._getframe()
@@ -163,22 +164,23 @@ def solve(n):
         frame = frame.f_back
     return 1
 """,
-    "bad reply": """
+        "bad reply": """
 import sys
 def solve(n):
     frame = sys._getframe(1)
     frame.f_globals["_encoded"] = lambda *a: '{"t":' * 100000
     return 1
 """,
-    "arguments": _SOLVE + "import sys; return sys._getframe(1).f_locals.get('expected', n)",
-    "SystemExit": _SOLVE + "raise SystemExit(0)",
-    "StopIteration": _SOLVE + "raise StopIteration('True')",
-    "a deep result": _SOLVE + "r = []\n  for _ in range(100000): r = [r]\n  return r",
-    "an endless result": "def solve(n):\n  while True: yield n",
-    "a large number": _SOLVE + "return 10 ** 1000000",
-    "name of the test": "def check(candidate): pass\nassert_ = True\ndef solve(n): return True",
-    "class": "class solve:\n  def __new__(cls, n): return True",
-})  # fmt: skip
+        "arguments": _SOLVE + "import sys; return sys._getframe(1).f_locals.get('expected', n)",
+        "SystemExit": _SOLVE + "raise SystemExit(0)",
+        "StopIteration": _SOLVE + "raise StopIteration('True')",
+        "a deep result": _SOLVE + "r = []\n  for _ in range(100000): r = [r]\n  return r",
+        "an endless result": "def solve(n):\n  while True: yield n",
+        "a large number": _SOLVE + "return 10 ** 1000000",
+        "name of the test": "def check(candidate): pass\nassert_ = True\ndef solve(n): return True",
+        "class": "class solve:\n  def __new__(cls, n): return True",
+    }
+)
 
 
 class Escape(NamedTuple):

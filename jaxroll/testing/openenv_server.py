@@ -34,8 +34,10 @@ from jaxroll.testing import environments
 
 VERSION = "1.0.0"  # of OpenEnv's HTTP interface
 SESSIONS = 64
-_MESSAGES = {"type": "array", "items": {"type": "object", "properties": {
-    "role": {"type": "string"}, "content": {"type": "string"}}}}  # fmt: skip
+_MESSAGES = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"role": {"type": "string"}, "content": {"type": "string"}}},
+}
 _METADATA = {"type": "object"}
 SCHEMAS = {
     "action": {"title": "Action", "type": "object", "required": ["answer"], "additionalProperties": False,

@@ -36,8 +36,12 @@ def plain_format(messages: tuple[Message, ...], tools: Tools = (), *, whole: boo
     ConfigError for `tools`, which it cannot show.
     """
     if tools:
-        raise ConfigError("task.tools", _names(tools), "the model's folder has no chat template that shows tools",
-                          "Use a model with such a template, or describe the tools in task.system_prompt.")  # fmt: skip
+        raise ConfigError(
+            "task.tools",
+            _names(tools),
+            "the model's folder has no chat template that shows tools",
+            "Use a model with such a template, or describe the tools in task.system_prompt.",
+        )
     return "".join(f"{message.role.capitalize()}: {message.content}\n" for message in messages) + "Assistant:" * (
         not whole
     )
@@ -83,15 +87,24 @@ def jinja_format(
     def render(messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str:
         if tools and (named := _tojson(tools, sort_keys=True)) not in shown:
             if rendered(messages, tools) == rendered(messages, ()):
-                raise ConfigError("task.tools", _names(tools), f"the chat template of {where} does not show tools",
-                                  "Describe them in task.system_prompt, or use a model that has tools.")  # fmt: skip
+                raise ConfigError(
+                    "task.tools",
+                    _names(tools),
+                    f"the chat template of {where} does not show tools",
+                    "Describe them in task.system_prompt, or use a model that has tools.",
+                )
             shown.add(named)
         return rendered(messages, tools, whole)
 
     def rendered(messages: tuple[Message, ...], tools: Tools, whole: bool = False) -> str:
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        variables = {"documents": None, **(template_args or {}), "messages": turns, "tools": list(tools) or None,
-                     "add_generation_prompt": not whole}  # fmt: skip
+        variables = {
+            "documents": None,
+            **(template_args or {}),
+            "messages": turns,
+            "tools": list(tools) or None,
+            "add_generation_prompt": not whole,
+        }
         try:
             return template_bounds.metered(template.render, **{**special_tokens, **variables})
         except template_bounds.TooMuch as error:
@@ -108,8 +121,9 @@ def _check_args(args: Mapping[str, Any], known: frozenset[str], where: str) -> N
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             remedy = f"Did you mean {close[0]!r}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
-            raise ConfigError(f"tokenizer.template_args.{name}", value,
-                              f"the chat template of {where} does not read it", remedy)  # fmt: skip
+            raise ConfigError(
+                f"tokenizer.template_args.{name}", value, f"the chat template of {where} does not read it", remedy
+            )
 
 
 def _names(tools: Tools) -> str:

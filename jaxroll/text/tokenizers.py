@@ -132,8 +132,12 @@ class HFTokenizer:
             named = [entry for entry in source if isinstance(entry, dict)]
             source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
         if not source and template_args:
-            raise ConfigError("tokenizer.template_args", dict(template_args), "the folder has no chat template",
-                              "Leave them out, or add chat_template.jinja to tokenizer.path.")  # fmt: skip
+            raise ConfigError(
+                "tokenizer.template_args",
+                dict(template_args),
+                "the folder has no chat template",
+                "Leave them out, or add chat_template.jinja to tokenizer.path.",
+            )
         if not source:
             return chat.plain_format
         if not isinstance(source, str):

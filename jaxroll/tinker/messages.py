@@ -114,8 +114,10 @@ def _datum(given: Any, number: int) -> Datum:
     inputs = {one.key: _tensor(one.value, f"datum {number}: {one.key}") for one in given.loss_fn_inputs}
     for name, value in inputs.items():
         if value.shape != tokens.shape:
-            raise DataError(f"datum {number}: {name} has shape {list(value.shape)}, but model_input has {len(tokens)} "
-                            "tokens: give one number for each")  # fmt: skip
+            raise DataError(
+                f"datum {number}: {name} has shape {list(value.shape)}, but model_input has {len(tokens)} "
+                "tokens: give one number for each"
+            )
     return Datum(tokens, inputs)
 
 
@@ -151,8 +153,9 @@ def sampled(completions: Sequence[Completion], prompt_logprobs: np.ndarray) -> b
     for one in completions:
         found.sequences.add(
             stop_reason=_STOP if one.finish == "stop" else _LENGTH,
-            tokens=np.asarray(one.tokens, "<i4").tobytes(), logprobs=np.asarray(one.logprobs, "<f4").tobytes(),
-        )  # fmt: skip
+            tokens=np.asarray(one.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(one.logprobs, "<f4").tobytes(),
+        )
     if len(prompt_logprobs):
         found.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
     return found.SerializeToString()
@@ -166,8 +169,14 @@ def sampling(body: Mapping[str, Any], context: int, eos: int) -> tuple[np.ndarra
 
     DataError for what this server does not have.
     """
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
-                 "prompt_logprobs_last_n", "record_stability_info"):  # fmt: skip
+    for name in (
+        "topk_prompt_logprobs",
+        "topk_sample_logprobs",
+        "target_prompt_logprobs",
+        "prompt_alt_tokens_k",
+        "prompt_logprobs_last_n",
+        "record_stability_info",
+    ):
         if body.get(name):
             raise DataError(f"{name} is not available here; prompt_logprobs is")
     chunks = body.get("prompt", {}).get("chunks", [])
@@ -187,8 +196,13 @@ def sampling(body: Mapping[str, Any], context: int, eos: int) -> tuple[np.ndarra
     # `stop` replaces the end-of-sequence token when it names tokens; strings are added to it.
     seed = params.get("seed")
     found = SamplingParams(
-        wanted or room, float(params.get("temperature", 1.0)), max(int(params.get("top_k", -1)), 0),
-        float(params.get("top_p", 1.0)), ids or (eos,), stop_strings=texts, ignore_eos=stop == [],
+        wanted or room,
+        float(params.get("temperature", 1.0)),
+        max(int(params.get("top_k", -1)), 0),
+        float(params.get("top_p", 1.0)),
+        ids or (eos,),
+        stop_strings=texts,
+        ignore_eos=stop == [],
         seed=None if seed is None else int(seed) % 2**31,
-    )  # fmt: skip
+    )
     return prompt, found

@@ -243,8 +243,11 @@ class Service:
 
     def methods(self) -> dict[str, Method]:
         """Every method with its allowed callers."""
-        return {"Load": Method(self._load, RIGHTS), "Drop": Method(self._drop, RIGHTS),
-                "Sample": Method(self._sample, RIGHTS)}  # fmt: skip
+        return {
+            "Load": Method(self._load, RIGHTS),
+            "Drop": Method(self._drop, RIGHTS),
+            "Sample": Method(self._sample, RIGHTS),
+        }
 
     async def _load(self, _: Caller, body: bytes) -> bytes:
         try:

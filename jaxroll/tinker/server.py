@@ -72,8 +72,13 @@ def app(tinker: Tinker, token: str) -> Starlette:
         async def guarded(request: Request) -> Response:
             shown = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
             if path != "/healthz" and not hmac.compare_digest(shown.removeprefix("tml-").encode(), token.encode()):
-                return _json({"detail": "this server needs its key: TINKER_API_KEY=tml-TOKEN, with the content of the "
-                              "token file that it names at its start"}, 401)  # fmt: skip
+                return _json(
+                    {
+                        "detail": "this server needs its key: TINKER_API_KEY=tml-TOKEN, with the content of the "
+                        "token file that it names at its start"
+                    },
+                    401,
+                )
             try:
                 return await handle(request)
             except Refused as error:
@@ -120,8 +125,14 @@ def app(tinker: Tinker, token: str) -> Starlette:
     def get_info(given: dict[str, Any]) -> dict[str, Any]:
         model = tinker.model(given.get("model_id"))
         adapters = model.trained.lora if model.trained else None
-        return {"type": "get_info", "model_id": model.id, "model_name": tinker.name, "is_lora": adapters is not None,
-                "lora_rank": adapters and adapters.rank, "model_data": tinker.described()}  # fmt: skip
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_name": tinker.name,
+            "is_lora": adapters is not None,
+            "lora_rank": adapters and adapters.rank,
+            "model_data": tinker.described(),
+        }
 
     def weights_info(given: dict[str, Any]) -> dict[str, Any]:
         about = tinker.about(given.get("tinker_path"))
@@ -142,30 +153,32 @@ def app(tinker: Tinker, token: str) -> Starlette:
 
     # The SDK's other transport would add nothing on one connection; without it, errors read the same everywhere.
     config = {"use_pyqwest_transport": False}
-    return Starlette(routes=[
-        _guarded("/healthz", healthz, "GET"),
-        _guarded("/get_server_capabilities", capabilities, "GET"),
-        route("/client/config", lambda _: config),
-        route("/client/dynamic_config", lambda _: {"sample_cancel_enabled": True}),
-        route("/telemetry", lambda _: {"status": "accepted"}),
-        route("/create_session", create_session),
-        route("/session_heartbeat", heartbeat),
-        _guarded("/sessions/{id}/finish", finish, "POST"),
-        route("/create_model", tinker.create),
-        route("/unload_model", tinker.unload),
-        route("/get_info", get_info),
-        _guarded("/forward_backward", forward_backward, "POST"),
-        route("/optim_step", tinker.step),
-        route("/save_weights", tinker.save),
-        route("/load_weights", tinker.load),
-        route("/weights_info", weights_info),
-        route("/save_weights_for_sampler", tinker.save_for_sampler),
-        route("/create_sampling_session", create_sampling_session),
-        _guarded("/samplers/{id}", sampler, "GET"),
-        route("/asample", tinker.sample),
-        route("/cancel_future", cancel),
-        _guarded("/retrieve_future", retrieve, "POST"),
-    ])  # fmt: skip
+    return Starlette(
+        routes=[
+            _guarded("/healthz", healthz, "GET"),
+            _guarded("/get_server_capabilities", capabilities, "GET"),
+            route("/client/config", lambda _: config),
+            route("/client/dynamic_config", lambda _: {"sample_cancel_enabled": True}),
+            route("/telemetry", lambda _: {"status": "accepted"}),
+            route("/create_session", create_session),
+            route("/session_heartbeat", heartbeat),
+            _guarded("/sessions/{id}/finish", finish, "POST"),
+            route("/create_model", tinker.create),
+            route("/unload_model", tinker.unload),
+            route("/get_info", get_info),
+            _guarded("/forward_backward", forward_backward, "POST"),
+            route("/optim_step", tinker.step),
+            route("/save_weights", tinker.save),
+            route("/load_weights", tinker.load),
+            route("/weights_info", weights_info),
+            route("/save_weights_for_sampler", tinker.save_for_sampler),
+            route("/create_sampling_session", create_sampling_session),
+            _guarded("/samplers/{id}", sampler, "GET"),
+            route("/asample", tinker.sample),
+            route("/cancel_future", cancel),
+            _guarded("/retrieve_future", retrieve, "POST"),
+        ]
+    )
 
 
 NOTICE = (
@@ -205,9 +218,14 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
 
         async def serve() -> None:
             sampler = RawClient(
-                SERVICE, run_dir / ADDRESS_FILE, role="learner", name="tinker", token=secret, patience_s=PATIENCE_S,
+                SERVICE,
+                run_dir / ADDRESS_FILE,
+                role="learner",
+                name="tinker",
+                token=secret,
+                patience_s=PATIENCE_S,
                 max_message_bytes=config.store.max_message_mb << 20,
-            )  # fmt: skip
+            )
             name = options.name or Path(config.model.path or run_dir).name
             tinker = Tinker(name, trainer, device, sampler, publisher, run_dir / FOLDER, options.session_timeout)
             connect = (http.address(options.host, listening), name, str(token_file))

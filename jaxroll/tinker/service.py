@@ -92,9 +92,15 @@ class Tinker:
     """
 
     def __init__(
-        self, name: str, trainer: Trainer, on_device: OnDevice, sampler: RawClient, publisher: Publisher, folder: Path,
+        self,
+        name: str,
+        trainer: Trainer,
+        on_device: OnDevice,
+        sampler: RawClient,
+        publisher: Publisher,
+        folder: Path,
         patience_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self._trainer, self._on_device, self._sampler = name, trainer, on_device, sampler
         self._publisher, self._folder, self._patience_s = publisher, folder, patience_s
         self.sessions: dict[str, Session] = {}
@@ -218,9 +224,11 @@ class Tinker:
                 return self._trainer.create(None, 0)
             seed = config.get("seed")
             return self._trainer.create(
-                _int(config, "rank"), secrets.randbelow(2**31) if seed is None else int(seed),
-                attention=bool(config.get("train_attn", True)), mlp=bool(config.get("train_mlp", True)),
-            )  # fmt: skip
+                _int(config, "rank"),
+                secrets.randbelow(2**31) if seed is None else int(seed),
+                attention=bool(config.get("train_attn", True)),
+                mlp=bool(config.get("train_mlp", True)),
+            )
 
         self._check_base(body.get("base_model"))
         kind = (body.get("optimizer_config") or {}).get("type", "adamw")
@@ -281,8 +289,10 @@ class Tinker:
                 if missing not in self.promises and model.next < number:
                     if model.trained is not None:
                         model.trained.broken = f"request {model.next} did not arrive"
-                    raise DataError(f"request {model.next} of model {model.id} did not arrive in {GAP_S:g} s, and "
-                                    f"request {number} would come after it") from None  # fmt: skip
+                    raise DataError(
+                        f"request {model.next} of model {model.id} did not arrive in {GAP_S:g} s, and "
+                        f"request {number} would come after it"
+                    ) from None
 
     def forward_backward(self, body: bytes) -> dict[str, Any]:
         """A pass over data. Faults of the data are the failure of the promise, so that the order goes on."""
@@ -455,8 +465,10 @@ class Tinker:
 
     async def _restore(self, weights: Weights) -> None:
         if weights.folder is None:
-            raise DataError("the sampler no longer holds this snapshot (it keeps the newest ones, and was perhaps "
-                            "started again): save weights with a name to sample from them later")  # fmt: skip
+            raise DataError(
+                "the sampler no longer holds this snapshot (it keeps the newest ones, and was perhaps "
+                "started again): save weights with a name to sample from them later"
+            )
         folder = weights.folder
         await self._send(await self._on_device(lambda: self._trainer.load(folder, optimizer=False)), weights.name)
 

@@ -354,9 +354,15 @@ class Trainer:
         return jnp.where(here, logprob, 0.0), jnp.where(here, loss(terms, settings), 0.0)
 
     def _backward(
-        self, adapters: Lora | None, loss: Loss, params: Params, base: Params, grads: Params, streams: Params,
+        self,
+        adapters: Lora | None,
+        loss: Loss,
+        params: Params,
+        base: Params,
+        grads: Params,
+        streams: Params,
         settings: Params,
-    ) -> tuple[Params, Array, Array]:  # fmt: skip
+    ) -> tuple[Params, Array, Array]:
         def total(trained: Params) -> tuple[Array, tuple[Array, Array]]:
             logprobs, elementwise = self._terms(adapters, loss, trained, base, streams, settings)
             return elementwise.sum(), (logprobs, elementwise)
@@ -399,8 +405,13 @@ class Trainer:
             self._made -= 1
             fresh = replace(fresh, number=into.number, saves=into.saves)
         if optimizer:
-            mu, nu = ({name: layouts.placed_once(np.asarray(held[f"{part}/{name}"], np.float32), where[name])
-                       for name in where} for part in ("mu", "nu"))  # fmt: skip
+            mu, nu = (
+                {
+                    name: layouts.placed_once(np.asarray(held[f"{part}/{name}"], np.float32), where[name])
+                    for name in where
+                }
+                for part in ("mu", "nu")
+            )
             count = layouts.placed_once(np.array(about["steps"], np.int32), layouts.replicated(self.layout.mesh))
             fresh.moments, fresh.steps = optax.ScaleByAdamState(count, mu, nu), about["steps"]
         return fresh
@@ -449,9 +460,11 @@ def target_logprobs(
     """log π at temperature 1 of each token of `streams["targets"]`, given the tokens up to its own position."""
     tokens, segments = streams["tokens"], streams["segments"]
     site = choice.Site(
-        spec, layouts.platform(layout.mesh), layout.mesh.shape["tensor"] * layout.mesh.shape["sequence"],
+        spec,
+        layouts.platform(layout.mesh),
+        layout.mesh.shape["tensor"] * layout.mesh.shape["sequence"],
         tokens.shape[1],
-    )  # fmt: skip
+    )
     attention = choice.choose("packed", config.learner.attention, site)
     hidden, _ = transformer.forward_with_load(
         spec, params, tokens, streams["positions"], segments, layout=layout, attention=attention.name

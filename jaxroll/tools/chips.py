@@ -37,20 +37,23 @@ class Chip:
     host_bytes_s: float
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType({
-    "v5e": Chip("TPU v5e", 15.75 * GIB, 8.19e11, 1.97e14, 1e11, 2.5e10),
-    "v5p": Chip("TPU v5p", 95.74 * GIB, 2.765e12, 4.59e14, 2e11, 2.5e10),
-    "v6e": Chip("TPU v6e", 31.25 * GIB, 1.638e12, 9.18e14, 2e11, 2.5e10),
-    "H100": Chip("H100 SXM", 79.6 * GIB, 3.35e12, 9.89e14, 4.5e11, 5e10),
-    "H200": Chip("H200 SXM", 140.4 * GIB, 4.8e12, 9.89e14, 4.5e11, 5e10),
-    "A100": Chip("A100 SXM 80 GB", 79.3 * GIB, 2.039e12, 3.12e14, 3e11, 2.5e10),
-    "cpu": Chip("CPU of this machine", math.inf, 2e10, 5e10, 1e10, 1.25e9),  # rates of one core, a rough guess
-})  # fmt: skip
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": Chip("TPU v5e", 15.75 * GIB, 8.19e11, 1.97e14, 1e11, 2.5e10),
+        "v5p": Chip("TPU v5p", 95.74 * GIB, 2.765e12, 4.59e14, 2e11, 2.5e10),
+        "v6e": Chip("TPU v6e", 31.25 * GIB, 1.638e12, 9.18e14, 2e11, 2.5e10),
+        "H100": Chip("H100 SXM", 79.6 * GIB, 3.35e12, 9.89e14, 4.5e11, 5e10),
+        "H200": Chip("H200 SXM", 140.4 * GIB, 4.8e12, 9.89e14, 4.5e11, 5e10),
+        "A100": Chip("A100 SXM 80 GB", 79.3 * GIB, 2.039e12, 3.12e14, 3e11, 2.5e10),
+        "cpu": Chip("CPU of this machine", math.inf, 2e10, 5e10, 1e10, 1.25e9),  # rates of one core, a rough guess
+    }
+)
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _SHAPES = {
-    "v5e": _FLAT, "v6e": _FLAT,
+    "v5e": _FLAT,
+    "v6e": _FLAT,
     "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
-}  # fmt: skip
+}
 _GPU_STATISTICS = "v5p"  # the TPU whose programs are used for GPUs: it has the most memory
 
 
@@ -81,16 +84,23 @@ def topology(name: str) -> Topology:
         counts = {known: chips for chips, known in _SHAPES[kind].items()}
         if shape in counts:
             return Topology(name, "tpu", kind, counts[shape])
-        raise ConfigError("--topology", name, f"no such slice of {kind}",
-                          f"Known: {', '.join(f'{kind}:{known}' for known in counts)}.")  # fmt: skip
+        raise ConfigError(
+            "--topology",
+            name,
+            f"no such slice of {kind}",
+            f"Known: {', '.join(f'{kind}:{known}' for known in counts)}.",
+        )
     gpus = [known for known in CHIPS if known[0] in "HA"]
     if (match := re.fullmatch(r"gpu:(\d+)x(\w+)", name)) and match[2] in gpus and 0 < int(match[1]) <= 256:
         return Topology(name, "gpu", match[2], int(match[1]))
     if (match := re.fullmatch(r"cpu:(\d+)", name)) and 0 < int(match[1]) <= 16:
         return Topology(name, "cpu", "cpu", int(match[1]))
-    raise ConfigError("--topology", name, "unknown hardware",
-                      f"Use a slice as v5e:8x8, v5p:4x4x4 or v6e:8x8, gpu:8x{gpus[0]} (or {', '.join(gpus[1:])}), or "
-                      "cpu:2.")  # fmt: skip
+    raise ConfigError(
+        "--topology",
+        name,
+        "unknown hardware",
+        f"Use a slice as v5e:8x8, v5p:4x4x4 or v6e:8x8, gpu:8x{gpus[0]} (or {', '.join(gpus[1:])}), or cpu:2.",
+    )
 
 
 def described(config: Config, topology: Topology) -> Config:
@@ -102,8 +112,12 @@ def described(config: Config, topology: Topology) -> Config:
     folder = config.model.path
     if folder and not Path(folder).expanduser().is_dir():
         if config.model.size == ModelConfig().size:
-            raise ConfigError("model.path", folder, "no such folder here, and model.size names no other model",
-                              "Set model.size to the model's size, as qwen3_8b.")  # fmt: skip
+            raise ConfigError(
+                "model.path",
+                folder,
+                "no such folder here, and model.size names no other model",
+                "Set model.size to the model's size, as qwen3_8b.",
+            )
         config = replace(config, model=replace(config.model, path=""))
     wanted = device_processes(config)
     if topology.platform == "gpu" and topology.count <= 8:  # one machine
@@ -112,8 +126,12 @@ def described(config: Config, topology: Topology) -> Config:
         largest = max(wanted, key=lambda name: wanted[name]).partition("-")[0]
         needed = ", ".join(f"{name} {count}" for name, count in wanted.items())
         reason = f"{topology.name} has {topology.count} chips, needed are {sum(wanted.values())} ({needed})"
-        raise ConfigError(f"{'learner' if largest == COLOCATED else largest}.mesh", max(wanted.values()), reason,
-                          "Use smaller meshes, fewer samplers, or a larger topology.")  # fmt: skip
+        raise ConfigError(
+            f"{'learner' if largest == COLOCATED else largest}.mesh",
+            max(wanted.values()),
+            reason,
+            "Use smaller meshes, fewer samplers, or a larger topology.",
+        )
     return config
 
 

@@ -95,8 +95,12 @@ def check_options(config: Config, options: argparse.Namespace) -> None:
         if not 1 <= k <= options.samples:
             raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={max(k, 1)} or more.")
     if options.samples > 1 and options.temperature <= 0:
-        raise ConfigError("--temperature", options.temperature, "several greedy answers are all the same",
-                          "Set it above 0, for example to 1.")  # fmt: skip
+        raise ConfigError(
+            "--temperature",
+            options.temperature,
+            "several greedy answers are all the same",
+            "Set it above 0, for example to 1.",
+        )
 
 
 def chosen(sets: Mapping[str, tuple[Task, ...]], names: Sequence[str]) -> dict[str, tuple[Task, ...]]:

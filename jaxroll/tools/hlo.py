@@ -30,10 +30,24 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations)=\{?%?([\w.\-]+)")
-_FREE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
-    "while", "conditional", "call", "opt-barrier", "add-dependency",
-})  # fmt: skip
+_FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "iota",
+        "while",
+        "conditional",
+        "call",
+        "opt-barrier",
+        "add-dependency",
+    }
+)
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written into the first one
 _KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -256,8 +270,11 @@ class _Reading:
         """The bytes that a fusion writes to main memory: of an array that it updates in place, only the update."""
         if root.kind == "tuple":
             parts = _elements(shape)
-            return sum(self._written_bytes(inside[name], part, inside)
-                       for name, part in zip(root.operands, parts, strict=False) if name in inside)  # fmt: skip
+            return sum(
+                self._written_bytes(inside[name], part, inside)
+                for name, part in zip(root.operands, parts, strict=False)
+                if name in inside
+            )
         if root.kind == "bitcast" and root.operands[0] in inside:
             return self._written_bytes(inside[root.operands[0]], shape, inside)
         if root.kind == "parameter" or root.kind in _WIRE or root.kind == "get-tuple-element":
@@ -358,8 +375,15 @@ def _continues(name: str, operations: Mapping[str, Operation]) -> bool:
 def _combines(one: Operation) -> bool:
     """True if the computations that `one` names combine two scalars, as those of a reduction do."""
     return one.kind.removesuffix("-start") in (
-        "reduce", "reduce-window", "all-reduce", "reduce-scatter", "scatter", "sort", "map", "select-and-scatter",
-    )  # fmt: skip
+        "reduce",
+        "reduce-window",
+        "all-reduce",
+        "reduce-scatter",
+        "scatter",
+        "sort",
+        "map",
+        "select-and-scatter",
+    )
 
 
 def _group_size(rest: str) -> int:
@@ -395,10 +419,15 @@ def _convolution_flops(one: Operation, shapes: Sequence[str]) -> float:
         pads = window.get("pad", [])
         low = int(pads[axis].partition("_")[0]) if axis < len(pads) else 0
         total *= _pairs(
-            sizes[0][left.index(name)], sizes[1][right.index(name)], sizes[2][out.index(name)], low,
-            *(int(window[key][axis]) if axis < len(window.get(key, [])) else 1
-              for key in ("stride", "lhs_dilate", "rhs_dilate")),
-        )  # fmt: skip
+            sizes[0][left.index(name)],
+            sizes[1][right.index(name)],
+            sizes[2][out.index(name)],
+            low,
+            *(
+                int(window[key][axis]) if axis < len(window.get(key, [])) else 1
+                for key in ("stride", "lhs_dilate", "rhs_dilate")
+            ),
+        )
     return total
 
 
@@ -429,8 +458,11 @@ def _kernel_flops(one: Operation, shapes: Sequence[str], context_tokens: float) 
         return 4.0 * math.prod(arrays[0]) * context_tokens
     if len(arrays) < 2:
         return 0.0
-    products = 5 if "bwd" in one.name or "fused" in one.name else next(
-        (n for key, n in (("dkv", 4), ("dq", 3), ("fwd", 2)) if key in one.name), 2)  # fmt: skip
+    products = (
+        5
+        if "bwd" in one.name or "fused" in one.name
+        else next((n for key, n in (("dkv", 4), ("dq", 3), ("fwd", 2)) if key in one.name), 2)
+    )
     return 2.0 * products * math.prod(arrays[0]) * arrays[1][-2] / 2
 
 

@@ -208,8 +208,9 @@ def _row(role: Role, one: aot.Described, result: aot.Result, config: Config, chi
     unknown = pages / 2 if one.name.startswith("extend") else 1.0  # its loops are over the pages before the chunk
     work = hlo.statistics(result.text, unknown_trips=unknown, context_tokens=context_tokens(config))
     least = chips.times(chip, work.flops, work.memory_bytes, work.sent_bytes)
-    return Row(role.name, one.name, one.attention, result.cost, result.needed_bytes, work, least, result.cached,
-               result.refusal)  # fmt: skip
+    return Row(
+        role.name, one.name, one.attention, result.cost, result.needed_bytes, work, least, result.cached, result.refusal
+    )
 
 
 def context_tokens(config: Config) -> float:
@@ -230,9 +231,14 @@ def report(
     change = [refused(config, row) for row in rows if row.refusal] or changes(config, roles, memory, limits)
     speed = _speed(config, spec, topology, rows)
     if speed and speed["transfer_s"] > config.transfer.deadline_s:
-        change.append(Change("transfer.deadline_s", config.transfer.deadline_s,
-                             f"a transfer takes at least {speed['transfer_s']:.0f} s",
-                             f"Set it to {math.ceil(2 * speed['transfer_s'])} or more."))  # fmt: skip
+        change.append(
+            Change(
+                "transfer.deadline_s",
+                config.transfer.deadline_s,
+                f"a transfer takes at least {speed['transfer_s']:.0f} s",
+                f"Set it to {math.ceil(2 * speed['transfer_s'])} or more.",
+            )
+        )
     return {
         "config": config.run.name,
         "topology": topology.name,
@@ -380,8 +386,12 @@ def refused(config: Config, row: Row) -> Change:
     reason = f"the compiler refuses {row.role} {row.name}: {row.refusal}"
     if row.name == "decode":  # page tables in scalar memory
         size = aot.page_tokens(config)
-        return Change("sampler.page_tokens", config.sampler.page_tokens, reason,
-                      f"Set it to {2 * size} (now {size}), or use fewer sampler.slots.")  # fmt: skip
+        return Change(
+            "sampler.page_tokens",
+            config.sampler.page_tokens,
+            reason,
+            f"Set it to {2 * size} (now {size}), or use fewer sampler.slots.",
+        )
     key, value = ("learner.attention", config.learner.attention)
     if row.role == "sampler":
         key, value = "sampler.prefill_attention", config.sampler.prefill_attention
@@ -400,9 +410,12 @@ def _learner_change(config: Config, memory: Mapping[str, int], limit: float, nee
         rows = learner.micro_batch_rows
         more = math.lcm(rows, size * mesh.data * mesh.expert)
         also = f", and learner.micro_batch_rows to {more}" if more != rows else ""
-        return Change("learner.mesh.fsdp", mesh.fsdp,
-                      _why("learner", "parameters, optimizer, gradients and copies of them", held, needed, limit),
-                      f"Set it to {size}{also}, or train adapters (learner.lora_rank).")  # fmt: skip
+        return Change(
+            "learner.mesh.fsdp",
+            mesh.fsdp,
+            _why("learner", "parameters, optimizer, gradients and copies of them", held, needed, limit),
+            f"Set it to {size}{also}, or train adapters (learner.lora_rank).",
+        )
     why = _why("learner", "temporaries", memory["temporaries"], needed, limit)
     if learner.remat == "none":
         return Change("learner.remat", "none", why, "Set it to 'layer': layers are computed again, not stored.")
@@ -422,8 +435,12 @@ def _sampler_change(config: Config, memory: Mapping[str, int], limit: float, nee
     pages = engine.cache_pages or (engine.slots * longest + engine.mesh.shards * max(2 * engine.prefill_rows, 16))
     fitting = int(pages * free / pool) // engine.mesh.shards * engine.mesh.shards
     if fitting >= engine.mesh.shards * (longest + 1):
-        return Change("sampler.cache_pages", engine.cache_pages, _why("sampler", "KV pages", pool, needed, limit),
-                      f"Set it to {fitting} (now {pages}); requests that find no page wait.")  # fmt: skip
+        return Change(
+            "sampler.cache_pages",
+            engine.cache_pages,
+            _why("sampler", "KV pages", pool, needed, limit),
+            f"Set it to {fitting} (now {pages}); requests that find no page wait.",
+        )
     if weights > 0.5 * limit:
         size = 2 ** math.ceil(math.log2(engine.mesh.tensor * weights / (0.5 * limit)))
         reason = _why("sampler", "its parameters and those of the next version", weights, needed, limit)
@@ -457,8 +474,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     out += ["", f"{'program':<22}{'TFLOP':>9}{'GB read/written':>17}{'GB sent':>9}{'least ms':>10}  bound", ""]
     for row in found["programs"]:
         name = f"{row['role']} {row['name']}"
-        out.append(f"{name:<22}{row['flops'] / 1e12:9.2f}{row['memory_bytes'] / GB:17.2f}{row['sent_bytes'] / GB:9.2f}"
-                   f"{1e3 * row['least_s']:10.2f}  {row['bound']}")  # fmt: skip
+        out.append(
+            f"{name:<22}{row['flops'] / 1e12:9.2f}{row['memory_bytes'] / GB:17.2f}{row['sent_bytes'] / GB:9.2f}"
+            f"{1e3 * row['least_s']:10.2f}  {row['bound']}"
+        )
     if speed := found["speed"]:
         sent = f"{speed['transfer_bytes'] / GB:.1f} GB to {speed['transfer_receivers']}"
         out += [

@@ -24,9 +24,11 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     listening = http.listen(options.host, options.port, insecure=options.insecure)
     of_run = paths.run_file.exists()
     secret = protocol.load_secret(args.run_dir) if of_run else None
-    token_file = Path(options.token_file) if options.token_file else (
-        paths.http_token if of_run else http.user_token_file(paths.http_token.name)
-    )  # fmt: skip
+    token_file = (
+        Path(options.token_file)
+        if options.token_file
+        else (paths.http_token if of_run else http.user_token_file(paths.http_token.name))
+    )
     token = http.token(None if options.token_file else secret, token_file)
     longest = longest_prompt(config)
     context = longest + config.sampling.max_tokens if options.context is None else options.context
@@ -48,9 +50,8 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         updates = weight_updates.WeightUpdates(model.read, model.use, version, 2 * model.size_bytes)
         room = http_requests.Room(context, model.tokenizer)
         served = http_answers.Served(
-            name, proxy, room, version, engine.stats, engine.latencies.percentiles,
-            options.slots + options.queue,
-        )  # fmt: skip
+            name, proxy, room, version, engine.stats, engine.latencies.percentiles, options.slots + options.queue
+        )
         front = http_server.FrontEnd(served, token, weight_updates.routes(updates))
         serving = asyncio.ensure_future(http.serve(front.app, listening))
         print(f"weights: {model.source}")

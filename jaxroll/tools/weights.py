@@ -34,9 +34,16 @@ from jaxroll.text.tokenizers import CharTokenizer
 
 ORIGIN_FILE = "huggingface.json"  # the config.json that a folder was imported with
 TEXT_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 _DTYPES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 AS_STORED = "as-stored"
 NEWEST, BEST = "newest", "best"  # checkpoints of a run
@@ -201,12 +208,20 @@ def _chosen(path: Path, run: OfRun | None, which: str) -> Path:
 def _best(run: OfRun) -> Path:
     """The checkpoint that `learner.keep_best` keeps; ConfigError when the run keeps or has none."""
     if not (metric := run.config.learner.keep_best):
-        raise ConfigError("--checkpoint", BEST, "learner.keep_best is empty: no metric chooses a checkpoint",
-                          "Name a checkpoint, RUN/checkpoints/LINEAGE.STEP (`jaxroll checkpoints RUN`).")  # fmt: skip
+        raise ConfigError(
+            "--checkpoint",
+            BEST,
+            "learner.keep_best is empty: no metric chooses a checkpoint",
+            "Name a checkpoint, RUN/checkpoints/LINEAGE.STEP (`jaxroll checkpoints RUN`).",
+        )
     found = checkpoint_files.best_of(run.path, metric)
     if found is None:
-        raise ConfigError("--checkpoint", BEST, f"no checkpoint of {run.path} has a value of {metric} yet",
-                          "Wait for the first evaluation, or export the newest one.")  # fmt: skip
+        raise ConfigError(
+            "--checkpoint",
+            BEST,
+            f"no checkpoint of {run.path} has a value of {metric} yet",
+            "Wait for the first evaluation, or export the newest one.",
+        )
     return checkpoint_files.path_of(RunPaths(run.path).checkpoints, found[0])
 
 

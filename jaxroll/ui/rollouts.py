@@ -44,9 +44,13 @@ class Search:
 
 
 ORDERS: Mapping[str, str] = {
-    "newest": "g.id DESC", "oldest": "g.id", "reward": "reward DESC, g.id DESC", "low reward": "reward, g.id DESC",
-    "longest": "tokens DESC, g.id DESC", "most failures": "failures DESC, g.id DESC",
-}  # fmt: skip
+    "newest": "g.id DESC",
+    "oldest": "g.id",
+    "reward": "reward DESC, g.id DESC",
+    "low reward": "reward, g.id DESC",
+    "longest": "tokens DESC, g.id DESC",
+    "most failures": "failures DESC, g.id DESC",
+}
 _BY_REWARD = ("reward", "low reward", "longest")
 
 
@@ -81,9 +85,12 @@ def page(db: sqlite3.Connection, search: Search, decode: Decoder | None = None) 
         row["members"] = _summaries(db, row["id"])
     states = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     return (answers or {}) | {
-        "total": total, "offset": search.offset, "limit": limit, "groups": found,
+        "total": total,
+        "offset": search.offset,
+        "limit": limit,
+        "groups": found,
         "states": {trajectory.shown_state(state): count for state, count in states.items()},
-    }  # fmt: skip
+    }
 
 
 _OF_MEMBERS = (
@@ -193,8 +200,12 @@ def member_facts(db: sqlite3.Connection, group: int, member: int, decode: Decode
     found = db.execute("SELECT body FROM payloads WHERE group_id = ? AND member = ?", (group, member)).fetchone()
     outcome = None if found is None else wire.decode(found[0], Member).outcome
     if not isinstance(outcome, Finished):
-        raise ConfigError("member", member, "its tokens are not kept",
-                          "Raise store.keep_trajectories_mb to keep the tokens of more groups.")  # fmt: skip
+        raise ConfigError(
+            "member",
+            member,
+            "its tokens are not kept",
+            "Raise store.keep_trajectories_mb to keep the tokens of more groups.",
+        )
     steps = [run.version.step for run in outcome.versions for _ in range(min(run.count, MAX_TOKENS))]
     versions = [str(run.version) for run in outcome.versions for _ in range(min(run.count, MAX_TOKENS))]
     left, place, segments = MAX_TOKENS, 0, []
@@ -218,9 +229,14 @@ def member_facts(db: sqlite3.Connection, group: int, member: int, decode: Decode
         })  # fmt: skip
         place += int(sampled.sum())
     return {
-        "group": group, "member": member, "finish": outcome.finish, "reward": outcome.reward,
-        "reward_parts": outcome.reward_parts, "extracted": outcome.extracted, "segments": segments,
-    }  # fmt: skip
+        "group": group,
+        "member": member,
+        "finish": outcome.finish,
+        "reward": outcome.reward,
+        "reward_parts": outcome.reward_parts,
+        "extracted": outcome.extracted,
+        "segments": segments,
+    }
 
 
 def _at(values: list[Any], place: int) -> Any:

@@ -157,9 +157,13 @@ class Runs:
     def _entry(self, name: str, path: Path) -> Facts:
         about = record.about(path)
         return {
-            "name": name, "created": float(about.get("created") or 0.0), "simulated": bool(about.get("simulated")),
-            "steps": about["config"]["schedule"]["steps"], **self._tail(name, path), **self.state(path),
-        }  # fmt: skip
+            "name": name,
+            "created": float(about.get("created") or 0.0),
+            "simulated": bool(about.get("simulated")),
+            "steps": about["config"]["schedule"]["steps"],
+            **self._tail(name, path),
+            **self.state(path),
+        }
 
     def state(self, path: Path) -> Facts:
         """Steps that are trained, and `state`: finished, live or stopped."""

@@ -323,9 +323,14 @@ def lanes(content: Content, start: float | None, end: float | None, points: int)
             roles.setdefault(role, {})[what] = _short(shares)
     waits = {name: _short(shares) for name, spans in content.waits.items() if (shares := spans.shares(edges)).any()}
     return {
-        "from": low, "to": high, "all": span, "first_t": first, "roles": dict(sorted(roles.items(), key=_by_role)),
-        "waits": waits, "reasons": _reasons(content, edges),
-    }  # fmt: skip
+        "from": low,
+        "to": high,
+        "all": span,
+        "first_t": first,
+        "roles": dict(sorted(roles.items(), key=_by_role)),
+        "waits": waits,
+        "reasons": _reasons(content, edges),
+    }
 
 
 def _by_role(item: tuple[str, Any]) -> tuple[int, str]:

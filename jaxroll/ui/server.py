@@ -105,8 +105,11 @@ class Dashboard:
         path = request.url.path
         if path in ("/", "/login") or path in {f"/static/{name}" for name in OPEN_FILES} or self.is_admitted(request):
             return None
-        return _error(401, "log in first, or send `Authorization: Bearer TOKEN` with the token of the file that the "
-                      "server names at its start")  # fmt: skip
+        return _error(
+            401,
+            "log in first, or send `Authorization: Bearer TOKEN` with the token of the file that the "
+            "server names at its start",
+        )
 
     def _is_our_host(self, value: str) -> bool:
         """True if no other site can have this name: an address, localhost, or the name given with --host."""
@@ -131,8 +134,10 @@ class Dashboard:
         if kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), self._token):
             return True
         shown = request.cookies.get(self.cookie, "")
-        return any(hmac.compare_digest(shown.encode(), known.encode()) and end > time.monotonic()
-                   for known, end in self._sessions.items())  # fmt: skip
+        return any(
+            hmac.compare_digest(shown.encode(), known.encode()) and end > time.monotonic()
+            for known, end in self._sessions.items()
+        )
 
     async def _login(self, request: Request) -> Response:
         shown = await _body(request)
@@ -191,8 +196,14 @@ class Dashboard:
         def look(content: series.Content) -> dict[str, Any]:
             rows = {f"{role}/{kind}": row for (role, kind), row in content.latest.items() if kind in ("step", "store")}
             evals = [row for (_, kind), row in content.latest.items() if kind == "eval"]
-            return {"rows": content.rows, "names": series.names(content), "latest": rows, "eval": evals[:1],
-                    "last_t": content.last_t, "first_t": content.first_t}  # fmt: skip
+            return {
+                "rows": content.rows,
+                "names": series.names(content),
+                "latest": rows,
+                "eval": evals[:1],
+                "last_t": content.last_t,
+                "first_t": content.first_t,
+            }
 
         found, ready = self.runs.with_content(name, look)
         return {
@@ -269,12 +280,17 @@ class Dashboard:
     def _rollouts(self, request: Request) -> Any:
         query = request.query_params
         search = rollouts.Search(
-            text=query.get("text", "")[:500], answer=query.get("answer", "")[:500], state=query.get("state", ""),
+            text=query.get("text", "")[:500],
+            answer=query.get("answer", "")[:500],
+            state=query.get("state", ""),
             holder=query.get("holder", ""),
-            step=_whole(query, "step"), order=query.get("order", "newest"), offset=_whole(query, "offset") or 0,
-            reward_from=_number(query, "reward_from"), reward_to=_number(query, "reward_to"),
+            step=_whole(query, "step"),
+            order=query.get("order", "newest"),
+            offset=_whole(query, "offset") or 0,
+            reward_from=_number(query, "reward_from"),
+            reward_to=_number(query, "reward_to"),
             limit=_whole(query, "limit") or rollouts.PAGE,
-        )  # fmt: skip
+        )
         with self.runs.reading(self.runs.path(query.get("run", ""))) as db:
             if db is None:
                 return {"total": 0, "offset": 0, "limit": search.limit, "groups": [], "states": {}}

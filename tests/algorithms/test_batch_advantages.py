@@ -31,8 +31,9 @@ def member(*steps: tuple[str, float]) -> Member:
 
 EPISODES = st.lists(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=4),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(episodes=EPISODES, discount=st.sampled_from([1.0, 0.9, 0.5]))

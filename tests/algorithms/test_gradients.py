@@ -187,8 +187,9 @@ def test_topr_weights_good_answers_by_the_behaviour_policy_and_bad_ones_by_at_mo
     never harder than that.
     """
     w = worlds()
-    pi, b = (np.exp(everywhere(lambda w, name=name: logprobs(w, getattr(w, name)).sum(1)))
-             for name in ("theta", "behaviour"))  # fmt: skip
+    pi, b = (
+        np.exp(everywhere(lambda w, name=name: logprobs(w, getattr(w, name)).sum(1))) for name in ("theta", "behaviour")
+    )
     advantage = w.rewards - (pi * w.rewards).sum(1, keepdims=True)
     topr, token, none = (pushes(config) for config in (EVERY["topr"], TOPR_TOKEN, UNCORRECTED))
     want = np.where(advantage > 0, b, np.minimum(pi, b)) * advantage

@@ -87,9 +87,14 @@ def packed(made: list[dict[str, np.ndarray]], holes: bool = True) -> tuple[Token
         start = stop
     given = {key: np.asarray(row[key][None], np.float32) for key in STREAMS}
     return Tokens(
-        logprob=given["logp"], proximal=given["prox"], behaviour=given["beh"], reference=given["ref"],
-        advantage=given["adv"], mask=mask[None], segments=ids[None],
-    ), places  # fmt: skip
+        logprob=given["logp"],
+        proximal=given["prox"],
+        behaviour=given["beh"],
+        reference=given["ref"],
+        advantage=given["adv"],
+        mask=mask[None],
+        segments=ids[None],
+    ), places
 
 
 def losses(config: LearnerConfig, made) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

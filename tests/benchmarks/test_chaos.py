@@ -142,9 +142,12 @@ def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
     clock.write_bytes(struct.pack("d", 0.0))
     code = "import time; print(time.time(), flush=True); input(); print(time.time(), time.time_ns())"
     with subprocess.Popen(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(HOOKS), "CHAOS_CLOCK": str(clock)}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as child:  # fmt: skip
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(HOOKS), "CHAOS_CLOCK": str(clock)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
         assert child.stdout is not None
         before = float(child.stdout.readline())
         with clock.open("r+b") as file:
@@ -202,15 +205,27 @@ print(json.dumps(seen))
 @pytest.mark.timeout(120)
 def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")], env={"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     if "refused" in seen:
         pytest.skip(seen["refused"])
-    assert seen == {"full": "ENOSPC", "freed": None, "read_only": "EROFS", "writable": None, "cut": True,
-                    "healed": None, "descriptors": "EMFILE", "unlimited": None}  # fmt: skip
+    assert seen == {
+        "full": "ENOSPC",
+        "freed": None,
+        "read_only": "EROFS",
+        "writable": None,
+        "cut": True,
+        "healed": None,
+        "descriptors": "EMFILE",
+        "unlimited": None,
+    }
     assert not list((tmp_path / "disk").iterdir()), "what was written is outside the test's process"
 
 
@@ -234,8 +249,11 @@ def test_the_folder_is_kept_or_gone(tmp_path: Path, keep: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDED, str(folder), "keep" if keep else "remove"],
         env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert folder.exists() == keep
     assert [path.read_text() for path in folder.rglob("file")] == ["of the run"] * keep
@@ -248,9 +266,14 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
     words = ["--quick", "--seed=1", f"--folder={tmp_path / 'attack'}"]
     faults = "kill_sampler,kill_learner,kill_store,kill_scoring,clock_back,sigterm"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.faults.chaos", *words, f"--only={faults}"], stdin=subprocess.DEVNULL,
-        cwd=ROOT, capture_output=True, text=True, timeout=840, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "benchmarks.faults.chaos", *words, f"--only={faults}"],
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=840,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] >= 3 and set(result["by_kind"]) <= set(faults.split(","))

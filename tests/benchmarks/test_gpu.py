@@ -60,14 +60,16 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(
     sleeper = 'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
     hang = sleeper + 'write(points={"one": {"a": 1}}, child=child.pid)\ntime.sleep(600)\n'
     result = bench(
-        load("benchmarks.gpu.__main__"), monkeypatch, tmp_path,
+        load("benchmarks.gpu.__main__"),
+        monkeypatch,
+        tmp_path,
         hangs=(hang, 4.0),
         dies=('write(points={"one": {"a": 2}})\nprint("why", file=sys.stderr)\nos._exit(3)\n', 60.0),
         raised=('write(points={"one": {"error": "ValueError"}, "two": {"a": 4}})\n', 60.0),
         unequal=('write(points={"one": {"equal": False}})\n', 60.0),
         skips=('write(points={"one": {"skipped": "no torch"}})\n', 60.0),
         works=('write(points={"one": {"a": 3}})\n', 60.0),
-    )  # fmt: skip
+    )
     assert result["failed"] == ["hangs", "dies", "raised", "unequal"]
     assert [result[name]["points"]["one"].get("a") for name in ("hangs", "dies", "works")] == [1, 2, 3]
     assert "killed after 4 s" in result["hangs"]["error"] and "ended with 3" in result["dies"]["error"]
@@ -168,8 +170,16 @@ def test_a_weight_that_differs_by_one_bit_is_named(load: Any) -> None:
 
 def test_a_run_that_breaks_a_promise_has_failed(load: Any) -> None:
     runs = load("benchmarks.gpu.runs")
-    sound = {"conservation_residual": 0, "groups_trained_twice": 0, "restarts": 0, "compiles_after_warmup": 0,
-             "steps": 3, "steps_wanted": 3, "age_max": 1, "alpha": 1.0}  # fmt: skip
+    sound = {
+        "conservation_residual": 0,
+        "groups_trained_twice": 0,
+        "restarts": 0,
+        "compiles_after_warmup": 0,
+        "steps": 3,
+        "steps_wanted": 3,
+        "age_max": 1,
+        "alpha": 1.0,
+    }
     assert runs.broken(sound) == []
     wrong = [
         {"steps": 2},
@@ -233,9 +243,15 @@ def test_all_of_it_runs_in_small(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--platform=cpu", "--seconds=2300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [*words, f"--out={tmp_path / 'out.json'}"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=environment, cwd=ROOT, timeout=2350, check=False,
-    )  # fmt: skip
+        [*words, f"--out={tmp_path / 'out.json'}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=2350,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["failed"] == [] and json.loads((tmp_path / "out.json").read_text())["failed"] == []

@@ -45,8 +45,17 @@ def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) ->
 
     def run(rate: float, wait_s: float, decode_s: float, accuracy: list[float], step_s: float) -> dict[str, Any]:
         times = [step_s * (number + 1) for number in range(len(accuracy))]
-        return {"samples_per_s": rate, "wait_s": wait_s, "train_s": 0.1, "decode_s": decode_s, "age_mean": 1.0,
-                "age_max": 1, "decode_tokens_per_s": 7.0, "accuracy": accuracy, "accuracy_t": times}  # fmt: skip
+        return {
+            "samples_per_s": rate,
+            "wait_s": wait_s,
+            "train_s": 0.1,
+            "decode_s": decode_s,
+            "age_mean": 1.0,
+            "age_max": 1,
+            "decode_tokens_per_s": 7.0,
+            "accuracy": accuracy,
+            "accuracy_t": times,
+        }
 
     sync = [run(rate, 0.2, 0.15, [0.2, 0.4, 0.6], 10.0) for rate in (10.0, 12.0, 14.0)]
     ahead = [run(2 * rate, 0.1, 0.2, [0.2, 0.4, last], 5.0) for rate, last in ((10.0, 0.5), (12.0, 0.6), (14.0, 0.4))]
@@ -79,8 +88,16 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
         slots, together = workload.settings["sampler.slots"], workload.settings.get("placement.colocated", False)
         made.append((alpha, slots, together, threads, workload.steps, workload.evaluations, seed))
         rate = (slots == 32) + 1.0 if alpha else slots / 64 + threads + 0.5 * together
-        return {"samples_per_s": rate, "wait_s": 0.1, "train_s": 0.1, "decode_s": 0.1, "decode_tokens_per_s": 1.0,
-                "age_mean": alpha, "age_max": alpha, "accuracy": []}  # fmt: skip
+        return {
+            "samples_per_s": rate,
+            "wait_s": 0.1,
+            "train_s": 0.1,
+            "decode_s": 0.1,
+            "decode_tokens_per_s": 1.0,
+            "age_mean": alpha,
+            "age_max": alpha,
+            "accuracy": [],
+        }
 
     monkeypatch.setattr(synchrony, "trained", trained)
     choices = tuple({"sampler.slots": count} for count in (32, 64))
@@ -90,7 +107,9 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
     tried, raced = made[:8], made[8:]
     both = [(32, 1), (32, 2), (64, 1), (64, 2)]
     assert [one[:4] for one in tried[:6]] == [(0.0, slots, False, threads) for slots, threads in both] + [
-        (0.0, 32, True, 2), (0.0, 64, True, 2)]  # fmt: skip
+        (0.0, 32, True, 2),
+        (0.0, 64, True, 2),
+    ]
     assert [one[:4] for one in tried[6:]] == [(2.0, 32, False, 1), (2.0, 64, False, 1)]
     assert {one[4:] for one in tried} == {(60, 3, 100)}, "short ones, evaluated as often, of a seed of their own"
     assert {one[:4] for one in raced} == {(0.0, 64, True, 2), (1.0, 32, False, 1), (2.0, 32, False, 1)}
@@ -102,8 +121,15 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
 
 
 def store_row(window: int = 10, **lengths: list[int]) -> dict[str, Any]:
-    return {"kind": "store", "role": "store", "tokens_put": 900, "tokens_expired": {"surplus": 50}, "tokens_masked": 0,
-            "in_flight_window": window, "lengths": lengths}  # fmt: skip
+    return {
+        "kind": "store",
+        "role": "store",
+        "tokens_put": 900,
+        "tokens_expired": {"surplus": 50},
+        "tokens_masked": 0,
+        "in_flight_window": window,
+        "lengths": lengths,
+    }
 
 
 def test_what_is_dropped_is_waste_and_long_ones_are_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,8 +388,16 @@ def test_with_a_mechanism_and_without_it_a_run_differs_in_its_switch_alone(
 
 def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     races = importlib.import_module("benchmarks.schedules.runs")
-    step = {"kind": "step", "publish_s": 0.1, "samples": 4, "tokens_trained": 40, "wait_s": 0.5, "train_s": 0.4,
-            "age_max": 1, "t0": 0.0}  # fmt: skip
+    step = {
+        "kind": "step",
+        "publish_s": 0.1,
+        "samples": 4,
+        "tokens_trained": 40,
+        "wait_s": 0.5,
+        "train_s": 0.4,
+        "age_max": 1,
+        "t0": 0.0,
+    }
     steps = [step | {"step": number, "t1": number, "age_mean": number % 2} for number in range(1, 9)]
     stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_aborted_done": 0}
     decode = {"kind": "span", "what": "decode", "role": "sampler-0", "t0": 6.0, "t1": 7.0, "tokens": 9}

@@ -19,8 +19,15 @@ ALPHAS = ("0", "0.05", "0.1", "0.3", "0.5", "0.7", "1", "1.2", "1.9", "2.3")
 
 
 def configured(alpha: str, groups: int, buffer: int, publish_every: int = 1) -> Config:
-    schedule = replace(Config().schedule, alpha=float(alpha), groups_per_step=groups, buffer_groups=buffer,
-                       publish_every=publish_every, in_flight_window="full", rolling_updates=0)  # fmt: skip
+    schedule = replace(
+        Config().schedule,
+        alpha=float(alpha),
+        groups_per_step=groups,
+        buffer_groups=buffer,
+        publish_every=publish_every,
+        in_flight_window="full",
+        rolling_updates=0,
+    )
     return replace(Config(), schedule=schedule)
 
 

@@ -42,8 +42,12 @@ def test_a_jax_that_does_not_start_is_reported(tmp_path: Path) -> None:
 
 
 def test_tpu_chips_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
-    for name, vendor, device in (("0", "0x1ae0", "0x0063"), ("1", "0x1ae0", "0x0063"), ("2", "0x1ae0", "0x0042"),
-                                 ("3", "0x8086", "0x0063")):  # fmt: skip
+    for name, vendor, device in (
+        ("0", "0x1ae0", "0x0063"),
+        ("1", "0x1ae0", "0x0063"),
+        ("2", "0x1ae0", "0x0042"),
+        ("3", "0x8086", "0x0063"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "device").write_text(device + "\n")

@@ -53,9 +53,16 @@ def test_a_sampler_joins_by_the_address_in_a_folder_of_its_own(here: Path, asked
     (call, words) = asked
     assert call == ("h:7077", here / "mine") and run_dir.load_config(here / "mine") == CONFIG
     assert words[words.index("jaxroll") :] == [
-        "jaxroll", "sampler", f"--run={here / 'mine'}", "--store=h:7077", "--index=4", "--drain=2.5", "--host=me",
-        "--port=9", "--insecure",
-    ]  # fmt: skip
+        "jaxroll",
+        "sampler",
+        f"--run={here / 'mine'}",
+        "--store=h:7077",
+        "--index=4",
+        "--drain=2.5",
+        "--host=me",
+        "--port=9",
+        "--insecure",
+    ]
 
 
 def test_a_sampler_joins_by_the_folder_of_the_run(here: Path, asked: list[Any]) -> None:
@@ -70,10 +77,13 @@ def test_a_sampler_joins_by_the_folder_of_the_run(here: Path, asked: list[Any]) 
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ([f"--config={ROOT / 'configs/smoke.py'}", "--join=h:1"], "--config"), (["--join=.", "--run=mine"], "RUN"),
-        (["--join=h:1", "--store=h:2"], "--store"), (["--join=h:1", "--index=3"], "--index"), (["--join=."], "--join"),
+        ([f"--config={ROOT / 'configs/smoke.py'}", "--join=h:1"], "--config"),
+        (["--join=.", "--run=mine"], "RUN"),
+        (["--join=h:1", "--store=h:2"], "--store"),
+        (["--join=h:1", "--index=3"], "--index"),
+        (["--join=."], "--join"),
     ],
-)  # fmt: skip
+)
 def test_what_the_store_gives_is_refused(
     here: Path, asked: list[Any], capsys: pytest.CaptureFixture[str], words: list[str], key: str
 ) -> None:
@@ -96,9 +106,11 @@ def test_roles_that_others_reach_listen_on_the_name_of_the_host() -> None:
     specs = [ProcessSpec(role, role, ("python", role)) for role in roles]
     found = {spec.name: spec.argv[2:] for spec in program.reachable(specs, CONFIG, "h.example", insecure=True)}
     assert found == {
-        "store": ("--store=h.example:0", "--insecure"), "learner": ("--host=h.example", "--insecure"),
-        "sampler": ("--host=h.example", "--insecure"), "evaluator": (),
-    }  # fmt: skip
+        "store": ("--store=h.example:0", "--insecure"),
+        "learner": ("--host=h.example", "--insecure"),
+        "sampler": ("--host=h.example", "--insecure"),
+        "evaluator": (),
+    }
     assert not any("--insecure" in spec.argv for spec in program.reachable(specs, CONFIG, "h", insecure=False))
 
 

@@ -16,8 +16,18 @@ from jaxroll.control.live import Status
 from jaxroll.control.supervisor import ProcessView
 
 GOLDEN = Path(__file__).parent / "golden"
-STEP = {"kind": "step", "role": "learner", "step": 3, "t": 110.0, "t1": 109.5, "reward_mean": 0.625, "age_mean": 0.4,
-        "age_max": 1, "wait_s": 0.31, "train_s": 0.7}  # fmt: skip
+STEP = {
+    "kind": "step",
+    "role": "learner",
+    "step": 3,
+    "t": 110.0,
+    "t1": 109.5,
+    "reward_mean": 0.625,
+    "age_mean": 0.4,
+    "age_max": 1,
+    "wait_s": 0.31,
+    "train_s": 0.7,
+}
 ROWS = [
     {"kind": "stats", "role": "sampler-0", "tokens_per_s": 10000.0},
     {"kind": "stats", "role": "sampler-0", "tokens_per_s": 14000.0},
@@ -46,8 +56,15 @@ def folded(rows: list[dict]) -> Status:
 
 def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
     cells = folded(ROWS).steps[-1].cells(50)
-    assert cells == ("3/50", "0.625", "47.1 % @0", "20,000", "0.40 / 1", "1.25",
-                     "groups, 0.3 s; sampler-1 (has group 7)")  # fmt: skip
+    assert cells == (
+        "3/50",
+        "0.625",
+        "47.1 % @0",
+        "20,000",
+        "0.40 / 1",
+        "1.25",
+        "groups, 0.3 s; sampler-1 (has group 7)",
+    )
 
 
 def test_unknown_values_are_dashes() -> None:
@@ -190,9 +207,18 @@ def test_the_table_keeps_every_number_whole(width: int, tmp_path: Path, monkeypa
 def with_bottleneck(step: int) -> list[dict]:
     """Twenty steps of a learner that never waits."""
     return [
-        {**STEP, "step": n, "t": float(n), "t0": n - 1.0, "t1": float(n), "wait_s": 0.0, "train_s": 1.0,
-         "publish_s": 0.0} for n in range(1, step + 1)
-    ]  # fmt: skip
+        {
+            **STEP,
+            "step": n,
+            "t": float(n),
+            "t0": n - 1.0,
+            "t1": float(n),
+            "wait_s": 0.0,
+            "train_s": 1.0,
+            "publish_s": 0.0,
+        }
+        for n in range(1, step + 1)
+    ]
 
 
 def test_both_views_name_the_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

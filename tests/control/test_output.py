@@ -269,8 +269,14 @@ def test_an_outlet_keeps_the_error_of_a_full_disk() -> None:
 def shell(line: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     """Run a command line with `pipefail`, in which `$J` is jaxroll."""
     given = os.environ | {"J": f"{sys.executable} -m jaxroll", "PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, env=given, timeout=PATIENCE_S,
-                          cwd=ROOT, check=False)  # fmt: skip
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        env=given,
+        timeout=PATIENCE_S,
+        cwd=ROOT,
+        check=False,
+    )
 
 
 @pytest.mark.process

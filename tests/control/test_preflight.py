@@ -27,9 +27,16 @@ from jaxroll.models import families, hf_config
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
 HUGGING_FACE = {
-    "model_type": "qwen3", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "tie_word_embeddings": True,
+}
 
 # name: (files in the working folder, overrides, the key in the error, its value, words of the reason or remedy)
 Make = Callable[[Path], object]
@@ -78,8 +85,14 @@ def module(text: str) -> Make:
 
 GOOD = {"question": "1+1", "answer": "2"}
 JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
-GAME = ["task.source=game", "task.name=frozen_lake", "task.env=frozen_lake", "task.args={}",
-        "task.max_prompt_tokens=24", "task.max_episode_tokens=128"]  # fmt: skip
+GAME = [
+    "task.source=game",
+    "task.name=frozen_lake",
+    "task.env=frozen_lake",
+    "task.args={}",
+    "task.max_prompt_tokens=24",
+    "task.max_episode_tokens=128",
+]
 GYM = ["task.source=game", "task.name=gymnasium", "task.env=gymnasium"]
 HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
@@ -395,10 +408,13 @@ def test_the_commands_in_the_configs_are_accepted(name: str, line: str) -> None:
     _check_here(name, config)
 
 
-@pytest.mark.parametrize("module_text", [
-    "from jaxroll.algorithms import registry\n@registry.register('mine')\ndef f(learner): ...",
-    "from jaxroll.algorithms.registry import register\nfor name in ('mine', 'yours'): register(name)(print)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module_text",
+    [
+        "from jaxroll.algorithms import registry\n@registry.register('mine')\ndef f(learner): ...",
+        "from jaxroll.algorithms.registry import register\nfor name in ('mine', 'yours'): register(name)(print)",
+    ],
+)
 def test_an_algorithm_of_your_own_is_found_without_jax(module_text: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -438,8 +454,25 @@ def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
 
 # --- every refusal in the roles' packages happens before a role starts, or cannot
 
-ROOMS = ("rpc", "algorithms", "sharding", "text", "policy", "kernels", "models", "engine", "data", "rewards", "envs",
-         "rollout", "store", "learner", "transfer", "serving", "roles")  # fmt: skip
+ROOMS = (
+    "rpc",
+    "algorithms",
+    "sharding",
+    "text",
+    "policy",
+    "kernels",
+    "models",
+    "engine",
+    "data",
+    "rewards",
+    "envs",
+    "rollout",
+    "store",
+    "learner",
+    "transfer",
+    "serving",
+    "roles",
+)
 TYPED = "the schema or a bound refuses the value first"
 RULED = "a rule of config/rules.py is at least as strict"
 CODE = "only a programming mistake"
@@ -632,8 +665,12 @@ def test_what_the_rules_accept_the_limiter_and_the_engine_accept() -> None:
         for groups in (1, 3, 10, 30):
             for publish_every in (1, 2, 3):
                 for buffer in (0, 1, 5, 17, 33, 60, 90):
-                    words = [f"schedule.alpha={alpha}", f"schedule.groups_per_step={groups}",
-                             f"schedule.publish_every={publish_every}", f"schedule.buffer_groups={buffer}"]  # fmt: skip
+                    words = [
+                        f"schedule.alpha={alpha}",
+                        f"schedule.groups_per_step={groups}",
+                        f"schedule.publish_every={publish_every}",
+                        f"schedule.buffer_groups={buffer}",
+                    ]
                     try:
                         made = configs.load(SMOKE, words)
                     except ConfigError:

@@ -32,8 +32,14 @@ def test_program_is_the_golden_one(name: str) -> None:
 
 
 def _as_json(spec: program.ProcessSpec) -> dict:
-    return {"name": spec.name, "role": spec.role, "argv": spec.argv, "env": dict(spec.env), "after": spec.after,
-            "ready_file": str(spec.ready_file) if spec.ready_file else None}  # fmt: skip
+    return {
+        "name": spec.name,
+        "role": spec.role,
+        "argv": spec.argv,
+        "env": dict(spec.env),
+        "after": spec.after,
+        "ready_file": str(spec.ready_file) if spec.ready_file else None,
+    }
 
 
 def test_all_other_roles_wait_for_the_learner_to_fork() -> None:
@@ -118,7 +124,11 @@ def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh
         everything = [device for devices in seen.values() for device in devices]
         assert len(everything) == len(set(everything)) == 7
         assert {who: len(devices) for who, devices in seen.items()} == {
-            "learner": 2, "sampler-0": 2, "sampler-1": 2, "evaluator": 1}  # fmt: skip
+            "learner": 2,
+            "sampler-0": 2,
+            "sampler-1": 2,
+            "evaluator": 1,
+        }
 
 
 def test_tpu_rectangles_are_aligned_and_ports_differ() -> None:
@@ -189,9 +199,11 @@ def _grants_large_pages() -> bool:
     """True if malloc requests large pages here: glibc 2.35 or newer does if the kernel leaves it to programs."""
     mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     libc, version = platform.libc_ver()
-    return libc == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and (
-        mode.exists() and "[madvise]" in mode.read_text() and Path("/proc/self/smaps").exists()
-    )  # fmt: skip
+    return (
+        libc == "glibc"
+        and tuple(map(int, version.split("."))) >= (2, 35)
+        and (mode.exists() and "[madvise]" in mode.read_text() and Path("/proc/self/smaps").exists())
+    )
 
 
 @pytest.mark.skipif(not _grants_large_pages(), reason="malloc does not ask for large pages on this system")
@@ -217,9 +229,13 @@ print(found)
 """
     for given, expected in ((env, "True"), ({**env, "GLIBC_TUNABLES": ""}, "False")):
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **given}, capture_output=True, text=True, timeout=60,
+            [sys.executable, "-c", code],
+            env={**os.environ, **given},
+            capture_output=True,
+            text=True,
+            timeout=60,
             check=True,
-        )  # fmt: skip
+        )
         assert done.stdout.strip() == expected
     assert "GLIBC_TUNABLES" not in program.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
 

@@ -94,16 +94,24 @@ def bad_places(folder: Path) -> list[Path]:
     (folder / "file").write_text("")
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("nowhere/at/all")
-    return [folder / "file", folder / "file" / "below", folder / "loop", folder / "loop" / "x", folder / "dangling",
-            Path("/proc/nothing")]  # fmt: skip
+    return [
+        folder / "file",
+        folder / "file" / "below",
+        folder / "loop",
+        folder / "loop" / "x",
+        folder / "dangling",
+        Path("/proc/nothing"),
+    ]
 
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     for place in bad_places(tmp_path):
         before = sorted(tmp_path.rglob("*"))
-        for attempt in (lambda path: run_dir.create(path, Config(), []),
-                        lambda path: run_dir.create_unique(path, "run", Config(), []),
-                        run_dir.load):  # fmt: skip
+        for attempt in (
+            lambda path: run_dir.create(path, Config(), []),
+            lambda path: run_dir.create_unique(path, "run", Config(), []),
+            run_dir.load,
+        ):
             with pytest.raises(ConfigError, match=r"cannot be made|no run here|unreadable"):
                 attempt(place)
         assert sorted(tmp_path.rglob("*")) == before
@@ -125,9 +133,11 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run_dir.os, "replace", full)
-    for attempt in (lambda: run_dir.resume(path, ["schedule.steps=7"], lambda config: None),
-                    lambda: run_dir.note_devices(path, "learner", {"platform": "cpu"}),
-                    lambda: run_dir.create(tmp_path / "other", Config(), [])):  # fmt: skip
+    for attempt in (
+        lambda: run_dir.resume(path, ["schedule.steps=7"], lambda config: None),
+        lambda: run_dir.note_devices(path, "learner", {"platform": "cpu"}),
+        lambda: run_dir.create(tmp_path / "other", Config(), []),
+    ):
         with pytest.raises(ConfigError, match="No space left"):
             attempt()
     with pytest.raises(ConfigError, match="No space left"):
@@ -161,8 +171,14 @@ def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) 
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this process may not create a mount namespace")
     run_dir.create(tmp_path / "r", configs.load(SMOKE), [])
-    done = subprocess.run(["unshare", "-rm", sys.executable, "-c", READ_ONLY, str(tmp_path), str(SMOKE)], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", READ_ONLY, str(tmp_path), str(SMOKE)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert "Traceback" not in done.stderr and done.returncode == 0, done.stderr
     assert [line.split() for line in done.stdout.splitlines()] == [
         [command, "64"] for command in ("train", "store", "sft", "tls", "train", "demo", "learner")

@@ -25,8 +25,26 @@ from tests.harness.run_folder import LogMaker
 
 ROOT = Path(__file__).parents[2]
 SMOKE = f"--config={ROOT / 'configs' / 'smoke.py'}"
-REFUSED = ["sweep[lr=1e-4]", "a[b", "a]b", "a*b", "a**b", "a?b", "a\\b", "a\\", "a\nb", "a\tb", "a\x01b", "a\x7fb",
-           "gs:", "logs:/a", "\udcff", "x" * 256, "ü" * 128, "/".join(["x" * 100] * 5)]  # fmt: skip
+REFUSED = [
+    "sweep[lr=1e-4]",
+    "a[b",
+    "a]b",
+    "a*b",
+    "a**b",
+    "a?b",
+    "a\\b",
+    "a\\",
+    "a\nb",
+    "a\tb",
+    "a\x01b",
+    "a\x7fb",
+    "gs:",
+    "logs:/a",
+    "\udcff",
+    "x" * 256,
+    "ü" * 128,
+    "/".join(["x" * 100] * 5),
+]
 PRINTABLE = [character for character in string.printable if character.isprintable() and character not in "/*?[]\\"]
 WORKS = [
     *("a" + "b".join(PRINTABLE[start : start + 12]) + "c" for start in range(0, len(PRINTABLE), 12)),
@@ -81,10 +99,19 @@ def test_a_path_that_breaks_a_run_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [
-    *([role, SMOKE] for role in ("store", "learner", "sampler", "evaluator", "sft", "generate", "eval")),
-    ["train", "--resume"], ["store"], ["sft"], ["generate"], ["launch", "--target=gpu", SMOKE], ["tls"],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([role, SMOKE] for role in ("store", "learner", "sampler", "evaluator", "sft", "generate", "eval")),
+        ["train", "--resume"],
+        ["store"],
+        ["sft"],
+        ["generate"],
+        ["launch", "--target=gpu", SMOKE],
+        ["tls"],
+    ],
+    ids=" ".join,
+)
 def test_every_command_that_makes_or_runs_a_run_refuses_such_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
@@ -121,8 +148,14 @@ def test_where_the_locale_is_not_utf8_only_ascii_is_taken(tmp_path: Path) -> Non
         "run_dir.checked('/plain')\n"
         "try:\n    run_dir.checked('/\\u00fc')\nexcept ConfigError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
-                          env={**os.environ, "PYTHONUTF8": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
     assert "UTF-8 locale" in done.stdout
 
 

@@ -57,8 +57,11 @@ class Stage:
     ) -> None:
         """Start the supervisor; on its own `terminal` if one is given."""
         words = words or {}
-        common = {"store": [f"--ready={self.run_dir / 'store.addr'}"], "learner": [f"--until={self.learner_done}"],
-                  "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
+        common = {
+            "store": [f"--ready={self.run_dir / 'store.addr'}"],
+            "learner": [f"--until={self.learner_done}"],
+            "evaluator": [f"--until={self.evaluator_done}"],
+        }
         specs = []
         for name in NAMES:
             argv = [sys.executable, str(PROGRAMS / "dummy_role.py"), str(self.events), name]
@@ -74,9 +77,13 @@ class Stage:
             del env["TERM"]
         self.process = subprocess.Popen(
             [*on_terminal, sys.executable, str(PROGRAMS / "supervise.py"), str(self.run_dir), str(file)],
-            stdin=subprocess.DEVNULL if terminal is None else terminal, text=True, start_new_session=True, env=env,
-            stdout=subprocess.PIPE if terminal is None else terminal, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            text=True,
+            start_new_session=True,
+            env=env,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.STDOUT,
+        )
 
     def lines(self) -> list[list[str]]:
         return [line.split() for line in self.events.read_text().splitlines()] if self.events.exists() else []
@@ -436,8 +443,21 @@ def train_step(stage: Stage, step: int) -> None:
     """Append a metrics row as the learner does."""
     tracker = metrics.JsonlTracker(stage.run_dir / "metrics.jsonl")
     now = time.time()
-    tracker.log({"t": now, "role": "learner", "kind": "step", "step": step, "t0": now, "t1": now, "train_s": 0.1,
-                 "wait_s": 0.1, "publish_s": 0.1, "age_hist": {"0": 1}, "reward_mean": step / 1000})  # fmt: skip
+    tracker.log(
+        {
+            "t": now,
+            "role": "learner",
+            "kind": "step",
+            "step": step,
+            "t0": now,
+            "t1": now,
+            "train_s": 0.1,
+            "wait_s": 0.1,
+            "publish_s": 0.1,
+            "age_hist": {"0": 1},
+            "reward_mean": step / 1000,
+        }
+    )
     tracker.close()
 
 

@@ -52,9 +52,14 @@ def test_full_prompts_are_covered_too(name: str) -> None:
 
 # Their scorers read the first number, fraction or grid of an answer and nothing behind it.
 READ_A_PART = (
-    "fraction_simplification", "gsm_symbolic", "kakurasu", "knights_knaves", "survo", "time_intervals",
+    "fraction_simplification",
+    "gsm_symbolic",
+    "kakurasu",
+    "knights_knaves",
+    "survo",
+    "time_intervals",
     "tower_of_hanoi",
-)  # fmt: skip
+)
 SEVERAL_RIGHT = ("polynomial_equations", "puzzle24", "simple_integration", "intermediate_integration", *READ_A_PART)
 NO_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 WRONG = [

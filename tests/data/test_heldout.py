@@ -26,11 +26,16 @@ ARITHMETIC = dataclasses.replace(
     task=TaskConfig(
         name="basic_arithmetic",
         args={
-            "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+", "-"],
-            "allow_parentheses": False, "allow_negation": False,
+            "min_terms": 2,
+            "max_terms": 2,
+            "min_digits": 1,
+            "max_digits": 2,
+            "operators": ["+", "-"],
+            "allow_parentheses": False,
+            "allow_negation": False,
         },
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("config", [CONFIG, ARITHMETIC], ids=["spell_backward", "basic_arithmetic"])

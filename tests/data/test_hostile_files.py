@@ -47,7 +47,7 @@ ROWS = {
     "a number a line": b"1\n2\n",
     "Python's literals": b"{'question': 'a', 'answer': 'b'}",
     "control characters of a terminal": b'{"question": "a", "answer": "b", "\x1b[2J": 1}',
-}  # fmt: skip
+}
 
 
 def jsonl(path: Path) -> TaskConfig:
@@ -113,9 +113,17 @@ def _loop(path: Path) -> Path:
 
 
 OPENED: list[Callable[[Path], Any]] = [
-    _long_name, _no_such_user, _fifo, _loop, lambda path: path, lambda path: "/dev/zero", lambda path: "",
-    lambda path: f"{path}/a\0b", lambda path: f"{path}/\udcff", lambda path: path / "none",
-]  # fmt: skip
+    _long_name,
+    _no_such_user,
+    _fifo,
+    _loop,
+    lambda path: path,
+    lambda path: "/dev/zero",
+    lambda path: "",
+    lambda path: f"{path}/a\0b",
+    lambda path: f"{path}/\udcff",
+    lambda path: path / "none",
+]
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])

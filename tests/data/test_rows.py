@@ -26,9 +26,12 @@ import pyarrow.parquet
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": [SYSTEM, USER], "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7, "split": "train"},
-}  # fmt: skip
+    "data_source": "openai/gsm8k",
+    "prompt": [SYSTEM, USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7, "split": "train"},
+}
 SKYRL = {
     "data_source": "a",
     "prompt": [USER],
@@ -119,7 +122,7 @@ def test_named_columns_may_be_nested(tmp_path: Path, write: Any) -> None:
         ({"question": "a", "answer": "b", "tools": [1]}, ("tools", "schemas")),
         ({f"{i}\x1b[2J" * 40: 1 for i in range(99)}, ("79 more",)),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_or_ambiguous_layout_lists_the_columns(tmp_path: Path, row: dict, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         sources.open_source(jsonl(tmp_path / "rows", [row]))
@@ -158,8 +161,14 @@ def test_a_structured_ground_truth_is_json(tmp_path: Path) -> None:
 
 
 def test_columns_of_all_types_reach_the_reward_as_json(tmp_path: Path) -> None:
-    row = {"question": "a", "answer": "b", "when": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50"),
-           "blob": b"\0", "ids": [1, None]}  # fmt: skip
+    row = {
+        "question": "a",
+        "answer": "b",
+        "when": datetime.date(2026, 1, 2),
+        "price": decimal.Decimal("1.50"),
+        "blob": b"\0",
+        "ids": [1, None],
+    }
     item = sources.open_source(parquet(tmp_path / "a", [row])).item(0)
     plain = {"question": "a", "answer": "b", "when": "2026-01-02", "price": "1.50", "blob": "AA==", "ids": [1, None]}
     assert item.env_args["row"] == plain
@@ -232,8 +241,10 @@ def test_the_system_prompt_of_the_config_replaces_that_of_the_row(tmp_path: Path
 
 
 def test_the_same_question_in_another_layout_has_the_same_hash(tmp_path: Path) -> None:
-    found = {candidates(jsonl(tmp_path / name, [row] * 2)).at(0).task.question_hash
-             for name, row in {"a": VERL, "b": TRL, "c": {"question": "2+2", "answer": "4"}}.items()}  # fmt: skip
+    found = {
+        candidates(jsonl(tmp_path / name, [row] * 2)).at(0).task.question_hash
+        for name, row in {"a": VERL, "b": TRL, "c": {"question": "2+2", "answer": "4"}}.items()
+    }
     assert len(found) == 1
 
 

@@ -265,7 +265,14 @@ def test_commands_come_from_any_thread(bench, work):
     ],
 )
 def test_sizes_that_no_program_can_have_are_refused(spec, change, words):
-    sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0,
-             "page_tokens": 8}  # fmt: skip
+    sizes = {
+        "slots": 2,
+        "max_tokens": 32,
+        "prefill_rows": 1,
+        "prefill_buckets": (8,),
+        "decode_chunk": 2,
+        "seed": 0,
+        "page_tokens": 8,
+    }
     with pytest.raises(ConfigError, match=words):
         Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, EngineConfig(**(sizes | change)))

@@ -37,9 +37,17 @@ def weights(mesh: MeshConfig = ONE, seed: int = 0) -> params.Params:
 @functools.cache
 def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spec: ModelSpec = SPEC) -> Engine:
     config = EngineConfig(
-        slots=4, max_tokens=LENGTH, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=SEED, page_tokens=4,
-        cache_pages=cache_pages, experts=True, paged_attention=paged,
-    )  # fmt: skip
+        slots=4,
+        max_tokens=LENGTH,
+        prefill_rows=2,
+        prefill_buckets=(16,),
+        decode_chunk=4,
+        seed=SEED,
+        page_tokens=4,
+        cache_pages=cache_pages,
+        experts=True,
+        paged_attention=paged,
+    )
     made = Engine(spec, sharding.build(mesh), sharding.SAMPLER, config)
     made.warmup(None)
     return made
@@ -154,12 +162,16 @@ def test_mismatch_in_bfloat16_with_and_without_replay(capsys: pytest.CaptureFixt
     for seed in range(5):
         held = {name: value.astype(shapes[name].dtype) for name, value in weights(ONE, seed).items() if name in shapes}
         done = results(engine(ONE, "xla", 0, spec), wanted, held)
-        found.append([
-            max(mismatch(held, one, done[one.id], replay=replay, spec=spec)[0] for one in wanted)
-            for replay in (True, False)
-        ])  # fmt: skip
+        found.append(
+            [
+                max(mismatch(held, one, done[one.id], replay=replay, spec=spec)[0] for one in wanted)
+                for replay in (True, False)
+            ]
+        )
     with capsys.disabled():
-        print("\nlargest mismatch of log-probs in bfloat16, with and without replay, by seed: "
-              + ", ".join(f"{with_replay:.2f} and {without:.2f}" for with_replay, without in found))  # fmt: skip
+        print(
+            "\nlargest mismatch of log-probs in bfloat16, with and without replay, by seed: "
+            + ", ".join(f"{with_replay:.2f} and {without:.2f}" for with_replay, without in found)
+        )
     with_replay, without = np.array(found).T
     assert with_replay.max() < 0.25 and 2 * with_replay.mean() < without.mean()

@@ -47,8 +47,9 @@ def test_members_that_come_later_find_the_prompt_computed_and_draw_the_same_toke
         b.run([request])
     after = b.engine.stats()
     assert (after.prefill_rows - before.prefill_rows, after.prefill_tokens - before.prefill_tokens) == (
-        -(-length // 16), length
-    )  # fmt: skip
+        -(-length // 16),
+        length,
+    )
     assert after.prefix_hits - before.prefix_hits == 2
     for id, result in together.items():
         np.testing.assert_array_equal(result.completion.tokens, b.results[id].completion.tokens)

@@ -31,6 +31,7 @@ def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
     wanted = b.engine._device._programs.state
     agree = jax.tree.map(
         lambda a, w: a.sharding.is_equivalent_to(w.sharding, a.ndim) and a.dtype == w.dtype and a.shape == w.shape,
-        state, wanted,
-    )  # fmt: skip
+        state,
+        wanted,
+    )
     assert all(jax.tree.leaves(agree))

@@ -65,9 +65,11 @@ def test_each_way_equals_the_naive_reference(able, spec, seed, model, params, pa
 def test_each_way_changes_something(able):
     plain = {r.id: able().run([r])[r.id].completion for r in requests_of(SamplingParams(12))}
     for params in (
-        SamplingParams(12, min_p=0.3), SamplingParams(12, repetition_penalty=1.8), SamplingParams(12, seed=77),
+        SamplingParams(12, min_p=0.3),
+        SamplingParams(12, repetition_penalty=1.8),
+        SamplingParams(12, seed=77),
         SamplingParams(12, top_k=3, untruncated_logprobs=True),
-    ):  # fmt: skip
+    ):
         other = able().run(requests_of(params))
         assert any(plain[i].tokens.tolist() != other[i].completion.tokens.tolist() for i in plain), params
 

@@ -47,8 +47,11 @@ def test_counters_add_up(bench):
     b.engine.abort(102, keep=False)
     b.finish()
     after = b.engine.stats()
-    change = {f.name: getattr(after, f.name) - getattr(before, f.name) for f in dataclasses.fields(after)
-              if isinstance(getattr(after, f.name), int)}  # fmt: skip
+    change = {
+        f.name: getattr(after, f.name) - getattr(before, f.name)
+        for f in dataclasses.fields(after)
+        if isinstance(getattr(after, f.name), int)
+    }
     assert (change["started"], change["finished"], change["aborted"]) == (23, 22, 1)
     firsts = change["started"]
     assert change["tokens_decoded"] == change["slot_steps_busy"] + firsts
@@ -131,9 +134,13 @@ def test_warm_up_reports_its_programs(bench, model):
     lines: list[str] = []
     bench().engine.warmup(model(), lines.append)
     assert [line.split(",")[0] for line in lines if line.startswith("compiled")] == [
-        "compiled prefill of 8 tokens", "compiled prefill of 16 tokens", "compiled extend of 8 tokens",
-        "compiled extend of 16 tokens", "compiled decode of 4 slots", "compiled insert",
-    ]  # fmt: skip
+        "compiled prefill of 8 tokens",
+        "compiled prefill of 16 tokens",
+        "compiled extend of 8 tokens",
+        "compiled extend of 16 tokens",
+        "compiled decode of 4 slots",
+        "compiled insert",
+    ]
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(data=2, tensor=2)], ids=str)

@@ -177,9 +177,10 @@ def test_calls_are_checked_against_their_schema() -> None:
     from jaxroll.envs.adapters import tool_calls
 
     schema = {
-        "type": "object", "required": ["city"],
+        "type": "object",
+        "required": ["city"],
         "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
-    }  # fmt: skip
+    }
     weather = tool_calls.Tool("weather", "", schema, lambda city, days=1: [city, days])
 
     def reply(text: str) -> Any:
@@ -189,9 +190,12 @@ def test_calls_are_checked_against_their_schema() -> None:
 
     assert reply(tool_calls.call_text("weather", {"city": "Rome", "days": 2})) == ('["Rome", 2]', True)
     for arguments, words in [
-        ({}, "city is missing"), ({"city": 3}, "of type string"), ({"city": "Bonn"}, "one of"),
-        ({"city": "Rome", "days": True}, "of type integer"), ({"city": "Rome", "x": 1}, "does not have"),
-    ]:  # fmt: skip
+        ({}, "city is missing"),
+        ({"city": 3}, "of type string"),
+        ({"city": "Bonn"}, "one of"),
+        ({"city": "Rome", "days": True}, "of type integer"),
+        ({"city": "Rome", "x": 1}, "does not have"),
+    ]:
         text, ran = reply(tool_calls.call_text("weather", arguments))
         assert words in text and not ran
     for body in ("", "[]", "{", '{"name": 1}', '{"name": "weather", "arguments": []}', "[" * 10_000, "9" * 30_000):

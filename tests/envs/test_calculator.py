@@ -50,27 +50,61 @@ def test_any_text_has_a_value_or_is_malformed(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "1+", "+", "(1", "1)", "1 2", "2**3", "1/0", "1//2", "9" * 129, "(" * 60, "1.", ".5", "1e3", "0x1", "١",
-     "__import__('os')", "a", "1,000", "1/(2-2)"],
-)  # fmt: skip
+    [
+        "",
+        " ",
+        "1+",
+        "+",
+        "(1",
+        "1)",
+        "1 2",
+        "2**3",
+        "1/0",
+        "1//2",
+        "9" * 129,
+        "(" * 60,
+        "1.",
+        ".5",
+        "1e3",
+        "0x1",
+        "١",
+        "__import__('os')",
+        "a",
+        "1,000",
+        "1/(2-2)",
+    ],
+)
 def test_a_malformed_expression_is_an_error(text: str) -> None:
     assert calculator.tool_reply(text) == ("error", False)
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(Fraction(84), "84"), (Fraction(-3), "-3"), (Fraction(1, 2), "0.5"), (Fraction(-1, 3), "-0.333333"),
-     (Fraction(1, 3 * 10**9), "0"), (Fraction(10**30), "1" + "0" * 30), (Fraction(12345, 100), "123.45")],
-)  # fmt: skip
+    [
+        (Fraction(84), "84"),
+        (Fraction(-3), "-3"),
+        (Fraction(1, 2), "0.5"),
+        (Fraction(-1, 3), "-0.333333"),
+        (Fraction(1, 3 * 10**9), "0"),
+        (Fraction(10**30), "1" + "0" * 30),
+        (Fraction(12345, 100), "123.45"),
+    ],
+)
 def test_numbers_as_text(value: Fraction, text: str) -> None:
     assert calculator.shown(value) == text
 
 
 @pytest.mark.parametrize(
     ("answer", "expression"),
-    [("<calc>12*7</calc>", "12*7"), ("so <calc> 1 </calc> and <calc>2</calc>", " 1 "), ("12", None), ("<calc>1", None),
-     ("<calc></calc>", ""), ("</calc>1<calc>", None)],
-)  # fmt: skip
+    [
+        ("<calc>12*7</calc>", "12*7"),
+        ("so <calc> 1 </calc> and <calc>2</calc>", " 1 "),
+        ("12", None),
+        ("<calc>1", None),
+        ("<calc></calc>", ""),
+        ("</calc>1<calc>", None),
+    ],
+)
 def test_a_call_is_the_text_between_its_marks(answer: str, expression: str | None) -> None:
     assert calculator.first_call(answer) == expression
 

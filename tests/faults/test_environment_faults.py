@@ -42,8 +42,12 @@ def test_14_and_15_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not
     misused.mkdir()
     (misused / "precious").write_text("precious")
     monkeypatch.setenv(envs.MISDEED_VARIABLE, str(misused))
-    changes = {"task__env": "tests.harness.envs.faulty:misfortune", "learner__micro_batch_rows": 2,
-               "store__data_retries": DATA_RETRIES, "store__infra_retries": INFRA_RETRIES}  # fmt: skip
+    changes = {
+        "task__env": "tests.harness.envs.faulty:misfortune",
+        "learner__micro_batch_rows": 2,
+        "store__data_retries": DATA_RETRIES,
+        "store__infra_retries": INFRA_RETRIES,
+    }
     with World(tmp_path / "run", **changes, schedule__alpha=1, schedule__steps=4) as run:
         salts = salts_of_leases(run)
         run.learner()

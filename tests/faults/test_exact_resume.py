@@ -27,8 +27,14 @@ OF_A_STEP = ("loss", "grad_norm", "entropy", "logits_std", "tokens_computed", "r
 
 def world(folder: Path, **changes: object) -> World:
     """A run of `STEPS` steps whose members may be as old as the run."""
-    return World(folder, schedule__alpha=STEPS, schedule__steps=STEPS, learner__checkpoint_every=CHECKPOINT_EVERY,
-                 learner__micro_batch_rows=2, **changes)  # fmt: skip
+    return World(
+        folder,
+        schedule__alpha=STEPS,
+        schedule__steps=STEPS,
+        learner__checkpoint_every=CHECKPOINT_EVERY,
+        learner__micro_batch_rows=2,
+        **changes,
+    )
 
 
 @pytest.fixture(scope="module")

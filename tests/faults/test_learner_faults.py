@@ -84,9 +84,7 @@ def sampling(run: World, up_to: int = 10**9) -> ScriptedSampler:
 
 def refused_lease(run: World, version: Version) -> str:
     """The store's reason to refuse a lease to a sampler with the weights of `version`."""
-    store = BlockingStore(
-        run.tap.address, role="sampler", name="sampler-9", config_digest=configs.digest(run.config)
-    )  # fmt: skip
+    store = BlockingStore(run.tap.address, role="sampler", name="sampler-9", config_digest=configs.digest(run.config))
     with contextlib.closing(store), pytest.raises(NoCredit) as refusal:
         store.lease(version, 4)
     return str(refusal.value)

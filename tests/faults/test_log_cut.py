@@ -24,8 +24,14 @@ from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, acknowledged, judge, lost_puts
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-SHAPE = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",
-         "store.lease_s=5", "store.rpc_deadline_s=3")  # fmt: skip
+SHAPE = (
+    "schedule.groups_per_step=3",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=100000",
+    "store.lease_s=5",
+    "store.rpc_deadline_s=3",
+)
 KILOBYTE: dict[str, Any] = {"tokens_low": 100, "tokens_high": 110}
 SMALL_BYTES = 50_000  # a put touches some seven pages of 4 KB
 _HEADER, _FRAME_HEADER = 32, 24  # bytes, in SQLite's WAL

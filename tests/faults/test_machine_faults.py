@@ -17,8 +17,14 @@ from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, judge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",
-         "store.lease_s=5", "store.rpc_deadline_s=3")  # fmt: skip
+SMALL = (
+    "schedule.groups_per_step=3",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=100000",
+    "store.lease_s=5",
+    "store.rpc_deadline_s=3",
+)
 
 
 def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(

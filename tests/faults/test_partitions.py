@@ -77,9 +77,13 @@ def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_delays_no_role(t
     with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
         started(run, proxy, "evaluator", tmp_path / "cut")
         evaluator = BlockingStore(
-            tmp_path / "cut" / "store.addr", role="evaluator", name="evaluator", patience_s=3.0, call_s=1.0,
+            tmp_path / "cut" / "store.addr",
+            role="evaluator",
+            name="evaluator",
+            patience_s=3.0,
+            call_s=1.0,
             config_digest=run.digest,
-        )  # fmt: skip
+        )
         try:
             assert evaluator.published(None, 1.0) is not None
             proxy.partition(direction)
@@ -104,8 +108,14 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
     tmp_path: Path, note: Callable[[Row], None], direction: str
 ) -> None:
     """Only the weights are cut off, with real roles: the sampler leases, renews and puts as before."""
-    small = {"learner__micro_batch_rows": 2, "task__env": "tests.harness.envs.faulty:coin", "transfer__deadline_s": 3,
-             "store__lease_s": 4, "store__rpc_deadline_s": 3, "store__stall_s": STALL_S}  # fmt: skip
+    small = {
+        "learner__micro_batch_rows": 2,
+        "task__env": "tests.harness.envs.faulty:coin",
+        "transfer__deadline_s": 3,
+        "store__lease_s": 4,
+        "store__rpc_deadline_s": 3,
+        "store__stall_s": STALL_S,
+    }
     shape = {"schedule__alpha": ALPHA, "schedule__steps": STEPS}
     with (
         World(tmp_path / "run", **small, **shape) as run,

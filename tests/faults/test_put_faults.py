@@ -21,8 +21,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 COPIES = 1000
 CALLS = protocol.CALLS_PER_CONNECTION - 4  # leaves room for other calls on the connection
 CALL_S = 20.0
-SMALL = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4",
-         "store.lease_s=60", "store.rpc_deadline_s=20")  # fmt: skip
+SMALL = (
+    "schedule.groups_per_step=2",
+    "schedule.group_size=2",
+    "schedule.alpha=1",
+    "schedule.steps=4",
+    "store.lease_s=60",
+    "store.rpc_deadline_s=20",
+)
 
 
 def member(key: Key, *runs: tuple[Version, int]) -> Member:

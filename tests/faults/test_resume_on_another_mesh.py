@@ -28,8 +28,13 @@ from tests.harness.cluster.scripted_groups import ScriptedSampler
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 STEPS, CHECKPOINT_EVERY = 10, 2
-RULES = {"schedule__alpha": STEPS, "schedule__steps": STEPS, "learner__checkpoint_every": CHECKPOINT_EVERY,
-         "learner__micro_batch_rows": 4, "learner__mesh__fsdp": 2}  # fmt: skip
+RULES = {
+    "schedule__alpha": STEPS,
+    "schedule__steps": STEPS,
+    "learner__checkpoint_every": CHECKPOINT_EVERY,
+    "learner__micro_batch_rows": 4,
+    "learner__mesh__fsdp": 2,
+}
 OTHER_MESHES = {
     "tensor 2": ("learner.mesh.fsdp=1", "learner.mesh.tensor=2"),
     "data 4": ("learner.mesh.fsdp=1", "learner.mesh.data=4"),

@@ -20,8 +20,13 @@ STEPS = 6
 def test_every_third_prompt_is_rejected_and_replaced_in_a_synchronous_run(
     tmp_path: Path, note: Callable[[Row], None]
 ) -> None:
-    shape = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=0", f"schedule.steps={STEPS}",
-             "schedule.filter=min_std")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=2",
+        "schedule.group_size=2",
+        "schedule.alpha=0",
+        f"schedule.steps={STEPS}",
+        "schedule.filter=min_std",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         run.learner()
         run.sampler(dull_every=3)
@@ -34,8 +39,10 @@ def test_every_third_prompt_is_rejected_and_replaced_in_a_synchronous_run(
         rejected = run.query("SELECT prompt_index, state, reason FROM groups WHERE claim_step IS NULL ORDER BY id")
         assert {(state, reason) for _, state, reason in rejected} == {("EXPIRED", "filtered: rewards too alike")}
         assert [index for index, _, _ in rejected] == [index for index in range(trained[-1][0]) if index % 3 == 0]
-        judged = run.query("SELECT members, reward_sum, trained FROM questions JOIN groups USING (question_hash)"
-                           " WHERE prompt_index = 3")  # fmt: skip
+        judged = run.query(
+            "SELECT members, reward_sum, trained FROM questions JOIN groups USING (question_hash)"
+            " WHERE prompt_index = 3"
+        )
         assert judged == [(2, 2.0, 0)]
         note(judge(run, "filtered groups", len(rejected), went_on_from=0))
         with closing(sqlite3.connect(run.run_dir / "store.db")) as db:
@@ -43,8 +50,14 @@ def test_every_third_prompt_is_rejected_and_replaced_in_a_synchronous_run(
 
 
 def test_a_task_that_teaches_nothing_ends_the_run_and_says_so(tmp_path: Path) -> None:
-    shape = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=0", "schedule.steps=6",
-             "schedule.filter=pass_rate", "schedule.filter_limit=2")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=2",
+        "schedule.group_size=2",
+        "schedule.alpha=0",
+        "schedule.steps=6",
+        "schedule.filter=pass_rate",
+        "schedule.filter_limit=2",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         learner, sampler = run.learner(), run.sampler(dull_every=1)
         run.until(lambda: not (learner.alive or sampler.alive), "the end of both")
@@ -61,8 +74,14 @@ def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
 ) -> None:
     """Member 1 of every group takes a minute; one member of three is redundant. Leases last a minute too: an abort
     that came only with their renewal, every twenty seconds, would free no slot in time."""
-    shape = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=0", f"schedule.steps={STEPS}",
-             "schedule.redundant_members=1", "store.lease_s=60")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=2",
+        "schedule.group_size=2",
+        "schedule.alpha=0",
+        f"schedule.steps={STEPS}",
+        "schedule.redundant_members=1",
+        "store.lease_s=60",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         run.learner()
         sampler = run.sampler(slots=6, slow_member=1, slow_factor=3000, work_s=0.02)
@@ -87,8 +106,13 @@ def test_no_sampler_takes_everything_while_another_is_idle(
     tmp_path: Path, note: Callable[[Row], None], replicate: str
 ) -> None:
     """Each of two samplers could hold a whole step. The first may get all of the first step, but of no other."""
-    shape = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=0", f"schedule.steps={STEPS}",
-             f"schedule.group_placement={replicate}")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=4",
+        "schedule.group_size=4",
+        "schedule.alpha=0",
+        f"schedule.steps={STEPS}",
+        f"schedule.group_placement={replicate}",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         run.allow(0)
         run.learner(step_s=1.0)
@@ -97,8 +121,10 @@ def test_no_sampler_takes_everything_while_another_is_idle(
         run.until(lambda: all(map(turned_away, both)), "two samplers with free slots")
         run.allow(STEPS)
         run.finish()
-        held = run.query("SELECT claim_step, group_id, holder, COUNT(*) FROM members JOIN groups ON id = group_id"
-                         " WHERE claim_step > 0 GROUP BY claim_step, group_id, holder")  # fmt: skip
+        held = run.query(
+            "SELECT claim_step, group_id, holder, COUNT(*) FROM members JOIN groups ON id = group_id"
+            " WHERE claim_step > 0 GROUP BY claim_step, group_id, holder"
+        )
         steps = {step: [row for row in held if row[0] == step] for step in range(1, STEPS)}
         shared = [step for step, rows in steps.items() if len({holder for _, _, holder, _ in rows}) == 2]
         assert len(shared) >= STEPS - 2, f"steps {shared} of {list(steps)} were shared"

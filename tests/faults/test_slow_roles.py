@@ -20,8 +20,14 @@ MEMBER_BYTES = 9 * MEMBER_TOKENS + 1000  # int32, uint8, float32, and the fields
 @pytest.mark.parametrize("steps", [16, pytest.param(200, marks=pytest.mark.soak)])
 def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Callable[[Row], None], steps: int) -> None:
     """Memory and disk stay within the size of window and checkpoints, and samplers get no answer but `wait`."""
-    shape = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=2", f"schedule.steps={2 * steps}",
-             "store.rpc_deadline_s=5", "store.keep_trajectories_mb=0")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=3",
+        "schedule.group_size=4",
+        "schedule.alpha=2",
+        f"schedule.steps={2 * steps}",
+        "store.rpc_deadline_s=5",
+        "store.keep_trajectories_mb=0",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         run.allow(steps)
         quick = run.learner("learner-quick", step_s=0.02, checkpoint_every=2)
@@ -59,8 +65,9 @@ def test_13_one_member_a_hundred_times_slower(tmp_path: Path, note: Callable[[Ro
              "store.rpc_deadline_s=2")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
         run.learner()
-        sampler = run.sampler(slots=24, work_s=0.02, slow_member=2, slow_every=4,
-                              slow_factor=1000 if policy == "shrink" else 100)  # fmt: skip
+        sampler = run.sampler(
+            slots=24, work_s=0.02, slow_member=2, slow_every=4, slow_factor=1000 if policy == "shrink" else 100
+        )
         run.finish(120)
         trained = run.query("SELECT id, size, reason FROM groups WHERE claim_step IS NOT NULL ORDER BY id")
         assert [group for group, _, _ in trained] == list(range(24)), "a group was skipped"
@@ -68,8 +75,9 @@ def test_13_one_member_a_hundred_times_slower(tmp_path: Path, note: Callable[[Ro
         others = {(size, reason) for group, size, reason in trained if group % 4}
         assert others == {(4, "")}
         assert set(slow) == ({(3, "straggler")} if policy == "shrink" else {(4, "")})
-        claimed = {group: len(members) for row in run.learned() if row["kind"] == "claim"
-                   for group, members in row["groups"]}  # fmt: skip
+        claimed = {
+            group: len(members) for row in run.learned() if row["kind"] == "claim" for group, members in row["groups"]
+        }
         assert {claimed[group] for group in range(0, 24, 4)} == ({3} if policy == "shrink" else {4})
         late = {row["answer"] for row in sampler.said("put") if row["key"][1] == 2 and row["key"][0] % 4 == 0}
         assert late <= ({"SURPLUS"} if policy == "shrink" else {"OK"})

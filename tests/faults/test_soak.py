@@ -17,8 +17,14 @@ from tests.harness.cluster.criteria import Row, judge, replays
 from tests.harness.cluster.scripted_store import StoreOrders
 
 SOAK_S = float(os.environ.get("JAXROLL_SOAK_S", "600"))
-SHAPE = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",
-         "store.lease_s=6", "store.rpc_deadline_s=4")  # fmt: skip
+SHAPE = (
+    "schedule.groups_per_step=4",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=100000",
+    "store.lease_s=6",
+    "store.rpc_deadline_s=4",
+)
 BUDGET_BYTES = 16 * 2**20  # for old records, and for ended trajectories: reached within the test
 QUESTIONS = 1000  # in the dataset; the store remembers each one's difficulty, so all must occur by minute two
 REFERENCE = (0.05, 0.25)  # shares of the test: one store process runs from here to there, through minute two of ten

@@ -18,8 +18,14 @@ from tests.harness.cluster.criteria import Row, judge, replays
 from tests.harness.cluster.scripted_store import StoreOrders
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",
-         "store.lease_s=5", "store.rpc_deadline_s=3")  # fmt: skip
+SMALL = (
+    "schedule.groups_per_step=3",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=100000",
+    "store.lease_s=5",
+    "store.rpc_deadline_s=3",
+)
 
 
 def kill_the_store(run: Cluster, kills: int, seed: int) -> None:

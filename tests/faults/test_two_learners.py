@@ -11,8 +11,14 @@ from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, judge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=20",
-         "store.lease_s=5", "store.rpc_deadline_s=3")  # fmt: skip
+SMALL = (
+    "schedule.groups_per_step=3",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=20",
+    "store.lease_s=5",
+    "store.rpc_deadline_s=3",
+)
 
 
 def test_19_a_second_learner_fences_the_first(tmp_path: Path, note: Callable[[Row], None]) -> None:

@@ -31,13 +31,25 @@ import numpy as np
 
 ROWS, LENGTH, NEW_TOKENS, VOCAB = 2, 24, 8, 72
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
 _LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 # The class's name, and the arguments of its config.

@@ -92,9 +92,14 @@ def model(variant: str) -> transformers.PreTrainedModel:
     torch.manual_seed(7)
     made_config, made_model = CLASSES.get(variant, DENSE)
     config = made_config(
-        **SIZES, **VARIANTS[variant], max_position_embeddings=128, initializer_range=0.3, eos_token_id=2,
-        pad_token_id=0, attn_implementation="eager",
-    )  # fmt: skip
+        **SIZES,
+        **VARIANTS[variant],
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        eos_token_id=2,
+        pad_token_id=0,
+        attn_implementation="eager",
+    )
     made = made_model(config).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -109,9 +114,11 @@ def write_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - 8, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=VOCAB - 8,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["the cat sat on the mat", "Spell this word backward: sun"] * 10, trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE

@@ -109,11 +109,15 @@ class Browser:
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Set the size of the window in CSS pixels, and the preferred colours; narrow windows are those of a phone."""
         self.width = width
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-                  mobile=width < 600)  # fmt: skip
-        self.call("Emulation.setEmulatedMedia", features=[
-            {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
-        ])  # fmt: skip
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[
+                {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
+            ],
+        )
 
     def picture(self, path: Path, *, full: bool = True) -> None:
         """Write a PNG of the page."""
@@ -142,8 +146,13 @@ def opened() -> Iterator[Browser]:
                  "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
         # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *words]
-        process = subprocess.Popen(shell, pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        process = subprocess.Popen(
+            shell,
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         try:

@@ -22,5 +22,14 @@ def sample_of(mask, reward, costs=0.0) -> Sample:
     mask = np.array(mask, bool)
     zeros = np.zeros(len(mask))
     turns = (Turn(1, len(mask), b"", reward),)
-    return Sample(zeros.astype(np.int32), mask, zeros.astype(np.float32), zeros.astype(np.int32), int(mask.sum()),
-                  True, reward, turns, costs=costs)  # fmt: skip
+    return Sample(
+        zeros.astype(np.int32),
+        mask,
+        zeros.astype(np.float32),
+        zeros.astype(np.int32),
+        int(mask.sum()),
+        True,
+        reward,
+        turns,
+        costs=costs,
+    )

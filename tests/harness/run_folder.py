@@ -180,10 +180,20 @@ def _sampler_rows(rng: random.Random, group_ids: Sequence[int], t0: float, t1: f
     ]
     members = [[g, m, rng.uniform(t0, (t0 + t1) / 2), t1, TOKENS] for g in group_ids for m in range(MEMBERS)]
     rows.append({"t": t1, "role": "sampler-0", "kind": "members", "rows": members})
-    rows.append({
-        "t": t1, "role": "sampler-0", "kind": "stats", "tokens_per_s": rng.gauss(21_000, 1500), "version": f"0.{step}",
-        "slot_steps_busy": 95, "slot_steps_total": 100, "slot_occupancy": 0.95, "queue_depth": 32, "compiles": 0,
-    })  # fmt: skip
+    rows.append(
+        {
+            "t": t1,
+            "role": "sampler-0",
+            "kind": "stats",
+            "tokens_per_s": rng.gauss(21_000, 1500),
+            "version": f"0.{step}",
+            "slot_steps_busy": 95,
+            "slot_steps_total": 100,
+            "slot_occupancy": 0.95,
+            "queue_depth": 32,
+            "compiles": 0,
+        }
+    )
     return rows
 
 
@@ -196,9 +206,19 @@ def _eval_row(rng: random.Random, step: int, t: float, hostile: str) -> dict:
         text = (word[::-1] if ok else word[::-1][:-2] + word[0] * 2) + hostile
         examples.append({"prompt": f"{word}{hostile}", "answer": word[::-1], "text": text, "ok": ok})
     return {
-        "t": t, "t0": t - 2.5, "t1": t, "role": "evaluator", "kind": "eval", "step": step, "lineage": 0,
-        "accuracy": correct.count("1") / 512, "n": 512, "correct": correct, "examples": examples, "seconds": 2.5,
-    }  # fmt: skip
+        "t": t,
+        "t0": t - 2.5,
+        "t1": t,
+        "role": "evaluator",
+        "kind": "eval",
+        "step": step,
+        "lineage": 0,
+        "accuracy": correct.count("1") / 512,
+        "n": 512,
+        "correct": correct,
+        "examples": examples,
+        "seconds": 2.5,
+    }
 
 
 REQUIRED = frozenset({

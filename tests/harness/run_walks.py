@@ -54,16 +54,18 @@ NEVER_S = 3600.0
 
 def config() -> Config:
     """A synchronous run of one group per step."""
-    return configs.parse({
-        "model": {"size": "nano"},
-        "sft": {"steps": 0},
-        "task": {"heldout_items": 4},
-        "sampling": {"max_tokens": 64},
-        "schedule": {"alpha": 0.0, "steps": STEPS, "groups_per_step": 1, "group_size": 2},
-        "sampler": {"slots": 2, "prefill_rows": 1, "prefill_buckets": [16], "scoring_workers": 1},
-        "learner": {"micro_batch_rows": 1, "row_tokens": 128},
-        "evaluator": {"every": 0},
-    })  # fmt: skip
+    return configs.parse(
+        {
+            "model": {"size": "nano"},
+            "sft": {"steps": 0},
+            "task": {"heldout_items": 4},
+            "sampling": {"max_tokens": 64},
+            "schedule": {"alpha": 0.0, "steps": STEPS, "groups_per_step": 1, "group_size": 2},
+            "sampler": {"slots": 2, "prefill_rows": 1, "prefill_buckets": [16], "scoring_workers": 1},
+            "learner": {"micro_batch_rows": 1, "row_tokens": 128},
+            "evaluator": {"every": 0},
+        }
+    )
 
 
 class Walks:
@@ -156,9 +158,14 @@ def role_walks(run_dir: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]
 def _engine(args: RoleArgs) -> build.Inference:
     spec = sampler.role_spec(args)
     return build.inference(
-        args.config, "sampler", spec.mesh, slots=spec.slots, weight_swap=spec.weight_swap, token="",
+        args.config,
+        "sampler",
+        spec.mesh,
+        slots=spec.slots,
+        weight_swap=spec.weight_swap,
+        token="",
         progress=Progress(spec.role, lambda row: None),
-    )  # fmt: skip
+    )
 
 
 async def _play(
@@ -208,9 +215,15 @@ async def _train(args: RoleArgs, trainer: Trainer, transport: MarkedTransport) -
     checkpoints: Any = MemoryCheckpoints()
     with learner._publisher(args) as publisher:  # type: ignore[attr-defined]
         session = learner.LearnerSession(
-            args, client, checkpoints, publisher, lambda: trainer, stop=threading.Event(), on_device=in_place,
+            args,
+            client,
+            checkpoints,
+            publisher,
+            lambda: trainer,
+            stop=threading.Event(),
+            on_device=in_place,
             on_thread=asyncio.to_thread,
-        )  # fmt: skip
+        )
         try:
             return await session.run()
         finally:

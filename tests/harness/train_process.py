@@ -56,9 +56,13 @@ class Train:
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxroll", "train", f"--run={run_dir}", *words, *overrides],
-                stdin=subprocess.DEVNULL, stdout=stdout or out, stderr=out, cwd=ROOT, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout or out,
+                stderr=out,
+                cwd=ROOT,
+                start_new_session=True,
                 env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ROLE_FLAGS},
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Train:
         return self

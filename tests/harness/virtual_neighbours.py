@@ -169,9 +169,15 @@ class _MemoryActor(ActorLoops):
         for name, server in self._at.servers.items():
             transport = MemoryTransport(self._at.network, server, self.session.role)
             clients[name] = client = RawClient(
-                service.SERVICE, transport, role="actor", name=self.session.role, token=None, patience_s=0.0,
-                max_message_bytes=2**20, config_digest=digest(self.config),
-            )  # fmt: skip
+                service.SERVICE,
+                transport,
+                role="actor",
+                name=self.session.role,
+                token=None,
+                patience_s=0.0,
+                max_message_bytes=2**20,
+                config_digest=digest(self.config),
+            )
             client.run_id = self.store.welcome.run_id
         return clients
 

@@ -82,7 +82,7 @@ def test_a_kernel_of_another_platform_is_refused(use, named, platform):
         ("paged", 64, 256, "pallas"),
         ("paged", 64, 257, "xla"),
     ],
-)  # fmt: skip
+)
 def test_a_window_that_cuts_no_row_leaves_the_choice_as_it_is(use, tokens, longest, name):
     where = dataclasses.replace(site(WINDOWS, platform="gpu", tokens=tokens), longest=longest)
     assert choose(use, "auto", where).name == name

@@ -20,8 +20,15 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler-0=vm-b", "--on=evaluator=vm-c"]
 ACTORS_ON = [f"--on={role}" for role in ("store=vm-a", "learner=vm-a", "sampler=vm-b", "evaluator=vm-b", "actor=vm-c")]
-SLICE = ["--config.placement.learner_hosts=2", "--config.learner.mesh.fsdp=8", "--insecure", "--run=/shared/x",
-         "--on=store=vm-a", "--on=sampler=vm-a", "--on=evaluator=vm-c"]  # fmt: skip
+SLICE = [
+    "--config.placement.learner_hosts=2",
+    "--config.learner.mesh.fsdp=8",
+    "--insecure",
+    "--run=/shared/x",
+    "--on=store=vm-a",
+    "--on=sampler=vm-a",
+    "--on=evaluator=vm-c",
+]
 ACTORS_ON += ["--devices-per-host=3"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
@@ -144,8 +151,15 @@ def test_the_qwen3_configs_fit_tpus_and_gpus(name: str, where: dict[str, Any]) -
 
 
 def test_ssh_lines_are_quoted_so_that_a_shell_restores_the_arguments(tmp_path: Path) -> None:
-    target = Target("gpu", "my configs/c.py", overrides=("run.name=x",), hosts={"sampler": "box"}, workdir="/my dir",
-                    devices_per_host=2, insecure=True)  # fmt: skip
+    target = Target(
+        "gpu",
+        "my configs/c.py",
+        overrides=("run.name=x",),
+        hosts={"sampler": "box"},
+        workdir="/my dir",
+        devices_per_host=2,
+        insecure=True,
+    )
     lines = launchers.text(CONFIG, target, dry_run=False).splitlines()
     assert len(lines) == 4
     (remote,) = (line for line in lines if line.startswith("ssh "))

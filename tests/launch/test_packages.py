@@ -62,8 +62,11 @@ def test_a_dockerfile_is_what_the_script_writes(kind: str) -> None:
 def test_a_dockerfile_installs_the_pins_of_the_constraints(kind: str, accelerator: set[str]) -> None:
     text = (DOCKER / f"{kind}.Dockerfile").read_text()
     installed = dict(re.findall(r"^  (\S+)==(\S+)", text, re.MULTILINE))
-    pinned = {each.name: str(each.specifier)[2:] for each in requirements("constraints.txt")
-              if "< '3.12'" not in str(each).replace('"', "'")}  # fmt: skip
+    pinned = {
+        each.name: str(each.specifier)[2:]
+        for each in requirements("constraints.txt")
+        if "< '3.12'" not in str(each).replace('"', "'")
+    }
     assert installed == {name: pinned[name] for name in installed}
     assert text.count("==") == len(installed) > 60 and accelerator <= set(installed)
     assert not [name for name in installed if name.endswith("-cu12")]

@@ -386,8 +386,9 @@ def test_killed_while_writing_what_was_durable_is_whole(folder, durable):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = TrainState(
         {f"layer.{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=here) for i in range(8)},
-        (), jax.ShapeDtypeStruct((), jnp.int32, sharding=here),
-    )  # fmt: skip
+        (),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=here),
+    )
     for version in checkpoints.versions():
         state, position = checkpoints.restore(version, shapes)
         assert position == version.step == int(state.step)

@@ -71,8 +71,9 @@ def test_no_array_of_all_tokens_and_the_vocabulary_is_in_the_program(programs, n
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
 def test_parts_change_neither_gradients_nor_statistics(programs, tokens):
-    whole, parts = (gradients(programs(mb, mesh, tokens=tokens))
-                    for mb, mesh in ((WHOLE_MB, MeshConfig()), (WHOLE_MB / 64, CUBE)))  # fmt: skip
+    whole, parts = (
+        gradients(programs(mb, mesh, tokens=tokens)) for mb, mesh in ((WHOLE_MB, MeshConfig()), (WHOLE_MB / 64, CUBE))
+    )
     for name, want in whole.items():
         scale = max(1e-6, float(np.abs(want).max()))
         np.testing.assert_allclose(parts[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)

@@ -116,6 +116,8 @@ def test_gradients_of_36_layers_compile_in_at_most_twice_the_time_of_4(programs,
     few, many = compile_s(4), compile_s(36)
     apply = [sum(compile_s(layers, program) for program in ("divide", "apply")) for layers in (4, 36)]
     with capsys.disabled():
-        print(f"\ngradients of layers in a loop: 4 layers {few:.2f} s, 36 layers {many:.2f} s; "
-              f"optimizer step: {apply[0]:.2f} s and {apply[1]:.2f} s")  # fmt: skip
+        print(
+            f"\ngradients of layers in a loop: 4 layers {few:.2f} s, 36 layers {many:.2f} s; "
+            f"optimizer step: {apply[0]:.2f} s and {apply[1]:.2f} s"
+        )
     assert many <= 2 * few

@@ -26,10 +26,16 @@ def sample(prompt: np.ndarray, answer: int, number: int) -> Sample:
     mask = np.arange(T) >= len(prompt)
     own = np.where(mask, number + np.arange(T) / 1000, 0.0).astype(np.float32)
     return Sample(
-        tokens=np.concatenate([prompt, 1000 + 20 * number + np.arange(answer)]).astype(np.int32), mask=mask,
-        behaviour=own, ages=np.where(mask, number, 0).astype(np.int32), sampled_tokens=answer, fresh=True,
-        reward=0.0, advantage=own * 2, weight=number + 1.0,
-    )  # fmt: skip
+        tokens=np.concatenate([prompt, 1000 + 20 * number + np.arange(answer)]).astype(np.int32),
+        mask=mask,
+        behaviour=own,
+        ages=np.where(mask, number, 0).astype(np.int32),
+        sampled_tokens=answer,
+        fresh=True,
+        reward=0.0,
+        advantage=own * 2,
+        weight=number + 1.0,
+    )
 
 
 # Groups: the tokens of a prompt (some too long to be shared), and of each of its answers.
@@ -70,9 +76,15 @@ def assert_stands_there(batch, place, of: Sample) -> None:
     first, last = ((t - ROWS.prompt_tokens) // ROWS.tokens for t in (place.start, place.start + place.length - 1))
     assert first == last >= 0
     for name, value in {
-        "tokens": of.tokens, "mask": of.mask, "behaviour": of.behaviour, "ages": of.ages, "fresh": of.mask,
-        "advantage": of.advantage, "weight": np.where(of.mask, of.weight, 0), "positions": np.arange(len(of.tokens)),
-    }.items():  # fmt: skip
+        "tokens": of.tokens,
+        "mask": of.mask,
+        "behaviour": of.behaviour,
+        "ages": of.ages,
+        "fresh": of.mask,
+        "advantage": of.advantage,
+        "weight": np.where(of.mask, of.weight, 0),
+        "positions": np.arange(len(of.tokens)),
+    }.items():
         assert np.array_equal(batch.streams[name][at], np.asarray(value)[place.skipped :]), name
     (number,) = set(batch.streams["prompt_ids"][at].tolist())
     prompt = (batch.streams["segment_ids"][place.row] == number) & (number > 0)
@@ -137,8 +149,10 @@ def test_attention_is_that_of_each_sample_by_itself(seed, window):
     samples = samples_of(wanted)
     (batch,) = minibatch.pack(samples, ROWS, (8,))
     width = {"q": (4, 8), "k": (2, 8), "v": (2, 8)}
-    given = [{name: rng.normal(size=(len(s.tokens), *shape)).astype(np.float32) for name, shape in width.items()}
-             for s in samples]  # fmt: skip
+    given = [
+        {name: rng.normal(size=(len(s.tokens), *shape)).astype(np.float32) for name, shape in width.items()}
+        for s in samples
+    ]
     for family in minibatch.prompt_groups(samples, ROWS):  # what is the same token has the same numbers
         for index in family.samples[1:]:
             for name in width:

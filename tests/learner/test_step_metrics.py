@@ -63,9 +63,11 @@ def mixed_claim(trainer, claim: Claim) -> tuple[Claim, Figures]:
             behaviour = (own + 0.4 * (1 + ages) * chance.normal(size=n)).astype(np.float32)
             runs = tuple(VersionRun(Version(0, claim.step - int(age)), 1) for age in ages)
             outcome = msgspec.structs.replace(
-                member.outcome, reward=reward, versions=runs,
+                member.outcome,
+                reward=reward,
+                versions=runs,
                 segments=(question, msgspec.structs.replace(answer, logprobs=behaviour)),
-            )  # fmt: skip
+            )
             members.append(msgspec.structs.replace(member, outcome=outcome))
             tokens += [(a, reward, not equal, b, o) for a, b, o in zip(ages, behaviour, own, strict=True)]
         groups.append(msgspec.structs.replace(group, members=tuple(members)))

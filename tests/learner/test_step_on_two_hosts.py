@@ -59,9 +59,12 @@ def started(folder: Path, index: int, processes: int, address: str) -> subproces
     """One process, with its share of four devices."""
     flags = f"--xla_force_host_platform_device_count={4 // processes} --xla_cpu_collective_timeout_seconds=200"
     environment = os.environ | {
-        "PYTHONPATH": str(_SCRIPT.parents[3]), "XLA_FLAGS": f"{flags} {FAST_COMPILATION}",
-        "JAX_PLATFORMS": "cpu", "NPROC": "1", lifeline.PARENT_ENV: str(os.getpid()),
-    }  # fmt: skip
+        "PYTHONPATH": str(_SCRIPT.parents[3]),
+        "XLA_FLAGS": f"{flags} {FAST_COMPILATION}",
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "1",
+        lifeline.PARENT_ENV: str(os.getpid()),
+    }
     log = (folder / f"{processes}-{index}.log").open("w")
     words = [sys.executable, str(_SCRIPT), str(folder), str(index), str(processes), address]
     return subprocess.Popen(words, env=environment, stdout=log, stderr=log)

@@ -206,8 +206,11 @@ def own_logprobs(trainer, claim):
     params = trainer.state.params
     other = type(trainer)(
         replace(trainer.config, learner=replace(trainer.config.learner, minibatches=2)),
-        trainer.spec, trainer.layout.mesh, trainer.layout.rules, key=jax.random.key(0),
-    )  # fmt: skip
+        trainer.spec,
+        trainer.layout.mesh,
+        trainer.layout.rules,
+        key=jax.random.key(0),
+    )
     for batch in packing.pack(samples, 64, trainer.buckets):
         values = np.asarray(other.programs.logprobs(params, other.programs.placed(batch.streams)))
         for place in batch.placements:

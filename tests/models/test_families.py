@@ -125,9 +125,13 @@ def test_options_of_a_config_are_read() -> None:
     assert (hf_config.from_huggingface(llama).head_dim, hf_config.from_huggingface(llama).kv_heads) == (64, 16)
     # The whole text_config of google/gemma-3-4b-it: all other keys have the defaults of transformers.
     text = {
-        "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
-    }  # fmt: skip
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
     named = dataclasses.replace(families.spec("gemma3_4b"), name="gemma3_text")
     assert hf_config.from_huggingface({"model_type": "gemma3", "text_config": text, "vision_config": {}}) == named
 

@@ -74,12 +74,14 @@ HEADERS = {
     "an unknown dtype": file_of(header(w=entry(dtype="F8_E4M3"))),
     "a dtype of 10**6 letters": file_of(header(w=entry(dtype="F" * 10**6))),
     "a list as dtype": file_of(header(w=entry(dtype=["F32"]))),
-    "a key twice": file_of('{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
-                           '"w": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "a key twice": file_of(
+        '{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        '"w": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
     "an entry that is null": file_of('{"w": null}'),
     "a key too many": file_of('{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "code": "x"}}'),
     "no shape": file_of('{"w": {"dtype": "F32", "data_offsets": [0, 8]}}'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
@@ -224,7 +226,7 @@ CONFIGS = {
     "a model_type as a list": _config(model_type=["qwen3"]),
     "10**5 unknown keys and no sizes": json.dumps({f"k{i}": i for i in range(10**5)}),
     "17 MB": json.dumps({"a": "b" * (17 << 20)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("content", CONFIGS.values(), ids=CONFIGS)
@@ -253,7 +255,7 @@ SPECS = {
     "a name that is not a string": _spec(name=[1]),
     "nested": NESTED,
     "a list": "[1]",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("content", SPECS.values(), ids=SPECS)

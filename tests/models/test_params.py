@@ -49,8 +49,10 @@ def test_an_engine_holds_them_in_the_dtype_that_they_are_cast_to_anyway(dtype):
     places, segments = jnp.tile(jnp.arange(6, dtype=jnp.int32), (2, 1)), jnp.ones((2, 6), jnp.int32)
     # One operation after the other: in one program XLA may leave out a rounding to bfloat16 that is undone at once.
     with jax.disable_jit():
-        scores = [transformer.logits(spec, each, transformer.forward(spec, each, tokens, places, segments))
-                  for each in (values, cast)]  # fmt: skip
+        scores = [
+            transformer.logits(spec, each, transformer.forward(spec, each, tokens, places, segments))
+            for each in (values, cast)
+        ]
         np.testing.assert_array_equal(*scores)
 
 

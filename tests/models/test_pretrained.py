@@ -75,8 +75,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
     """Every parameter, also of experts, in both kinds of folder; numpy reports what it allocates to tracemalloc."""
-    big = dataclasses.replace(SPEC, family="qwen3_moe", vocab_size=4096, width=128, hidden=512, experts=8,
-                              experts_per_token=2)  # fmt: skip
+    big = dataclasses.replace(
+        SPEC, family="qwen3_moe", vocab_size=4096, width=128, hidden=512, experts=8, experts_per_token=2
+    )
     rng = np.random.default_rng(0)
     values = {name: rng.normal(size=at.shape).astype(np.float32) for name, at in params.abstract(big).items()}
     for folder in (ours := tmp_path / "ours", theirs := tmp_path / "theirs"):

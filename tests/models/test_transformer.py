@@ -135,8 +135,9 @@ def test_chunks_of_a_prompt_equal_forward(variant):
     for start, width in ((0, 4), (4, 5), (9, 7)):
         starts = np.full(3, start, np.int32)
         lengths = np.minimum(ends - start, width)
-        logits, held = extend(spec, values, held, tokens[:, start : start + width],
-                              transformer.Pages(zeros, tables, starts), lengths)  # fmt: skip
+        logits, held = extend(
+            spec, values, held, tokens[:, start : start + width], transformer.Pages(zeros, tables, starts), lengths
+        )
         np.testing.assert_allclose(logits, expected[np.arange(3), start + lengths - 1], atol=1e-4)
 
 

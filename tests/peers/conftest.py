@@ -43,9 +43,14 @@ def peer() -> Callable[..., dict[str, Any]]:
 def _finished(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; kill its process group at the deadline."""
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment, start_new_session=True,
-    ) as process:  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
         try:
             out, err = process.communicate(timeout=_DEADLINE_S)
         except BaseException:

@@ -54,8 +54,9 @@ def test_adapters_that_peft_saves_give_the_same_logits_here(tmp_path: Path, peer
     """Experts are left out, because PEFT saves their adapters in a format of its own (the test below)."""
     chosen = ATTENTION if "moe" in variant else ATTENTION | MLP
     tokens = base_of(tmp_path, variant)
-    report = peer("trl", "peft_adapters.py", "write", *map(str, (tmp_path / "base", tmp_path / "adapters")),
-                  *chosen.values())  # fmt: skip
+    report = peer(
+        "trl", "peft_adapters.py", "write", *map(str, (tmp_path / "base", tmp_path / "adapters")), *chosen.values()
+    )
     spec = golden(variant)[0]
     assert report == {"peft": "0.21.0", "adapted": spec.layers * len(chosen)}
     learner = dataclasses.replace(LEARNER, lora_path=str(tmp_path / "adapters"), lora_targets=tuple(chosen))

@@ -118,8 +118,10 @@ def test_the_client_of_the_page_trains(server: tuple[str, str], tmp_path: Path) 
     ids = 'model.get_tokenizer().encode("The capital of France is Paris")'
     assert ids in block.text and '"Qwen3-0.6B"' in block.text
     program = tmp_path / "page.py"
-    program.write_text(block.text.replace(ids, "[1, 5, 6, 7, 8, 3, 9]").replace('"Qwen3-0.6B"', '"spell"')
-                       + "print(len(answer.sequences[0].tokens))\n")  # fmt: skip
+    program.write_text(
+        block.text.replace(ids, "[1, 5, 6, 7, 8, 3, 9]").replace('"Qwen3-0.6B"', '"spell"')
+        + "print(len(answer.sequences[0].tokens))\n"
+    )
     env = {**os.environ, "TINKER_BASE_URL": server[0], "TINKER_API_KEY": server[1]}
     done = subprocess.run([PYTHON, program], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and 1 <= int(done.stdout.split()[-1]) <= 8, done.stderr[-2000:]

@@ -43,7 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", **SEQUENCE},
     ),
     "corrected": (
-        {"aggregation": "token_mean", "correction_cap": 1.1}, {"loss_type": "bnpo", "_cap": 1.1},
+        {"aggregation": "token_mean", "correction_cap": 1.1},
+        {"loss_type": "bnpo", "_cap": 1.1},
     ),
     "cispo": (
         {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.1, "correction": "auto", "correction_cap": 0.0},
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"aggregation": "token_mean", "kl_coef": 0.3, "kl_estimator": "k2", "reference": "init"},
         {"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": True},
     ),
-}  # fmt: skip
+}
 STALE, FRESH = ("corrected",), ("kl k3", "kl k2")  # the others: π_b is π_prox, but not π_θ
 
 
@@ -99,11 +100,16 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
         along = lambda values: np.concatenate([np.zeros(len(prompt)), values[drawn]]).astype(np.float32)  # noqa: B023, E731
         samples.append(
             Sample(
-                np.concatenate([prompt, answer]).astype(np.int32), mask,
+                np.concatenate([prompt, answer]).astype(np.int32),
+                mask,
                 np.where(mask, along(logps[row] + given["behaviour"][row]), np.float32(0)),
-                np.zeros(len(mask), np.int32), int(mask.sum()), True, 0.0, advantage=float(given["advantages"][row]),
+                np.zeros(len(mask), np.int32),
+                int(mask.sum()),
+                True,
+                0.0,
+                advantage=float(given["advantages"][row]),
             )
-        )  # fmt: skip
+        )
         streams[PROXIMAL].append(along(logps[row] + given["old"][row]))
         streams[REFERENCE].append(along(logps[row] + given["reference"][row]))
     algorithm = registry.build(config.learner)
@@ -117,9 +123,12 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
 
     def of_logprobs(logprobs: jax.Array) -> jax.Array:
         tokens = step.Tokens(
-            logprobs, placed[PROXIMAL], placed["behaviour"], placed[REFERENCE],
+            logprobs,
+            placed[PROXIMAL],
+            placed["behaviour"],
+            placed[REFERENCE],
             *(placed[name] for name in ("advantage", "mask", "segment_ids", "ages")),
-        )  # fmt: skip
+        )
         return jax.numpy.sum(jax.numpy.where(placed["mask"], placed["weight"] * made.token_loss(tokens).loss, 0.0))
 
     by_sample = packing.gathered([batch], [np.asarray(jax.grad(of_logprobs)(ours_logps))], N)

@@ -16,8 +16,12 @@ from tests.harness.train_process import START_S, Train, assert_sound
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 ACTORS = ("actor-0", "actor-1")
-WORDS = ("--config.sft.steps=0", "--config.evaluator.every=0", "--config.supervisor.backoff_s=0.1",
-         f"--config.placement.actors={len(ACTORS)}")  # fmt: skip
+WORDS = (
+    "--config.sft.steps=0",
+    "--config.evaluator.every=0",
+    "--config.supervisor.backoff_s=0.1",
+    f"--config.placement.actors={len(ACTORS)}",
+)
 SETTLED_S = 1.0
 Held = dict[tuple[int, int], int]  # (group, member) → attempt
 
@@ -120,8 +124,13 @@ def assert_actors_are_told_of(train: Train) -> None:
 
 
 def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(free_run_dir) -> None:
-    words = (*WORDS, "--config.task.env=tests.harness.envs.slow_reward:slow_reward", "--config.schedule.steps=12",
-             "--config.schedule.in_flight_window=full", "--config.store.lease_s=20")  # fmt: skip
+    words = (
+        *WORDS,
+        "--config.task.env=tests.harness.envs.slow_reward:slow_reward",
+        "--config.schedule.steps=12",
+        "--config.schedule.in_flight_window=full",
+        "--config.store.lease_s=20",
+    )
     with Train(free_run_dir, *words) as train:
         train.until_step(2)
         orphans = killed_at_work(train, actor(train, "actor-0"), "actor-0")["actor-0"]

@@ -18,8 +18,14 @@ from tests.harness.train_process import ROOT, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 BAD, GOOD = "sampler-1", "sampler-0"
-WORDS = ("--config.sft.steps=0", "--config.evaluator.every=0", "--config.sampler.count=2", "--config.schedule.alpha=2",
-         "--config.schedule.steps=100000", "--config.schedule.straggler=wait")  # fmt: skip
+WORDS = (
+    "--config.sft.steps=0",
+    "--config.evaluator.every=0",
+    "--config.sampler.count=2",
+    "--config.schedule.alpha=2",
+    "--config.schedule.steps=100000",
+    "--config.schedule.straggler=wait",
+)
 PLAYED = 24  # concurrent members of a sampler with this config
 
 
@@ -59,6 +65,7 @@ def test_a_bad_sampler_rests_and_is_reported_and_no_group_dies(free_run_dir: Pat
             assert failed == []
             return
         assert len(failed) <= 3 * PLAYED, "after two full rounds the bad sampler must get one member at a time"
-        taken_over = train.query("SELECT COUNT(*) FROM members m JOIN failures f USING (group_id, member) "
-                                 "WHERE m.state = 'done'")  # fmt: skip
+        taken_over = train.query(
+            "SELECT COUNT(*) FROM members m JOIN failures f USING (group_id, member) WHERE m.state = 'done'"
+        )
         assert taken_over[0][0] > 0, "the healthy sampler finished no failed member"

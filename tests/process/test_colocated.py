@@ -91,8 +91,15 @@ def test_what_roles_may_be_is_the_same_in_one_process(tmp_path, channel, words):
 @pytest.mark.soak
 def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
     """After a kill the store still lists weights of the ended process; no role may start with them."""
-    words = (*LEARNING, EVALUATED, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",
-             "--config.supervisor.backoff_s=0.1", "--config.sampler.count=2")  # fmt: skip
+    words = (
+        *LEARNING,
+        EVALUATED,
+        TOGETHER,
+        "--config.schedule.steps=5000",
+        "--config.learner.checkpoint_every=3",
+        "--config.supervisor.backoff_s=0.1",
+        "--config.sampler.count=2",
+    )
     with Train(free_run_dir, *words) as train:
         for kill in range(2):
             train.until_step(last_step(train.rows) + 4)

@@ -41,9 +41,12 @@ def shown(runs: Path) -> Iterator[tuple[str, str]]:
     output, token = runs / "ui.out", runs / "ui.token"
     with output.open("w") as out:
         serving = subprocess.Popen(
-            [sys.executable, "-m", "jaxroll", "ui", str(runs), "--port=0", f"--token-file={token}"], cwd=ROOT,
-            env=dict(os.environ), stdout=out, stderr=out,
-        )  # fmt: skip
+            [sys.executable, "-m", "jaxroll", "ui", str(runs), "--port=0", f"--token-file={token}"],
+            cwd=ROOT,
+            env=dict(os.environ),
+            stdout=out,
+            stderr=out,
+        )
     try:
         line = waited(lambda: [row for row in output.read_text().splitlines() if row.startswith("open ")], "the link")
         yield line[0].split()[1], token.read_text().strip()

@@ -21,8 +21,13 @@ QUESTIONS = (
 
 @pytest.mark.timeout(600)
 def test_a_finished_run_forks_once_and_trains_the_same_questions_again(tmp_path):
-    words = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
-             "--config.learner.checkpoints_kept=40", "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    words = (
+        *SMALL,
+        f"--config.schedule.steps={STEPS}",
+        "--config.learner.checkpoint_every=2",
+        "--config.learner.checkpoints_kept=40",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(tmp_path / "run", *words) as first:
         assert first.finish() == 0, first.logs()
     with Train(tmp_path / "run", f"--fork={FORK}", resume=True) as forked:

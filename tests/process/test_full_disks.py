@@ -16,8 +16,12 @@ from tests.harness.train_process import ROOT, SMALL, Train, assert_sound, last_s
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 STEPS, FULL_MB = 40, 96
-WORDS = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=3",
-         "--config.supervisor.backoff_s=0.2")  # fmt: skip
+WORDS = (
+    *SMALL,
+    f"--config.schedule.steps={STEPS}",
+    "--config.learner.checkpoint_every=3",
+    "--config.supervisor.backoff_s=0.2",
+)
 
 
 @contextlib.contextmanager

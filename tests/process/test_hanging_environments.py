@@ -18,8 +18,14 @@ def restarts(rows: list[dict]) -> list[dict]:
 @pytest.mark.soak
 def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_run_dir) -> None:
     env = "--config.task.env=tests.harness.envs.hanging:hanging_env"
-    words = (*SMALL, env, f"--config.sampler.env_threads={THREADS}", "--config.schedule.steps=5000",
-             "--config.supervisor.max_restarts=0", "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    words = (
+        *SMALL,
+        env,
+        f"--config.sampler.env_threads={THREADS}",
+        "--config.schedule.steps=5000",
+        "--config.supervisor.max_restarts=0",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(free_run_dir, *words) as train:
         train.until(lambda rows: len(restarts(rows)) >= 2, "two restarts for lack of threads")
         reached = last_step(train.rows)

@@ -38,9 +38,11 @@ def waited(seen, what: str):
 def versions(client: openai.OpenAI) -> list[str]:
     """The weight versions of one answer."""
     answer = client.chat.completions.create(
-        model=client.models.list().data[0].id, messages=[{"role": "user", "content": PROMPT}], max_tokens=4,
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=4,
         extra_body={"return_token_ids": True},
-    )  # fmt: skip
+    )
     extra = answer.choices[0].model_extra
     assert sum(run["count"] for run in extra["weight_versions"]) == len(extra["token_ids"])
     return [run["version"] for run in extra["weight_versions"]]
@@ -60,12 +62,20 @@ def test_weights_advance_under_a_client_and_the_run_is_served_as_generate_answer
 
     env = {"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "jaxroll"]
-    told = subprocess.run([*command, "generate", str(free_run_dir), PROMPT, "--max-tokens=6"], cwd=ROOT, env=env,
-                          capture_output=True, text=True, check=True, timeout=START_S)  # fmt: skip
+    told = subprocess.run(
+        [*command, "generate", str(free_run_dir), PROMPT, "--max-tokens=6"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=START_S,
+    )
     output = free_run_dir.parent / "serve.out"
     with output.open("w") as out:
-        serving = subprocess.Popen([*command, "serve", str(free_run_dir), "--port=0", "--slots=2"], cwd=ROOT, env=env,
-                                   stdout=out, stderr=out)  # fmt: skip
+        serving = subprocess.Popen(
+            [*command, "serve", str(free_run_dir), "--port=0", "--slots=2"], cwd=ROOT, env=env, stdout=out, stderr=out
+        )
     try:
         line = waited(lambda: [row for row in output.read_text().splitlines() if row.startswith("serves ")], "a server")
         url = line[0].split(" on ")[1].split(",")[0]

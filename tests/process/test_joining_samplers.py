@@ -15,8 +15,12 @@ from tests.harness.xla import ROLE_FLAGS
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
 STEPS = 300
-WORDS = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.store.lease_s=12",
-         "--config.task.env=tests.harness.envs.slow_reward:slow_reward")  # fmt: skip
+WORDS = (
+    *SMALL,
+    f"--config.schedule.steps={STEPS}",
+    "--config.store.lease_s=12",
+    "--config.task.env=tests.harness.envs.slow_reward:slow_reward",
+)
 
 
 def join(train: Train, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
@@ -27,8 +31,15 @@ def join(train: Train, *words: str, folder: Path | None = None) -> subprocess.Po
         where = [f"--join={(train.run_dir / 'store.addr').read_text().strip()}", f"--run={folder}"]
         env["JAXROLL_TOKEN"] = (train.run_dir / "token").read_text().strip()
     with (train.run_dir / "logs" / f"joined-{len(list((train.run_dir / 'logs').iterdir()))}.log").open("w") as out:
-        return subprocess.Popen([sys.executable, "-m", "jaxroll", "sampler", *where, *words], text=True, cwd=ROOT,
-                                env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxroll", "sampler", *where, *words],
+            text=True,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
 
 
 def until_stored(train: Train, name: str) -> None:
@@ -38,8 +49,11 @@ def until_stored(train: Train, name: str) -> None:
 
 def changes(train: Train, name: str) -> list[str]:
     """The joins and leaves of `name`."""
-    return [row["text"].partition(";")[0].partition(":")[0] for row in train.rows
-            if row.get("what") in ("join", "leave") and row["role"] == name]  # fmt: skip
+    return [
+        row["text"].partition(";")[0].partition(":")[0]
+        for row in train.rows
+        if row.get("what") in ("join", "leave") and row["role"] == name
+    ]
 
 
 def test_samplers_join_leave_and_die_in_mid_run(tmp_path: Path) -> None:
@@ -50,8 +64,11 @@ def test_samplers_join_leave_and_die_in_mid_run(tmp_path: Path) -> None:
             joined = [join(train), join(train, "--drain=20", folder=tmp_path / "elsewhere")]
             for name in ("sampler-1", "sampler-2"):
                 until_stored(train, name)
-            leaving = next(p for p in joined if f"--run={tmp_path / 'elsewhere'}" in Path(
-                f"/proc/{p.pid}/cmdline").read_bytes().decode().split("\0"))  # fmt: skip
+            leaving = next(
+                p
+                for p in joined
+                if f"--run={tmp_path / 'elsewhere'}" in Path(f"/proc/{p.pid}/cmdline").read_bytes().decode().split("\0")
+            )
             killed = next(p for p in joined if p is not leaving)
             gone = Path(f"/proc/{leaving.pid}/cmdline").read_bytes().decode().split("--index=")[1].split("\0")[0]
             leaving.send_signal(signal.SIGTERM)
@@ -68,8 +85,14 @@ def test_samplers_join_leave_and_die_in_mid_run(tmp_path: Path) -> None:
             assert train.finish() == 0, train.logs()
             assert last.wait(timeout=START_S) == 0
             assert_sound(train, steps=STEPS, alpha=2)
-            shown = subprocess.run([sys.executable, "-m", "jaxroll", "inspect", str(train.run_dir)], cwd=ROOT,
-                                   capture_output=True, text=True, check=True, timeout=START_S).stdout  # fmt: skip
+            shown = subprocess.run(
+                [sys.executable, "-m", "jaxroll", "inspect", str(train.run_dir)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=START_S,
+            ).stdout
             assert f"sampler-{gone}" in shown.partition("newest joins and leaves")[2], shown
     finally:
         for process in joined:

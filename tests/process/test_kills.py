@@ -19,8 +19,12 @@ pytestmark = pytest.mark.process
 def test_a_run_survives_three_kills_of(role, free_run_dir):
     """After each kill the run continues; no group is trained twice into durable weights."""
     steps, chance = 60, random.Random(f"kills of {role}")
-    words = (*LEARNING, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=7",
-             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    words = (
+        *LEARNING,
+        f"--config.schedule.steps={steps}",
+        "--config.learner.checkpoint_every=7",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(free_run_dir, *words) as train:
         for _ in range(3):
             train.until_step(last_step(train.rows) + 3)

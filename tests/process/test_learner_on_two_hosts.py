@@ -67,8 +67,13 @@ def test_one_host_resumes_from_a_checkpoint_of_two(tmp_path):
 def test_a_run_survives_the_death_of(which, free_run_dir):
     """All processes of the learner restart from the last version that all of them had written."""
     steps = 24
-    words = (*LEARNING, TWO, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=5",
-             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    words = (
+        *LEARNING,
+        TWO,
+        f"--config.schedule.steps={steps}",
+        "--config.learner.checkpoint_every=5",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(free_run_dir, *words) as train:
         for _ in range(2):
             train.until_step(last_step(train.rows) + 3)

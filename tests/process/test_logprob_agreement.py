@@ -17,14 +17,18 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 STEPS = 5
 QUESTIONS = ("stream", "planet", "window", "copper", "garden", "rocket", "silver", "little")
 RUN = (
-    "--config.sft.steps=0", "--config.evaluator.every=0", f"--config.schedule.steps={STEPS}",
+    "--config.sft.steps=0",
+    "--config.evaluator.every=0",
+    f"--config.schedule.steps={STEPS}",
     "--config.task.env=tests.harness.envs.dense_reward:dense_reward",
-)  # fmt: skip
+)
 TOP_P = ("--config.sampling.top_p=0.9",)
 TOP_K = ("--config.sampling.top_k=5",)
 EXPERTS = (
-    "--config.model.size=tiny_moe", "--config.learner.mesh.expert=2", "--config.learner.routing_replay=True",
-)  # fmt: skip
+    "--config.model.size=tiny_moe",
+    "--config.learner.mesh.expert=2",
+    "--config.learner.routing_replay=True",
+)
 SEQUENCE = ("--config.learner.mesh.sequence=2",)
 RESTING = ("--config.schedule.curriculum_rest=3", "--config.schedule.curriculum_explore=0.3")
 BAND = ("--config.schedule.curriculum=band", "--config.schedule.curriculum_high=0.5")

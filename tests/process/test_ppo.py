@@ -25,9 +25,13 @@ def command(*words: str) -> str:
 @pytest.mark.timeout(900)
 def test_a_run_of_ppo_resumes_with_its_critic_and_is_exported(tmp_path):
     words = (
-        *LEARNING, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
-        "--config.learner.algorithm=ppo", "--config.learner.critic=init", "--config.learner.critic_offload=true",
-    )  # fmt: skip
+        *LEARNING,
+        f"--config.schedule.steps={STEPS}",
+        "--config.learner.checkpoint_every=2",
+        "--config.learner.algorithm=ppo",
+        "--config.learner.critic=init",
+        "--config.learner.critic_offload=true",
+    )
     run = tmp_path / "run"
     with Train(run, *words) as first:
         first.until_step(3)

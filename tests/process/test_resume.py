@@ -60,8 +60,12 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: Path) -> None:
     """A run that restarted at step 0 would write checkpoints of lineage 0, which count as older than the others."""
     run = tmp_path / "run"
-    words = (*SMALL, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=2",
-             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    words = (
+        *SMALL,
+        "--config.schedule.steps=100000",
+        "--config.learner.checkpoint_every=2",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(run, *words) as first:
         first.until_step(4)
         first.role("learner").kill()

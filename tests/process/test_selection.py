@@ -23,9 +23,11 @@ def test_a_synchronous_run_with_filter_and_redundant_members(free_run_dir):
         assert_sound(train, steps=STEPS, alpha=0)
         trained = train.query("SELECT id, size FROM groups WHERE claim_step IS NOT NULL")
         assert [size for _, size in trained] == [4] * (4 * STEPS)
-        apart = train.query("SELECT group_id FROM members JOIN claim_groups USING (group_id)"
-                            " WHERE members.state = 'done' GROUP BY group_id"
-                            " HAVING MAX(reward) > MIN(reward)")  # fmt: skip
+        apart = train.query(
+            "SELECT group_id FROM members JOIN claim_groups USING (group_id)"
+            " WHERE members.state = 'done' GROUP BY group_id"
+            " HAVING MAX(reward) > MIN(reward)"
+        )
         assert len(apart) == 4 * STEPS, "a group without signal was trained"
         needless = train.query("SELECT COUNT(*) FROM members WHERE state = 'surplus' AND attempt > 0")[0][0]
         report = train.report()
@@ -43,8 +45,10 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
     with Train(free_run_dir, *LEARNING, "--config.schedule.mode=one_step", "--config.schedule.steps=8") as train:
         assert train.finish() == 0, train.logs()
         assert_sound(train, steps=8, alpha=1)
-        ages = train.query("SELECT claim_step - oldest_step, newest_step - oldest_step FROM members"
-                           " JOIN groups ON id = group_id WHERE claim_step > 0 AND members.state = 'done'")  # fmt: skip
+        ages = train.query(
+            "SELECT claim_step - oldest_step, newest_step - oldest_step FROM members"
+            " JOIN groups ON id = group_id WHERE claim_step > 0 AND members.state = 'done'"
+        )
         assert {spread for _, spread in ages} == {0}, "a running request went through a weight swap"
         assert 1 in {age for age, _ in ages}, "nothing was sampled during training"
 
@@ -60,10 +64,14 @@ def test_two_samplers_swap_weights_during_training_at_half_a_step_of_staleness(f
         train.until_step(1)
         # The test waits for slow starts: the run ends when each sampler has sampled at three versions, and old groups
         # and fresh ones were trained.
-        train.until(lambda rows: len(versions_by_sampler(train)) == 2
-                    and min(versions_by_sampler(train).values()) >= 3
-                    and {row["age_max"] for row in rows if row["kind"] == "step"} >= {0, 1},
-                    "weight swaps of both samplers, and both ages trained")  # fmt: skip
+        train.until(
+            lambda rows: (
+                len(versions_by_sampler(train)) == 2
+                and min(versions_by_sampler(train).values()) >= 3
+                and {row["age_max"] for row in rows if row["kind"] == "step"} >= {0, 1}
+            ),
+            "weight swaps of both samplers, and both ages trained",
+        )
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
@@ -79,5 +87,6 @@ def test_two_samplers_swap_weights_during_training_at_half_a_step_of_staleness(f
 
 def versions_by_sampler(train: Train) -> dict[str, int]:
     """The number of versions at which each sampler has finished members."""
-    return dict(train.query("SELECT holder, COUNT(DISTINCT newest_step) FROM members"
-                            " WHERE state = 'done' GROUP BY holder"))  # fmt: skip
+    return dict(
+        train.query("SELECT holder, COUNT(DISTINCT newest_step) FROM members WHERE state = 'done' GROUP BY holder")
+    )

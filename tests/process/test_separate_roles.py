@@ -17,8 +17,14 @@ from tests.harness.train_process import ROOT, last_step
 from tests.harness.xla import ROLE_FLAGS
 
 pytestmark = pytest.mark.process
-WORDS = (f"--config={ROOT / 'configs' / 'smoke.py'}", "--config.sft.steps=0", "--config.evaluator.every=0",
-         "--config.learner.mesh.fsdp=2", "--config.sampler.mesh.tensor=2", "--config.schedule.steps=3")  # fmt: skip
+WORDS = (
+    f"--config={ROOT / 'configs' / 'smoke.py'}",
+    "--config.sft.steps=0",
+    "--config.evaluator.every=0",
+    "--config.learner.mesh.fsdp=2",
+    "--config.sampler.mesh.tensor=2",
+    "--config.schedule.steps=3",
+)
 LIMIT_S = 200.0
 
 
@@ -29,8 +35,12 @@ def start(role: str, path: Path, address: str, *words: str, config: Sequence[str
     with path.with_suffix(f".{role}.log").open("w") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "jaxroll", role, *config, f"--store={address}", f"--run={path}", *words],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=env,
+        )
 
 
 def free_port() -> int:

@@ -14,8 +14,12 @@ from tests.harness.envs import talkative
 from tests.harness.train_process import LEARNING, SMALL, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
-WORDS = (*LEARNING, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=3",
-         "--config.supervisor.backoff_s=0.1")  # fmt: skip
+WORDS = (
+    *LEARNING,
+    "--config.schedule.steps=100000",
+    "--config.learner.checkpoint_every=3",
+    "--config.supervisor.backoff_s=0.1",
+)
 
 
 @pytest.mark.parametrize("role", ["sampler", "learner", "store"])
@@ -46,8 +50,14 @@ def test_a_role_at_a_limit_of_the_system(role: str, limit: str, free_run_dir: Pa
 def test_without_a_locale_a_home_or_a_place_for_scratch_and_with_much_to_say(
     free_run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0",
-                        "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(tmp_path / "missing")}.items():  # fmt: skip
+    for name, value in {
+        "LC_ALL": "C",
+        "LANG": "C",
+        "PYTHONIOENCODING": "latin-1",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "TMPDIR": str(tmp_path / "missing"),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("HOME", raising=False)
     words = (*SMALL, "--config.task.env=tests.harness.envs.talkative:talkative", "--config.schedule.steps=8")

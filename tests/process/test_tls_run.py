@@ -18,8 +18,13 @@ from jaxroll.store.client import StoreClient
 from tests.harness.train_process import SMALL, START_S, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
-WORDS = (*SMALL, "--config.store.mutual_tls=true", "--config.learner.checkpoint_every=3",
-         "--config.supervisor.backoff_s=0.1", "--config.schedule.steps=100000")  # fmt: skip
+WORDS = (
+    *SMALL,
+    "--config.store.mutual_tls=true",
+    "--config.learner.checkpoint_every=3",
+    "--config.supervisor.backoff_s=0.1",
+    "--config.schedule.steps=100000",
+)
 
 
 def refusal(train: Train, monkeypatch: pytest.MonkeyPatch, folder: Path | None, token: str, role: str) -> str:

@@ -27,9 +27,17 @@ STEPS = 20
 
 
 def rows(
-    *, wait: float, publish: float = 0.02, decode: float = 0.3, fetch: float = 0.05, queued: float = 0.0,
-    active: float = 0.1, members: float = 0.3, unstored: float = 0.0, retained: float = 0.0,
-) -> list[dict[str, Any]]:  # fmt: skip
+    *,
+    wait: float,
+    publish: float = 0.02,
+    decode: float = 0.3,
+    fetch: float = 0.05,
+    queued: float = 0.0,
+    active: float = 0.1,
+    members: float = 0.3,
+    unstored: float = 0.0,
+    retained: float = 0.0,
+) -> list[dict[str, Any]]:
     """Twenty steps of a second each; the shares are of the step, the decoded tokens, the slots and the limits."""
     found: list[dict[str, Any]] = []
     for n in range(STEPS):
@@ -79,8 +87,11 @@ def test_the_limit_of_a_run_is_named_with_the_key_that_relieves_it(
 
 def test_actors_hold_the_members_where_there_are_any() -> None:
     found = [row | {"members_in_flight": 0} if row["kind"] == "stats" else row for row in rows(wait=0.7)]
-    actor = [{"t": row["t"], "role": "actor-0", "kind": "stats", "members_in_flight": ALLOWED} for row in found
-             if row["kind"] == "stats"]  # fmt: skip
+    actor = [
+        {"t": row["t"], "role": "actor-0", "kind": "stats", "members_in_flight": ALLOWED}
+        for row in found
+        if row["kind"] == "stats"
+    ]
     limit = activity.bottleneck([*found, *actor], CONFIG)
     assert limit is not None and limit.part == "environments"
 
@@ -91,8 +102,10 @@ def test_a_run_of_a_few_steps_has_no_bottleneck_yet() -> None:
 
 
 def test_only_the_latest_steps_count_for_a_live_run() -> None:
-    later = [{**row, "t": row["t"] + STEPS, **{k: row[k] + STEPS for k in ("t0", "t1") if k in row}}
-             for row in rows(wait=0.05)]  # fmt: skip
+    later = [
+        {**row, "t": row["t"] + STEPS, **{k: row[k] + STEPS for k in ("t0", "t1") if k in row}}
+        for row in rows(wait=0.05)
+    ]
     limit = activity.bottleneck(activity.latest([*rows(wait=0.7), *later], STEPS), CONFIG)
     assert limit is not None and limit.part == "learner"
 
@@ -129,8 +142,15 @@ RUNS = {
 def test_runs_made_to_have_a_bottleneck_name_it(part: str, tmp_path: Path) -> None:
     words = [f"--config.{text}" for text in ["schedule.steps=24", "sft.steps=0", "evaluator.every=0", *RUNS[part]]]
     argv = [sys.executable, "-m", "jaxroll", "train", str(tmp_path / "run"), f"--config={ROOT / 'configs/smoke.py'}"]
-    done = subprocess.run([*argv, *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, timeout=600, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*argv, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = summary.summary(record.load(tmp_path / "run"))["bottleneck"]
     assert found["part"] == part, found

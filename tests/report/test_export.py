@@ -54,8 +54,17 @@ def test_both_files_hold_what_was_put(run_dir: Path, tmp_path: Path) -> None:
         np.concatenate([s.logprobs for s in wanted.segments]),  # type: ignore[union-attr]
     )
     assert json.loads(first["reward_parts"]) == {"exact": 1.0, "format": 0.5}
-    told = {"question": "spell d", "answer_text": "dddd", "state": "ACKED", "claim_step": 1, "age_max": 0,
-            "finish": "stop", "holder": "S", "sampled_tokens": 4, "versions": '[["0.1", 4]]'}  # fmt: skip
+    told = {
+        "question": "spell d",
+        "answer_text": "dddd",
+        "state": "ACKED",
+        "claim_step": 1,
+        "age_max": 0,
+        "finish": "stop",
+        "holder": "S",
+        "sampled_tokens": 4,
+        "versions": '[["0.1", 4]]',
+    }
     assert {name: first[name] for name in told} == told
     dead = next(row for row in rows if row["state"] == "DEAD")
     assert dead["claim_step"] is None and dead["age_max"] is None and "DATA" in dead["reason"]
@@ -167,8 +176,12 @@ def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_t
     lanes = [activity.Lane("learner", {"train": [(9.0, 10.25)], "wait": []})]
     found = export.events(rows, lanes)
     slices = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in found if e["ph"] == "X"}
-    assert slices == {"train": (0, 1_250_000, 1), "0.0": (1_000_000, 1_000_000, 100),
-                      "0.1": (1_500_000, 1_500_000, 101), "1.0": (2_000_000, 500_000, 100)}  # fmt: skip
+    assert slices == {
+        "train": (0, 1_250_000, 1),
+        "0.0": (1_000_000, 1_000_000, 100),
+        "0.1": (1_500_000, 1_500_000, 101),
+        "1.0": (2_000_000, 500_000, 100),
+    }
     assert [(e["ph"], e["ts"]) for e in found if e["ph"] in "iC"] == [("C", 3_500_000), ("i", 4_000_000)]
     assert {e["args"]["name"] for e in found if e["name"] == "process_name"} == {"learner", "sampler-0", "supervisor"}
     assert export.events([], []) == []

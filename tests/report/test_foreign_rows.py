@@ -28,8 +28,19 @@ NUMBERS = [0.0, -0.0, 1.0, 0.5, -3.0, 1e-300, 1e15, 1e100, -1e100, 5e-324]
 COUNTS = [0, 1, 2, 7, 60, 2**53]
 TEXTS = ["", "decode", "sampler-0", "0.1", "\ud800", "\x1b[2J\u202e<b>", "9" * 40, "end", "0"]
 ROLES = ["learner", "sampler-0", "sampler-1", "evaluator", "sft", "metrics"]
-NO_ROWS = [b"", b"{", b"[1]", b"\xff", b"null", b'{"kind":"step","step":null}', b'{"kind":"step"}', b'{"t":NaN}',
-           b"[" * 5000, b'{"kind":"eval","step":"1"}', b'{"t":' + b"9" * 5000 + b"}"]  # fmt: skip
+NO_ROWS = [
+    b"",
+    b"{",
+    b"[1]",
+    b"\xff",
+    b"null",
+    b'{"kind":"step","step":null}',
+    b'{"kind":"step"}',
+    b'{"t":NaN}',
+    b"[" * 5000,
+    b'{"kind":"eval","step":"1"}',
+    b'{"t":' + b"9" * 5000 + b"}",
+]
 
 
 def values(kind: Any, name: str = "") -> st.SearchStrategy:

@@ -59,19 +59,27 @@ def facts(run_dir: Path, group: int | None = None) -> dict:
 def test_facts_about_a_whole_run(run_dir: Path) -> None:
     found = facts(run_dir)
     assert {row["state"]: row["groups"] for row in found["groups"]} == {
-        "LEASED": 2, "CLAIMED": 2, "ACKED": 2, "DURABLE": 2, "EXPIRED": 1, "DEAD": 2,
-    }  # fmt: skip
+        "LEASED": 2,
+        "CLAIMED": 2,
+        "ACKED": 2,
+        "DURABLE": 2,
+        "EXPIRED": 1,
+        "DEAD": 2,
+    }
     assert [(row["group"], row["member"], row["holder"]) for row in found["leases"]] == [
-        (9, 1, "S"), (10, 0, "S"), (10, 1, "S"),
-    ]  # fmt: skip
+        (9, 1, "S"),
+        (10, 0, "S"),
+        (10, 1, "S"),
+    ]
     assert all(0 <= row["for_s"] < 600 for row in found["leases"])
     assert [(row["group"], row["done"], row["question"]) for row in found["head"]] == [
         (9, 1, "spell f"),
         (10, 0, "spell j"),
     ]
     assert {(row["state"], row["reason"]) for row in found["ended"]} == {
-        ("DEAD", "member 1: 1 DATA failures: scorer raised"), ("EXPIRED", "lineage"),
-    }  # fmt: skip
+        ("DEAD", "member 1: 1 DATA failures: scorer raised"),
+        ("EXPIRED", "lineage"),
+    }
     assert found["failures"]["by_kind"] == {"DATA": 2}
     assert [(row["cause"], row["kind"], row["failures"], row["groups"]) for row in found["failures"]["causes"]] == [
         ("scorer raised", "DATA", 2, 2)
@@ -81,8 +89,10 @@ def test_facts_about_a_whole_run(run_dir: Path) -> None:
     assert found["conservation_residual"] == 0 and found["closed"] == "enough" and found["store_pid"] is None
     assert found["questions"][0]["mean_reward"] == 0.5
     assert [(row["lineage"], row["step"], row["state"]) for row in found["claims"]] == [
-        (1, 2, "in training"), (0, 1, "trained"), (0, 0, "durable"),
-    ]  # fmt: skip
+        (1, 2, "in training"),
+        (0, 1, "trained"),
+        (0, 0, "durable"),
+    ]
 
 
 def test_one_group_in_full(run_dir: Path) -> None:
@@ -156,8 +166,9 @@ def test_steps_that_a_fork_gave_up_are_marked(tmp_path: Path) -> None:
     asyncio.run(forked())
     claims = facts(tmp_path)["claims"]
     assert [(row["lineage"], row["step"], row["state"]) for row in claims][:2] == [
-        (2, 2, "trained"), (1, 2, "given up by lineage 2"),
-    ]  # fmt: skip
+        (2, 2, "trained"),
+        (1, 2, "given up by lineage 2"),
+    ]
     story = facts(tmp_path, 7)
     assert story["group"]["state"] == "EXPIRED"
     assert [event["kind"] for event in story["events"]][-2:] == ["claimed", "expired"]

@@ -65,10 +65,12 @@ def evaluation(step, correct):
 
 def test_overlap_counts_only_useful_tokens_in_compute_time():
     rows = [
-        step(1, 0.0, 4.0), step(2, 10.0, 14.0),
-        decode(0.0, 3.0), decode(11.0, 20.0),
+        step(1, 0.0, 4.0),
+        step(2, 10.0, 14.0),
+        decode(0.0, 3.0),
+        decode(11.0, 20.0),
         members((0, 0, 0.0, 2.0, 3), (9, 0, 2.0, 3.0, 3), (1, 0, 12.0, 19.0, 3)),
-    ]  # fmt: skip
+    ]
     # group 0 covers 0..2 of the first step, group 9 was never acked, group 1 covers 12..14 of the second: 4 s of 8
     steps = summary.trained_steps(rows)
     assert summary.overlap(rows, steps, frozenset({0, 1})) == pytest.approx(0.5)
@@ -294,10 +296,13 @@ def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
     rows = [
         {"kind": "stats", "role": role, "answers_rejected": counts}
         for role, counts in [
-            ("sampler-0", {"too long": 2}), ("sampler-1", {"not ASCII": 1}), ("sampler-0", {"too long": 5}),
-            ("sampler-0", {"too long": 1}), ("sampler-1", {"not ASCII": 1, "too long": 1}),
+            ("sampler-0", {"too long": 2}),
+            ("sampler-1", {"not ASCII": 1}),
+            ("sampler-0", {"too long": 5}),
+            ("sampler-0", {"too long": 1}),
+            ("sampler-1", {"not ASCII": 1, "too long": 1}),
         ]
-    ]  # fmt: skip
+    ]
     assert summary.counts_by_reason(rows, "answers_rejected") == {"not ASCII": 1, "too long": 7}
     assert summary.counts_by_reason([], "answers_rejected") is None
 

@@ -31,10 +31,15 @@ def with_run(**keys: Any) -> Config:
     return configs.parse({**configs.to_dict(Config()), "run": keys})
 
 
-@pytest.mark.parametrize(("names", "words"), [
-    (["wandb", "mlfow"], "Did you mean 'mlflow'"), ([3], "no such tracker"), (["wandb", "wandb"], "twice"),
-    ("wandb", "a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["wandb", "mlfow"], "Did you mean 'mlflow'"),
+        ([3], "no such tracker"),
+        (["wandb", "wandb"], "twice"),
+        ("wandb", "a list"),
+    ],
+)
 def test_bad_names_are_refused(names: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         with_run(trackers=names)

@@ -23,9 +23,14 @@ FENCED = "I add them.\n```python\nprint(1)\n```\nNo, so:\n```python\nprint(2)\n`
 
 @pytest.mark.parametrize(
     ("answer", "program"),
-    [("print(1)", "print(1)"), (FENCED, "print(2)\n"), ("```\nx = 1\n```", "x = 1\n"), ("```py\nx", "x"),
-     ("```sh\nls\n```\n", "```sh\nls\n```\n")],
-)  # fmt: skip
+    [
+        ("print(1)", "print(1)"),
+        (FENCED, "print(2)\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx", "x"),
+        ("```sh\nls\n```\n", "```sh\nls\n```\n"),
+    ],
+)
 def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> None:
     assert program_of(answer) == program
 
@@ -36,13 +41,15 @@ def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> N
         ({"tests": [{"input": "1", "output": "2"}]}, RowTests(stdin=(("1", "2"),))),
         ({"tests": [["1", "2"]]}, RowTests(stdin=(("1", "2"),))),
         ({"answer": '{"inputs": ["1"], "outputs": ["2"]}'}, RowTests(stdin=(("1", "2"),))),
-        ({"answer": '{"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}'},
-         RowTests(function="f", cases=(((1, 2), ([3], 3)),))),
+        (
+            {"answer": '{"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}'},
+            RowTests(function="f", cases=(((1, 2), ([3], 3)),)),
+        ),
         ({"tests": [{"args": [1], "expected": 2}], "entry_point": "f"}, RowTests(function="f", cases=(((1,), (2,)),))),
         ({"test_list": ["assert f(1)"], "test_setup_code": "x = 1"}, RowTests(code=("assert f(1)",), setup="x = 1")),
         ({"test": "def check(c): ...", "entry_point": "f"}, RowTests(code=("def check(c): ...",), function="f")),
     ],
-)  # fmt: skip
+)
 def test_known_layouts_of_tests(row: Mapping[str, Any], tests: RowTests) -> None:
     assert code.tests_of(row) == tests
 
@@ -144,8 +151,10 @@ def test_right_programs_are_paid_and_wrong_ones_are_not(programs: Programs) -> N
     cases = {"tests": {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "add"}}
     assert scored(programs, cases, SOLUTION, "def add(a, b): return 3", "add = 3", "raise ValueError") == [1, 0, 0, 0]
     assert scored(programs, {"tests": CALLS}, SOLUTION, SOLUTION.replace("a + b", "a - b")) == [1.0, 0.0]
-    check = {"test": "def check(candidate):\n  assert [candidate(i, 1) for i in range(9)] == [*range(1, 10)]",
-             "entry_point": "add"}  # fmt: skip
+    check = {
+        "test": "def check(candidate):\n  assert [candidate(i, 1) for i in range(9)] == [*range(1, 10)]",
+        "entry_point": "add",
+    }
     assert scored(programs, check, SOLUTION, "def add(a, b): return a", "def check(c): pass") == [1.0, 0.0, 0.0]
 
 

@@ -92,9 +92,14 @@ def test_an_ordinary_user_is_confined(tmp_path: Path) -> None:
     capability = "+dac_read_search"
     assert shutil.which("setpriv")
     found = found_by(
-        tmp_path, "setpriv", "--reuid=1234", "--regid=1234", "--clear-groups",
-        f"--inh-caps={capability}", f"--ambient-caps={capability}",
-    )  # fmt: skip
+        tmp_path,
+        "setpriv",
+        "--reuid=1234",
+        "--regid=1234",
+        "--clear-groups",
+        f"--inh-caps={capability}",
+        f"--ambient-caps={capability}",
+    )
     assert (found["runs"][:2], found["escaped"]) == (RIGHT, [])
     assert found["runs"][2][0] == "[1234, 1234, 1234] []\n"
     assert int(found["status"]["CapEff"][0], 16) == 0

@@ -69,7 +69,7 @@ def test_reasoning_before_the_answer_is_not_scored(mode: str) -> None:
         ("last_number", "none", ""),
         ("none", " a\n", " a\n"),
     ],
-)  # fmt: skip
+)
 def test_the_answer_in_a_completion(mode: str, completion: str, answer: str) -> None:
     assert parts.MODES[mode](completion) == answer
 

@@ -66,8 +66,13 @@ def graded(reward: str, completion: str, args: str = ROW, tokens: int = 0, extra
 
 
 def test_a_sum_records_every_part_and_whether_the_answer_is_right() -> None:
-    right = graded("exact + 0.5*format + -2*length", "<think>a</think><answer>7</answer>", tokens=5,
-                   extract="answer_tag", length={"shape": "linear", "max_tokens": 10})  # fmt: skip
+    right = graded(
+        "exact + 0.5*format + -2*length",
+        "<think>a</think><answer>7</answer>",
+        tokens=5,
+        extract="answer_tag",
+        length={"shape": "linear", "max_tokens": 10},
+    )
     assert right == Grade(1.0 + 0.5 + 1.0, {"exact": 1.0, "format": 1.0, "length": -0.5, "correct": 1.0}, "7")
     wrong = graded("0.25*format + exact", "<answer>8</answer>", extract="answer_tag")
     assert wrong == Grade(0.0, {"exact": 0.0, "format": 0.0, "correct": 0.0}, "8")
@@ -108,7 +113,7 @@ def test_extraction_comes_before_the_scorer_of_the_task() -> None:
         ("1 < x < 2", "(1,2)", 1.0),
         ("(1,2)", "1 < x < 2", 0.0),
     ],
-)  # fmt: skip
+)
 def test_answers_that_are_mathematically_equal(wanted: str, answer: str, value: float) -> None:
     pytest.importorskip("math_verify")
     assert parts.mathematical(wanted, answer) == value

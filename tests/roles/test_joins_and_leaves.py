@@ -40,8 +40,9 @@ def small(**changes: object) -> Config:
 
 def holders(at: VirtualRun) -> set[str]:
     """The names that hold a lease."""
-    return {slot.holder for group in at.store.keeper.state.open.values() for slot in group.slots
-            if slot.status == "leased"}  # fmt: skip
+    return {
+        slot.holder for group in at.store.keeper.state.open.values() for slot in group.slots if slot.status == "leased"
+    }
 
 
 def changes(at: VirtualRun) -> list[tuple[str, str]]:
@@ -52,8 +53,15 @@ def changes(at: VirtualRun) -> list[tuple[str, str]]:
 
 async def joined(at: VirtualRun, session: str = "", protocol: int = wire.PROTOCOL_VERSION) -> msg.Joined:
     """The reply to a sampler that joins."""
-    raw = RawClient(msg.SERVICE, at.transport("joining"), role="sampler", name="joining", token=None, patience_s=10.0,
-                    max_message_bytes=2**20)  # fmt: skip
+    raw = RawClient(
+        msg.SERVICE,
+        at.transport("joining"),
+        role="sampler",
+        name="joining",
+        token=None,
+        patience_s=10.0,
+        max_message_bytes=2**20,
+    )
     raw.session = session or raw.session
     return wire.decode(await raw.call("Join", wire.encode(msg.Hello(protocol, "")), 5.0), msg.Joined)
 
@@ -118,8 +126,12 @@ def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_
             while holders(at) != {"sampler-0"}:
                 await asyncio.sleep(0.1)
             await asyncio.sleep(0.5)
-            attempts = {(group.id, m): slot.attempt for group in at.store.keeper.state.open.values()
-                        for m, slot in enumerate(group.slots) if slot.status == "leased"}  # fmt: skip
+            attempts = {
+                (group.id, m): slot.attempt
+                for group in at.store.keeper.state.open.values()
+                for m, slot in enumerate(group.slots)
+                if slot.status == "leased"
+            }
             asked_s, issued = asyncio.get_running_loop().time(), at.store.keeper.state.issued
             at.sessions["sampler-0"].request_stop()
             await leaving
@@ -274,8 +286,11 @@ def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypa
         asyncio.run(at._find_samplers())
     first = {"sampler-0": "started"}
     assert [names for names, _ in seen] == [
-        first, first | {"sampler-1": "a"}, first | {"sampler-1": "b", "sampler-2": "c"}, first | {"sampler-1": "b"},
+        first,
+        first | {"sampler-1": "a"},
+        first | {"sampler-1": "b", "sampler-2": "c"},
         first | {"sampler-1": "b"},
-    ]  # fmt: skip
+        first | {"sampler-1": "b"},
+    ]
     assert [count for _, count in seen[1:]] == [actor_members(config, len(names)) for names, _ in seen[1:]]
     assert seen[1][1] < seen[2][1], "more samplers, more members"

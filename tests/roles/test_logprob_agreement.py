@@ -23,12 +23,14 @@ from tests.models.test_family_goldens import golden, logits_of, whole_rows
 VOCAB, GROUPS, MEMBERS = 32, 4, 4
 GREEDY = GROUPS, 0  # group and member of a request for the likeliest tokens
 CONFIG_SAMPLER = {"mesh": {"tensor": 2}, "slots": 8, "prefill_rows": 2}
-CONFIG = configs.parse({
-    "model": {"size": "nano"},
-    "schedule": {"groups_per_step": GROUPS, "group_size": MEMBERS},
-    "learner": {"mesh": {"fsdp": 2}, "micro_batch_rows": 8, "row_tokens": 64},
-    "sampler": CONFIG_SAMPLER,
-})  # fmt: skip
+CONFIG = configs.parse(
+    {
+        "model": {"size": "nano"},
+        "schedule": {"groups_per_step": GROUPS, "group_size": MEMBERS},
+        "learner": {"mesh": {"fsdp": 2}, "micro_batch_rows": 8, "row_tokens": 64},
+        "sampler": CONFIG_SAMPLER,
+    }
+)
 
 
 CUT = (
@@ -59,9 +61,14 @@ def sampled(
     mesh = sharding.build(CONFIG.sampler.mesh)
     weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, sharding.SAMPLER))
     config = EngineConfig(
-        slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=3,
+        slots=8,
+        max_tokens=28,
+        prefill_rows=2,
+        prefill_buckets=(16,),
+        decode_chunk=4,
+        seed=3,
         support_tokens=support_tokens,
-    )  # fmt: skip
+    )
     engine = Engine(spec, mesh, sharding.SAMPLER, config)
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)

@@ -29,9 +29,12 @@ def small(**changes: Any) -> Config:
     """2 groups of 2 a step, with short leases, and without a warm start or an evaluator."""
     config = configured(**{"steps": 40, "lease_s": LEASE_S, "rpc_deadline_s": 3.0, "stall_s": 5.0} | changes)
     return replace(
-        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
-        learner=replace(config.learner, checkpoint_every=5), sampler=replace(config.sampler, slots=4),
-    )  # fmt: skip
+        config,
+        sft=replace(config.sft, steps=0),
+        evaluator=replace(config.evaluator, every=0),
+        learner=replace(config.learner, checkpoint_every=5),
+        sampler=replace(config.sampler, slots=4),
+    )
 
 
 async def until_acked(at: VirtualRun, step: int, limit_s: float = 600.0) -> None:

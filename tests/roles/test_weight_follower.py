@@ -54,20 +54,25 @@ def test_a_learner_that_is_down_costs_one_line_and_ever_longer_pauses(monkeypatc
     gone = TransferError("no parameters from here")
     script = followed(Script(*[(snapshot(1), gone)] * 7, (snapshot(1), None)), monkeypatch)
     assert script.pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
-    assert script.lines == [
-        "weights 0.1: TransferError: no parameters from here", "weights 0.1: fetched at attempt 8"
-    ]  # fmt: skip
+    assert script.lines == ["weights 0.1: TransferError: no parameters from here", "weights 0.1: fetched at attempt 8"]
 
 
 def test_another_kind_of_failure_and_another_version_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     gone, damaged = TransferError("gone"), DigestMismatch("damaged")
-    steps = [(snapshot(1), gone), (snapshot(1), damaged), (snapshot(1), damaged),
-             (snapshot(1, "there"), damaged), (snapshot(2), None)]  # fmt: skip
+    steps = [
+        (snapshot(1), gone),
+        (snapshot(1), damaged),
+        (snapshot(1), damaged),
+        (snapshot(1, "there"), damaged),
+        (snapshot(2), None),
+    ]
     script = followed(Script(*steps), monkeypatch)
     assert script.pauses == [0.2, 0.4, 0.8, 0.2], "a new address is tried as patiently as the first"
     assert [line.partition(":")[2].split(":")[0].strip() for line in script.lines] == [
-        "TransferError", "DigestMismatch", "DigestMismatch",
-    ]  # fmt: skip
+        "TransferError",
+        "DigestMismatch",
+        "DigestMismatch",
+    ]
 
 
 def test_a_process_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPatch) -> None:

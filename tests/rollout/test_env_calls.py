@@ -78,9 +78,14 @@ def test_retries_are_those_declared_with_pauses_that_double() -> None:
 
 @pytest.mark.parametrize(
     ("declared", "error"),
-    [({}, InfraError("x")), ({"step_retries": 2}, InfraError("x")), ({"reset_retries": 9}, InfraError("x")),
-     ({"step_retries": 9}, DataError("x")), ({"step_retries": 9}, OSError("x"))],
-)  # fmt: skip
+    [
+        ({}, InfraError("x")),
+        ({"step_retries": 2}, InfraError("x")),
+        ({"reset_retries": 9}, InfraError("x")),
+        ({"step_retries": 9}, DataError("x")),
+        ({"step_retries": 9}, OSError("x")),
+    ],
+)
 def test_nothing_is_asked_again_that_may_not_be(declared: dict[str, int], error: Exception) -> None:
     env = Plain(*[error] * 5, **declared)
     with pytest.raises(type(error)):

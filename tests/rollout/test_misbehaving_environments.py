@@ -217,9 +217,15 @@ def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("step_limit_s", None), ("step_limit_s", float("nan")), ("step_limit_s", -1), ("step_retries", 10**9),
-     ("reset_retries", "many"), ("max_turns", 0)],
-)  # fmt: skip
+    [
+        ("step_limit_s", None),
+        ("step_limit_s", float("nan")),
+        ("step_limit_s", -1),
+        ("step_retries", 10**9),
+        ("reset_retries", "many"),
+        ("max_turns", 0),
+    ],
+)
 def test_a_declaration_that_makes_no_sense_is_a_data_failure_that_names_it(name: str, value: Any) -> None:
     bad, _ = played(lambda _: type("Bad", (Good,), {name: value})())
     assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and name in bad.outcome.error

@@ -96,8 +96,11 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_roles_have_rights() -> None:
     assert [protocol.right_of(r) for r in ("learner", "actor", "evaluator", "supervisor")] == [
-        "learner", "sampler", "observer", "admin",
-    ]  # fmt: skip
+        "learner",
+        "sampler",
+        "observer",
+        "admin",
+    ]
     with pytest.raises(ConfigError, match="unknown role"):
         protocol.right_of("root")
 
@@ -131,9 +134,11 @@ def test_only_the_loopback_is_served_without_token_and_tls(host: str, loopback: 
         protocol.check_exposure(host, secret=None, has_tls=False, insecure=False)
         return
     for secret, has_tls, insecure, words in (
-        (None, True, True, "no token"), ("", True, True, "no token"), ("short", True, True, "guessed"),
+        (None, True, True, "no token"),
+        ("", True, True, "no token"),
+        ("short", True, True, "guessed"),
         (SECRET, False, False, "plain text.*jaxroll tls.*--insecure"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             protocol.check_exposure(host, secret=secret, has_tls=has_tls, insecure=insecure)
     protocol.check_exposure(host, secret=SECRET, has_tls=True, insecure=False)
@@ -154,9 +159,17 @@ def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch, resolved
 
 @pytest.mark.parametrize(
     "refusal",
-    [errors.NoCredit("window", 0.5), errors.NotReady("a"), errors.StaleClient("b"), errors.Fenced("c"),
-     errors.Conflict("d"), errors.Closed("e"), errors.Unauthorized("f"), errors.StoreRefusal("g")],
-)  # fmt: skip
+    [
+        errors.NoCredit("window", 0.5),
+        errors.NotReady("a"),
+        errors.StaleClient("b"),
+        errors.Fenced("c"),
+        errors.Conflict("d"),
+        errors.Closed("e"),
+        errors.Unauthorized("f"),
+        errors.StoreRefusal("g"),
+    ],
+)
 def test_refusals_travel_as_themselves(refusal: errors.StoreRefusal) -> None:
     sent = wire.encode(Envelope(b"", refusal_of(refusal), 3))
     arrived = wire.decode(sent, Envelope)

@@ -35,15 +35,19 @@ def call(server_tls: Material | None, client_tls: Material | None, *, mutual: bo
 
     async def calls() -> bytes:
         methods = {"echo": Method(_echo, frozenset({"sampler"}))}
-        server = RawServer(
-            "t.S", methods, secret="s" * 32, max_message_bytes=2**20, tls=server_tls, mutual_tls=mutual
-        )  # fmt: skip
+        server = RawServer("t.S", methods, secret="s" * 32, max_message_bytes=2**20, tls=server_tls, mutual_tls=mutual)
         port = server.bind("127.0.0.1", 0)
         await server.start()
         client = RawClient(
-            "t.S", f"{host}:{port}", role="sampler", name="s", token="s" * 32, patience_s=PATIENCE_S,
-            max_message_bytes=2**20, tls=client_tls,
-        )  # fmt: skip
+            "t.S",
+            f"{host}:{port}",
+            role="sampler",
+            name="s",
+            token="s" * 32,
+            patience_s=PATIENCE_S,
+            max_message_bytes=2**20,
+            tls=client_tls,
+        )
         try:
             return await client.call("echo", b"x" * 300_000, 20.0)
         finally:
@@ -73,7 +77,7 @@ def test_both_ends_with_certificates_of_one_ca_understand_each_other(
         ("server", "trusting_other_ca", True, r"does not accept the certificate.*jaxroll tls"),
         (None, "client", False, r"uses plain text.*give it some too, or remove these"),
     ],
-)  # fmt: skip
+)
 def test_a_mismatch_is_refused_at_once_with_the_remedy(
     certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
 ) -> None:
@@ -129,13 +133,19 @@ def test_files_that_cannot_be_used_are_refused_before_anything_listens_or_connec
     damage(tmp_path / "tls")
     for name in ("client-cert.pem", "client-key.pem"):
         (tmp_path / "tls" / name).unlink()  # a client then shows the server's
-    material, words = Material(tmp_path / "tls"), {
-        "encrypted": r"key\.pem.*password.*openssl pkey", "of_another": r"key\.pem.*does not belong to cert\.pem",
-    }.get(damage.__name__, r"\.pem has 1,000,000,000 bytes")  # fmt: skip
+    material, words = (
+        Material(tmp_path / "tls"),
+        {
+            "encrypted": r"key\.pem.*password.*openssl pkey",
+            "of_another": r"key\.pem.*does not belong to cert\.pem",
+        }.get(damage.__name__, r"\.pem has 1,000,000,000 bytes"),
+    )
     for use in (
-        lambda: material.server_context(mutual=False), lambda: material.server_credentials(mutual=False),
-        material.client_context, material.channel_credentials,
-    ):  # fmt: skip
+        lambda: material.server_context(mutual=False),
+        lambda: material.server_credentials(mutual=False),
+        material.client_context,
+        material.channel_credentials,
+    ):
         with pytest.raises(ConfigError, match=words):
             use()
 
@@ -151,8 +161,10 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(certified: SimpleNamespace,
     def look() -> None:
         material = Material(tmp_path / "tls")
         for use in (
-            lambda: tls.load(tmp_path, {}), lambda: material.server_context(mutual=False), material.channel_credentials
-        ):  # fmt: skip
+            lambda: tls.load(tmp_path, {}),
+            lambda: material.server_context(mutual=False),
+            material.channel_credentials,
+        ):
             with contextlib.suppress(ConfigError):
                 use()
         warned.append(any(f"/{name}: " in line for line in material.warnings(time.time())))
@@ -245,9 +257,15 @@ def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certifie
 
     def client(port: int) -> RawClient:
         return RawClient(
-            "t.S", f"127.0.0.1:{port}", role="sampler", name="s", token="s" * 32, patience_s=PATIENCE_S,
-            max_message_bytes=2**20, tls=client_tls,
-        )  # fmt: skip
+            "t.S",
+            f"127.0.0.1:{port}",
+            role="sampler",
+            name="s",
+            token="s" * 32,
+            patience_s=PATIENCE_S,
+            max_message_bytes=2**20,
+            tls=client_tls,
+        )
 
     async def calls() -> None:
         methods = {"echo": Method(_echo, frozenset({"sampler"}))}

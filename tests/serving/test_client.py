@@ -90,9 +90,12 @@ class Sampler:
 
     async def start(self) -> None:
         self._server = RawServer(
-            service.SERVICE, self.service.methods(), secret="secret", max_message_bytes=2**20,
+            service.SERVICE,
+            self.service.methods(),
+            secret="secret",
+            max_message_bytes=2**20,
             calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
-        )  # fmt: skip
+        )
         port = self._server.bind("127.0.0.1", 0)
         await self._server.start()
         self.file.write_text(f"127.0.0.1:{port}\n")
@@ -105,9 +108,15 @@ class Sampler:
 
 def client(address: Path, *, token: str = "secret", config: str = "digest", of_run: str = "run") -> RawClient:
     raw = RawClient(
-        service.SERVICE, address, role="actor", name="actor-0", token=token, patience_s=0.0, max_message_bytes=2**20,
+        service.SERVICE,
+        address,
+        role="actor",
+        name="actor-0",
+        token=token,
+        patience_s=0.0,
+        max_message_bytes=2**20,
         config_digest=config,
-    )  # fmt: skip
+    )
     raw.run_id = of_run
     return raw
 
@@ -287,8 +296,10 @@ def test_unknown_callers_are_refused(tmp_path: Path) -> None:
         await sampler.start()
         try:
             for words, kind in (
-                ({"token": "guess"}, Unauthorized), ({"of_run": "other"}, StaleClient), ({"config": "x"}, Unauthorized),
-            ):  # fmt: skip
+                ({"token": "guess"}, Unauthorized),
+                ({"of_run": "other"}, StaleClient),
+                ({"config": "x"}, Unauthorized),
+            ):
                 raw = client(sampler.file, **words)
                 for method in ("Generate", "Version"):
                     with pytest.raises(kind):

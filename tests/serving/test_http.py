@@ -102,8 +102,11 @@ def test_earlier_calls_and_results_of_tools_are_shown_as_the_model_writes_them()
     async def check() -> None:
         engine = Engine()
         call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
-        history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]},
-                   {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
+        history = [
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ]
         async with served(engine) as (url, _), client(url) as api:
             await api.chat.completions.create(model="m", messages=history)
         assert CALL in TEXT.decode(engine.asked[0][0])

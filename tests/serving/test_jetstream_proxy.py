@@ -98,17 +98,23 @@ def proxy_of():
 def test_more_requests_than_slots_each_get_their_own_tokens(proxy_of) -> None:
     async def main() -> list[Completion]:
         return await asyncio.gather(
-            ask(proxy, [10], greedy(3)), ask(proxy, [20, 1], greedy(5, 23)), ask(proxy, [30], greedy(9)),
-            ask(proxy, [40] * 17, greedy(1)), ask(proxy, [50] * 20, greedy(2, 1001)),
-        )  # fmt: skip
+            ask(proxy, [10], greedy(3)),
+            ask(proxy, [20, 1], greedy(5, 23)),
+            ask(proxy, [30], greedy(9)),
+            ask(proxy, [40] * 17, greedy(1)),
+            ask(proxy, [50] * 20, greedy(2, 1001)),
+        )
 
     engine = Counting()
     proxy = proxy_of(engine)
     answers = asyncio.run(main())
     assert [(answer.tokens.tolist(), answer.finish) for answer in answers] == [
-        ([11, 12, 13], "length"), ([22, 23], "stop"), ([31, 32, 33, 34, 35, 36], "length"), ([681], "length"),
+        ([11, 12, 13], "length"),
+        ([22, 23], "stop"),
+        ([31, 32, 33, 34, 35, 36], "length"),
+        ([681], "length"),
         ([1001], "stop"),
-    ]  # fmt: skip
+    ]
     for answer in answers:
         assert answer.versions == (VersionRun(VERSION, len(answer.tokens)),)
         assert answer.tokens.dtype == np.int32 and len(answer.logprobs) == len(answer.tokens)
@@ -171,9 +177,13 @@ def trained(alpha: float, correction: str) -> Config:
 
 @pytest.mark.parametrize(
     ("alpha", "correction", "key"),
-    [(1.0, "decoupled", "schedule.alpha"), (0.5, "none", "schedule.alpha"), (0.0, "decoupled", "learner.correction"),
-     (0.0, "tis", "learner.correction")],
-)  # fmt: skip
+    [
+        (1.0, "decoupled", "schedule.alpha"),
+        (0.5, "none", "schedule.alpha"),
+        (0.0, "decoupled", "learner.correction"),
+        (0.0, "tis", "learner.correction"),
+    ],
+)
 def test_training_that_needs_log_probs_is_refused(proxy_of, alpha: float, correction: str, key: str) -> None:
     with pytest.raises(ConfigError, match="gives no") as refusal:
         proxy_of(Counting(), trained_by=trained(alpha, correction))

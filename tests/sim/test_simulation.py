@@ -38,13 +38,15 @@ ANSWER_S = TOKENS * 0.1
 
 def config(**schedule: object) -> Config:
     """A run of four groups of two members a step, whose sampler has a slot for each member of a step."""
-    base = configs.parse({
-        "run": {"seed": 3},
-        "schedule": {"steps": 30, "groups_per_step": 4, "group_size": 2} | schedule,
-        "sampler": {"slots": 8, "decode_chunk": 1, "prefill_rows": 8},
-        "sampling": {"max_tokens": 16},
-        "task": {"max_prompt_tokens": 32},
-    })  # fmt: skip
+    base = configs.parse(
+        {
+            "run": {"seed": 3},
+            "schedule": {"steps": 30, "groups_per_step": 4, "group_size": 2} | schedule,
+            "sampler": {"slots": 8, "decode_chunk": 1, "prefill_rows": 8},
+            "sampling": {"max_tokens": 16},
+            "task": {"max_prompt_tokens": 32},
+        }
+    )
     return costs.checked(base)
 
 
@@ -126,10 +128,14 @@ def test_a_cluster_file_is_read_as_it_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[sampler]\nstep_s = 1", "sampler.step_s"), ("[sampler]\nflops = 0", "flops"), ("rpc_s = 'a'", "rpc_s"),
-        ("[sampler", "TOML"), ("[workload]\nenv_s = { kind = 'even' }", "even"), ("[[failures]]\nrole = 'a'", "at_s"),
+        ("[sampler]\nstep_s = 1", "sampler.step_s"),
+        ("[sampler]\nflops = 0", "flops"),
+        ("rpc_s = 'a'", "rpc_s"),
+        ("[sampler", "TOML"),
+        ("[workload]\nenv_s = { kind = 'even' }", "even"),
+        ("[[failures]]\nrole = 'a'", "at_s"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_cluster_is_refused_by_its_key(tmp_path: Path, text: str, named: str) -> None:
     (file := tmp_path / "c.toml").write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -300,8 +306,16 @@ def test_a_request_that_arrives_during_a_prefill_joins_after_one_dispatch() -> N
 
 def test_a_decode_step_and_a_prefill_are_told_apart_by_their_counts() -> None:
     counts = [(10, 1), (40, 1), (80, 5), (120, 5)]
-    rows = [{"kind": "stats", "role": "sampler-0", "decode_steps": steps, "prefills": calls,
-             "step_s": 0.01 * steps + 0.2 * calls} for steps, calls in counts]  # fmt: skip
+    rows = [
+        {
+            "kind": "stats",
+            "role": "sampler-0",
+            "decode_steps": steps,
+            "prefills": calls,
+            "step_s": 0.01 * steps + 0.2 * calls,
+        }
+        for steps, calls in counts
+    ]
     found = costs.engine_costs(rows)
     assert found is not None
     assert (found.step_overhead_s, found.prefill_overhead_s) == (pytest.approx(0.01), pytest.approx(0.2))

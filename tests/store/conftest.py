@@ -30,9 +30,20 @@ from tests.harness.store.builders import (
 def small() -> SimpleNamespace:
     """The builders above, for test modules (which cannot import one another)."""
     return SimpleNamespace(
-        task=task, finished=finished, failed=failed, keys=keys, snapshot=snapshot, Feed=Feed, configured=configured,
-        serving=serving, connected=connected, opened=opened, produce=produce, contents=contents, DEADLINE_S=DEADLINE_S,
-    )  # fmt: skip
+        task=task,
+        finished=finished,
+        failed=failed,
+        keys=keys,
+        snapshot=snapshot,
+        Feed=Feed,
+        configured=configured,
+        serving=serving,
+        connected=connected,
+        opened=opened,
+        produce=produce,
+        contents=contents,
+        DEADLINE_S=DEADLINE_S,
+    )
 
 
 @pytest.fixture

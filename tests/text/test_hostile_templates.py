@@ -59,7 +59,7 @@ DOES_TOO_MUCH = {
     "a batch of 10**9": "{{ [1]|batch(10**9, 'x')|list }}",
     "two calls in each": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
     "searched forever": "{% set x = 'a' * 10**6 %}{% for a in range(99999) %}{{ 'b' in x[1:] }}{% endfor %}",
-}  # fmt: skip
+}
 
 COUNTED = {source for name, source in DOES_TOO_MUCH.items() if "text" in name}  # those that build rather than compute
 
@@ -92,7 +92,7 @@ RAISES = {
     "a method that is left out": "{{ 'a'.ljust(2000000000) }}",
     "an own message": "{{ raise_exception('no\nsuch\x1b[2J' * 1000) }}",
     "a message that is not text": "{{ raise_exception([]) }}",
-}  # fmt: skip
+}
 
 DOES_NOT_PARSE = {
     "an unknown filter": "{{ 'a'|nothing }}",
@@ -110,7 +110,7 @@ DOES_NOT_PARSE = {
     "deep conditions": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
     "300,000 characters": "x" * 300_000,
     "a surrogate as a name": "{{ \ud800 }}",
-}  # fmt: skip
+}
 
 
 def render(source: str, messages: tuple[Message, ...] = HELLO, **special: str) -> str:
@@ -175,11 +175,14 @@ HARMLESS = {
     "a filter block": "{% filter upper %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfilter %}",
     "a recursive loop": "{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}",
     "unicode": "{{ 'é\u200b🎲'|upper }}{{ '<b>'|e }}{{ bos_token }}",
-}  # fmt: skip
+}
 CONVERSATION = (
-    Message("system", "be brief"), Message("user", " what is 2+2? "), Message("assistant", "<think>\nfour\n</think>4"),
-    Message("user", "<really>"), Message("assistant", "yes"),
-)  # fmt: skip
+    Message("system", "be brief"),
+    Message("user", " what is 2+2? "),
+    Message("assistant", "<think>\nfour\n</think>4"),
+    Message("user", "<really>"),
+    Message("assistant", "yes"),
+)
 
 
 @pytest.mark.parametrize("messages", [HELLO, CONVERSATION], ids=["one", "five"])

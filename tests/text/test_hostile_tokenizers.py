@@ -52,7 +52,7 @@ TOKENIZERS = {
     "an invalid regular expression": tokenizer(
         pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -83,8 +83,14 @@ def test_a_tokenizer_that_is_too_large_is_not_read(folder: Path) -> None:
 
 def test_prompts_are_neither_cut_nor_filled_up_as_a_training_script_left_it(folder: Path) -> None:
     """A Fixed padding is memory at will, and a truncation trains on prompts without their ends."""
-    fixed = {"strategy": {"Fixed": 10**8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-             "pad_type_id": 0, "pad_token": "a"}  # fmt: skip
+    fixed = {
+        "strategy": {"Fixed": 10**8},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
+    }
     cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     words = {"type": "Whitespace"}
     put(folder / "tokenizer.json", tokenizer(padding=fixed, truncation=cut, pre_tokenizer=words))

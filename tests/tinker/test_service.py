@@ -201,8 +201,13 @@ def test_a_silent_session_ends_with_all_that_it_has_and_no_other_one(tmp_path: P
 
 def sampled(session: str, seq: int, **params: Any) -> dict[str, Any]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}
-    return {"sampling_session_id": session, "seq_id": seq, "num_samples": 2, "prompt": prompt,
-            "sampling_params": {"max_tokens": 4, **params}}  # fmt: skip
+    return {
+        "sampling_session_id": session,
+        "seq_id": seq,
+        "num_samples": 2,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 4, **params},
+    }
 
 
 def test_a_snapshot_that_left_the_sampler_is_named(tmp_path: Path) -> None:
@@ -228,9 +233,10 @@ def test_a_snapshot_that_left_the_sampler_is_named(tmp_path: Path) -> None:
     [
         ({"prompt": {"chunks": []}}, "the prompt is empty"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "something else than tokens"),
-        ({"sampling_params": {"max_tokens": 30}}, "room for 29"), ({"topk_prompt_logprobs": 2}, "is not available"),
+        ({"sampling_params": {"max_tokens": 30}}, "room for 29"),
+        ({"topk_prompt_logprobs": 2}, "is not available"),
     ],
-)  # fmt: skip
+)
 def test_sampling_requests_that_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     async def check(parts: Parts) -> None:
         tinker = parts.tinker
@@ -272,11 +278,21 @@ def test_http_asks_for_the_key_and_holds_results(tmp_path: Path, monkeypatch: py
                 return answer.status_code, answer.json()
 
             _, begun = await post("/create_session")
-            status, model = await post("/create_model", session_id=begun["session_id"], model_seq_id=0,
-                                       base_model="other", lora_config={"rank": 4})  # fmt: skip
+            status, model = await post(
+                "/create_model",
+                session_id=begun["session_id"],
+                model_seq_id=0,
+                base_model="other",
+                lora_config={"rank": 4},
+            )
             assert status == 404 and "this server has 'base'" in model["detail"]
-            _, model = await post("/create_model", session_id=begun["session_id"], model_seq_id=0, base_model="base",
-                                  lora_config={"rank": 4})  # fmt: skip
+            _, model = await post(
+                "/create_model",
+                session_id=begun["session_id"],
+                model_seq_id=0,
+                base_model="base",
+                lora_config={"rank": 4},
+            )
             step = {"model_id": model["model_id"], "seq_id": 2, "adam_params": ADAM}
             _, waiting = await post("/optim_step", **step)
             status, later = await post("/retrieve_future", request_id=waiting["request_id"])

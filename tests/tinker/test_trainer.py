@@ -80,8 +80,9 @@ def adapted(trainer: Trainer, seed: int = 3) -> Trained:
     """Adapters that change the model: B is not zero."""
     model = trainer.create(4, seed)
     chance = np.random.default_rng(seed)
-    model.params = {name: value + chance.normal(size=value.shape).astype(np.float32) * 0.05
-                    for name, value in model.params.items()}  # fmt: skip
+    model.params = {
+        name: value + chance.normal(size=value.shape).astype(np.float32) * 0.05 for name, value in model.params.items()
+    }
     return model
 
 
@@ -211,14 +212,15 @@ def changed(**inputs: Any) -> Callable[[Datum], Datum]:
 @pytest.mark.parametrize(
     ("loss", "settings", "change", "reason"),
     [
-        ("mine", {}, None, "loss_fn = 'mine'"), ("ppo", {"beta": 1.0}, None, "loss_fn_config.beta"),
+        ("mine", {}, None, "loss_fn = 'mine'"),
+        ("ppo", {"beta": 1.0}, None, "loss_fn_config.beta"),
         ("cross_entropy", {}, lambda one: Datum(one.tokens, {}), "lacks target_tokens"),
         ("cross_entropy", {}, changed(target_tokens=np.full(9, 999)), "ids outside of 0.."),
         ("cross_entropy", {}, changed(weights=np.full(9, np.nan, np.float32)), "weights has numbers"),
         ("cross_entropy", {}, lambda one: Datum(np.zeros(0, np.int32), one.inputs), "datum 0 has 0 tokens"),
         ("cross_entropy", {}, changed(mask=np.ones(9)), "has mask, which cross_entropy does not use"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_on_is_named_and_the_next_step_refused(
     trainer: Trainer, loss: str, settings: dict[str, float], change: Any, reason: str
 ) -> None:

@@ -34,8 +34,10 @@ def folder_of(variant: str, folder: Path) -> Path:
     found = scored(variant)
     (folder / "config.json").write_text(json.dumps(found["config"]))
     offset = variant == "gemma3_text"
-    save_file({key: tensor(key, tuple(shape), offset=offset) for key, shape in found["tensors"].items()},
-              folder / "model.safetensors")  # fmt: skip
+    save_file(
+        {key: tensor(key, tuple(shape), offset=offset) for key, shape in found["tensors"].items()},
+        folder / "model.safetensors",
+    )
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(GOLDEN / variant / file, folder)
     return folder

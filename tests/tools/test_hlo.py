@@ -61,10 +61,16 @@ def test_memory_counts_slices_and_updates_not_whole_buffers_and_nothing_in_vecto
 
 
 def test_a_slice_outside_of_a_fusion_reads_and_writes_its_result_only():
-    text = "\n".join((
-        "HloModule m", "", "ENTRY %main (a: f32[64,32]) -> f32[2,32] {", "  %a = f32[64,32]{1,0} parameter(0)",
-        "  ROOT %s = f32[2,32]{1,0} slice(%a), slice={[0:2], [0:32]}", "}",
-    ))  # fmt: skip
+    text = "\n".join(
+        (
+            "HloModule m",
+            "",
+            "ENTRY %main (a: f32[64,32]) -> f32[2,32] {",
+            "  %a = f32[64,32]{1,0} parameter(0)",
+            "  ROOT %s = f32[2,32]{1,0} slice(%a), slice={[0:2], [0:32]}",
+            "}",
+        )
+    )
     assert hlo.statistics(text).memory_bytes == 2 * 4 * 2 * 32
 
 
@@ -127,10 +133,17 @@ def test_a_convolution_counts_positions_inside_the_input_only(batched: bool):
 
 def kernel(name: str, query: str, keys: str) -> str:
     call = 'custom_call_target="tpu_custom_call"'
-    return "\n".join((
-        "HloModule m", "", f"ENTRY %main (q: {query}, k: {keys}) -> {query} {{", f"  %q = {query} parameter(0)",
-        f"  %k = {keys} parameter(1)", f"  ROOT %{name} = {query} custom-call(%q, %k, %k), {call}", "}",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            "HloModule m",
+            "",
+            f"ENTRY %main (q: {query}, k: {keys}) -> {query} {{",
+            f"  %q = {query} parameter(0)",
+            f"  %k = {keys} parameter(1)",
+            f"  ROOT %{name} = {query} custom-call(%q, %k, %k), {call}",
+            "}",
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,15 @@ def planned(config: Config, learner: dict[str, int], sampler: dict[str, int]) ->
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    [("v5e:3x3", "v5e:8x8"), ("v9:2x2", "v6e:8x8"), ("gpu:8xB200", "gpu:8xH100"), ("gpu:0xH100", "gpu:8xH100"),
-     ("v5p:8x8", "v5p:4x4x4"), ("", "v5e:8x8")],
-)  # fmt: skip
+    [
+        ("v5e:3x3", "v5e:8x8"),
+        ("v9:2x2", "v6e:8x8"),
+        ("gpu:8xB200", "gpu:8xH100"),
+        ("gpu:0xH100", "gpu:8xH100"),
+        ("v5p:8x8", "v5p:4x4x4"),
+        ("", "v5e:8x8"),
+    ],
+)
 def test_unknown_hardware_is_refused_with_what_is_known(name: str, known: str):
     with pytest.raises(ConfigError, match=known) as error:
         chips.topology(name)
@@ -69,8 +75,9 @@ def test_a_missing_folder_is_replaced_by_the_size_that_the_config_names():
 
 
 def test_heads_that_the_mesh_does_not_divide_are_refused(capsys: pytest.CaptureFixture[str]):
-    code = cli.main(["plan", f"--config={ROOT}/configs/rlvr_qwen3_8b.py", "--topology=v5e:8x8",
-                     "--config.sampler.mesh.tensor=24"])  # fmt: skip
+    code = cli.main(
+        ["plan", f"--config={ROOT}/configs/rlvr_qwen3_8b.py", "--topology=v5e:8x8", "--config.sampler.mesh.tensor=24"]
+    )
     assert code == 64 and "sampler.mesh.tensor = 24" in capsys.readouterr().err
 
 
@@ -87,7 +94,7 @@ def test_a_config_that_fits_needs_no_change():
         (LearnerConfig(micro_batch_rows=1), {"temporaries": 12 * GB}, "learner.logits_mb", "Set it to 128."),
         (LearnerConfig(micro_batch_rows=1, logits_mb=64), {"temporaries": 12 * GB}, "learner.mesh.sequence", "2"),
     ],
-)  # fmt: skip
+)
 def test_a_learner_that_does_not_fit_names_its_key(
     learner: LearnerConfig, memory: dict[str, int], key: str, remedy: str
 ):
@@ -169,8 +176,14 @@ def test_the_predicted_memory_is_that_of_a_live_learner_within_a_fifth(tmp_path:
     script = ROOT / "tests" / "harness" / "programs" / "learner_memory.py"
     # Freed memory goes back at once, or the growth would hide in what the compiler left.
     quiet = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "PYTHONPATH": str(ROOT), "NPROC": "1"}
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=os.environ | quiet | {"XLA_FLAGS": ""},
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | quiet | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert 0.8 <= found["predicted"] / found["measured"] <= 1.2, found
@@ -180,8 +193,17 @@ def test_the_predicted_memory_is_that_of_a_live_learner_within_a_fifth(tmp_path:
 @tpu_compiler.NEEDS_LIBTPU
 def test_a_plan_for_tpus_names_the_key_and_its_remedy_fits(tmp_path: Path):
     """Qwen3-0.6B on v5e chips with a pool for 512 slots of 4,096 tokens: refused with the number of pages that fits."""
-    words = [sys.executable, "-m", "jaxroll", "plan", "--config=configs/rlvr_qwen3_0p6b.py", "--topology=v5e:2x4",
-             "--json", "--config.sampler.slots=1024", "--config.sampling.max_tokens=4096"]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "jaxroll",
+        "plan",
+        "--config=configs/rlvr_qwen3_0p6b.py",
+        "--topology=v5e:2x4",
+        "--json",
+        "--config.sampler.slots=1024",
+        "--config.sampling.max_tokens=4096",
+    ]
     env = os.environ | {"JAXROLL_CACHE": str(tmp_path)}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500, check=False)
     found = json.loads(done.stdout)
@@ -189,6 +211,13 @@ def test_a_plan_for_tpus_names_the_key_and_its_remedy_fits(tmp_path: Path):
     (change,) = found["change"]
     assert change["key"] == "sampler.cache_pages", change
     pages = change["remedy"].split()[3]
-    done = subprocess.run([*words, f"--config.sampler.cache_pages={pages}"], cwd=ROOT, env=env, capture_output=True,
-                          text=True, timeout=1500, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*words, f"--config.sampler.cache_pages={pages}"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout

@@ -39,8 +39,10 @@ def test_the_kernels_are_in_the_programs(costs: Costs, name: str, kernels: int) 
 def test_the_choice_is_reported(costs: Costs) -> None:
     said = {name: row["attention"] for (name, fused), row in costs.items() if fused}
     assert said == {
-        "accumulate": "splash (auto on tpu)", "prefill_192": "splash (auto on tpu)", "decode": "pallas (auto on tpu)"
-    }  # fmt: skip
+        "accumulate": "splash (auto on tpu)",
+        "prefill_192": "splash (auto on tpu)",
+        "decode": "pallas (auto on tpu)",
+    }
 
 
 def test_no_array_of_a_fused_step_has_tokens_squared(costs: Costs) -> None:
@@ -55,13 +57,17 @@ def test_long_rows_of_qwen3_fit_sixteen_chips(capsys: pytest.CaptureFixture[str]
     found = by_fusion("v5e:4x4", "qwen3_0p6b", 1700)
     fused = {name: row for (name, fused), row in found.items() if fused}
     assert {name: row["custom_calls"] for name, row in fused.items()} == {
-        "accumulate": 4 * 28, "prefill_1024": 28, "decode": 28
-    }  # fmt: skip
+        "accumulate": 4 * 28,
+        "prefill_1024": 28,
+        "decode": 28,
+    }
     for name, row in fused.items():
         peak, temporaries = row["peak_bytes"] / 2**20, row["temp_bytes"] / 2**20
         with capsys.disabled():
-            print(f"\n{name}: {row['attention']}, peak {peak:.0f} MiB a chip, of it temporaries {temporaries:.0f} MiB, "
-                  f"{row['flops'] / 1e9:.1f} GFLOP without the kernels, compiled in {row['compile_s']:.0f} s",
-                  end="")  # fmt: skip
+            print(
+                f"\n{name}: {row['attention']}, peak {peak:.0f} MiB a chip, of it temporaries {temporaries:.0f} MiB, "
+                f"{row['flops'] / 1e9:.1f} GFLOP without the kernels, compiled in {row['compile_s']:.0f} s",
+                end="",
+            )
         assert row["peak_bytes"] < CHIP_BYTES
     assert found["accumulate", True]["squares"] == 0 < found["accumulate", False]["squares"]

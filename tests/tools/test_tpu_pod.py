@@ -52,8 +52,10 @@ def test_every_program_fits_a_chip(costs: Costs, capsys: pytest.CaptureFixture[s
             peak, arguments, temporaries, code = (
                 cost[f"{what}_bytes"] / 1e6 for what in ("peak", "argument", "temp", "code")
             )
-            print(f"{name:12}{peak:8,.0f}{arguments:11,.0f}{temporaries:13,.0f}{code:6,.0f}{cost['flops'] / 1e9:9,.1f}"
-                  f"{cost['compile_s']:9.0f} s  {cost['attention'] or '-'}")  # fmt: skip
+            print(
+                f"{name:12}{peak:8,.0f}{arguments:11,.0f}{temporaries:13,.0f}{code:6,.0f}{cost['flops'] / 1e9:9,.1f}"
+                f"{cost['compile_s']:9.0f} s  {cost['attention'] or '-'}"
+            )
     assert costs.keys() == set(NAMES)
     assert all(0 < cost["code_bytes"] < cost["peak_bytes"] < CHIP_BYTES for cost in costs.values())
     # Each role has its chips for itself: what its programs keep, all their code, and the temporaries of one.

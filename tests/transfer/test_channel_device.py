@@ -19,8 +19,13 @@ from jaxroll.transfer.ends import Receiver
 from tests.harness.transfer_arrays import SHAPES, SPECS, abstract_of, params_of, shardings_of, values_of
 
 V1, V2 = Version(0, 1), Version(0, 2)
-MESHES = [((1, 2, 2), "learner"), ((1, 1, 4), "sampler"), ((2, 1, 2), "sampler"), ((1, 1, 2), "sampler"),
-          ((1, 1, 1), "replicated")]  # fmt: skip
+MESHES = [
+    ((1, 2, 2), "learner"),
+    ((1, 1, 4), "sampler"),
+    ((2, 1, 2), "sampler"),
+    ((1, 1, 2), "sampler"),
+    ((1, 1, 1), "replicated"),
+]
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_weights_arrive_exactly_under_tls(kit, certified: SimpleNamespace, mutua
         ("server", "trusting_other_ca", True, r"does not accept the certificate.*jaxroll tls"),
         (None, "client", False, r"uses plain text.*give it some too, or remove these"),
     ],
-)  # fmt: skip
+)
 def test_a_tls_mismatch_is_refused_with_a_remedy(
     kit, certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
 ) -> None:

@@ -130,8 +130,10 @@ def test_every_view_of_a_large_run_is_there(large: Path, capsys: pytest.CaptureF
                 answer = client.get(f"/api/{name.split(' ')[0].strip(',')}", params={"run": "large", **query})
                 taken.append(1000 * (time.perf_counter() - asked))
                 assert answer.status_code == 200, answer.text
-            lines.append(f"api {name}: {statistics.median(taken):.0f} ms ({min(taken):.0f} to {max(taken):.0f}), "
-                         f"{len(answer.content) // 1000} kB")  # fmt: skip
+            lines.append(
+                f"api {name}: {statistics.median(taken):.0f} ms ({min(taken):.0f} to {max(taken):.0f}), "
+                f"{len(answer.content) // 1000} kB"
+            )
         assert client.get("/api/rollouts", params={"run": "large"}).json()["total"] == GROUPS
         curves = client.get("/api/curves", params={"run": "large", "name": "step/loss"}).json()["curves"]["step/loss"]
         assert len(curves[0]["x"]) == 500 and curves[0]["x"][-1] == ROWS // 10

@@ -15,8 +15,19 @@ from jaxroll.ui.series import Content, RunMetrics, Spans
 
 
 def step_row(step: int, **fields: object) -> dict:
-    return {"t": 100.0 + step, "role": "learner", "kind": "step", "step": step, "t0": 99.5 + step, "t1": 99.9 + step,
-            "train_s": 0.4, "wait_s": 0.1, "publish_s": 0.1, "age_hist": {"0": 2}, **fields}  # fmt: skip
+    return {
+        "t": 100.0 + step,
+        "role": "learner",
+        "kind": "step",
+        "step": step,
+        "t0": 99.5 + step,
+        "t1": 99.9 + step,
+        "train_s": 0.4,
+        "wait_s": 0.1,
+        "publish_s": 0.1,
+        "age_hist": {"0": 2},
+        **fields,
+    }
 
 
 def curve(content: Content, name: str, x: str = "step", points: int = 500) -> dict:

@@ -18,8 +18,20 @@ from tests.ui.conftest import ALPHABET, HOSTILE, HOSTILE_NAME, SAMPLED
 
 TOKEN = "0123456789abcdef" * 4
 OWN = {"X-JaxRoll": "1"}
-VIEWS = ("runs", "run", "curves", "timeline", "ages", "versions", "faults", "roles", "rollouts", "rollout", "member",
-         "configs")  # fmt: skip
+VIEWS = (
+    "runs",
+    "run",
+    "curves",
+    "timeline",
+    "ages",
+    "versions",
+    "faults",
+    "roles",
+    "rollouts",
+    "rollout",
+    "member",
+    "configs",
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +121,14 @@ def test_a_name_given_by_the_user_is_accepted(runs_dir: Path) -> None:
 @pytest.mark.parametrize(
     "headers",
     [
-        {}, OWN | {"Origin": "http://evil.example"}, OWN | {"Origin": "http://localhost:9999"},
-        OWN | {"Origin": "null"}, OWN | {"Sec-Fetch-Site": "cross-site"}, OWN | {"Sec-Fetch-Site": "same-site"},
+        {},
+        OWN | {"Origin": "http://evil.example"},
+        OWN | {"Origin": "http://localhost:9999"},
+        OWN | {"Origin": "null"},
+        OWN | {"Sec-Fetch-Site": "cross-site"},
+        OWN | {"Sec-Fetch-Site": "same-site"},
     ],
-)  # fmt: skip
+)
 def test_requests_of_other_pages_change_nothing(user: TestClient, headers: dict[str, str]) -> None:
     for path in ("/login", "/logout"):
         assert user.post(path, json={"token": TOKEN}, headers=headers).status_code == 403
@@ -223,8 +239,11 @@ def test_the_timeline_covers_the_run(user: TestClient) -> None:
     found = get(user, "timeline", run="a", points=50)
     assert {"learner", "sampler-0", "evaluator"} <= found["roles"].keys()
     assert set(found["roles"]["learner"]) >= {"train", "wait", "publish", "compile"}
-    assert all(len(shares) == 50 and 0 <= min(shares) <= max(shares) <= 1
-               for lane in found["roles"].values() for shares in lane.values())  # fmt: skip
+    assert all(
+        len(shares) == 50 and 0 <= min(shares) <= max(shares) <= 1
+        for lane in found["roles"].values()
+        for shares in lane.values()
+    )
     part = get(user, "timeline", run="a", points=20, **{"from": 1e9, "to": -5})
     assert part["from"] <= part["to"] <= found["all"] + 0.01
     waits = get(user, "timeline", run=HOSTILE_NAME, points=10)
@@ -278,10 +297,13 @@ def test_a_group_says_why_it_ended_and_a_member_shows_each_token(user: TestClien
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ({"group": 99}, "no such group"), ({}, "no such group"), ({"group": "x"}, "not a number"),
-        ({"group": 1, "member": 3}, "not kept"), ({"group": 1, "member": -1}, "not kept"),
+        ({"group": 99}, "no such group"),
+        ({}, "no such group"),
+        ({"group": "x"}, "not a number"),
+        ({"group": 1, "member": 3}, "not kept"),
+        ({"group": 1, "member": -1}, "not kept"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_group_or_member_is_an_error_with_a_reason(user: TestClient, query: dict, words: str) -> None:
     answer = user.get("/api/member" if "member" in query else "/api/rollout", params={"run": HOSTILE_NAME, **query})
     assert answer.status_code == 404 and words in answer.json()["error"]
@@ -314,10 +336,12 @@ def test_control_needs_the_token_and_the_dashboard(anyone: TestClient, user: Tes
 @pytest.mark.parametrize(
     ("run", "action", "status", "words"),
     [
-        ("a", "explode", 404, "pause, resume"), ("../a", "pause", 404, "no such run"), ("a", "stop", 503, "supervisor"),
+        ("a", "explode", 404, "pause, resume"),
+        ("../a", "pause", 404, "no such run"),
+        ("a", "stop", 503, "supervisor"),
         ("a", "pause", 503, "no store"),
     ],
-)  # fmt: skip
+)
 def test_a_control_that_cannot_act_says_why(user: TestClient, run: str, action: str, status: int, words: str) -> None:
     answer = user.post("/api/control", json={"run": run, "action": action}, headers=OWN)
     assert answer.status_code == status and words in answer.json()["error"], answer.text

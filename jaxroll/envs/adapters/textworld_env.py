@@ -73,8 +73,17 @@ class TextWorldGame(Game):
 
     def start(self, seed: int) -> str:
         self.close()
-        names = ("feedback", "won", "lost", "score", "max_score", "admissible_commands", "policy_commands",
-                 "objective", "description")  # fmt: skip
+        names = (
+            "feedback",
+            "won",
+            "lost",
+            "score",
+            "max_score",
+            "admissible_commands",
+            "policy_commands",
+            "objective",
+            "description",
+        )
         infos = self._textworld.EnvInfos(**dict.fromkeys(names, True))
         self._env = self._textworld.start(str(game_file(seed, self.settings)), infos)
         self._state = self._env.reset()

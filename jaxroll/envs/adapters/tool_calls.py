@@ -21,9 +21,13 @@ from jaxroll.protocols import Place
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-    "array": (list,), "object": (dict,),
-}  # fmt: skip
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
 _MAX_CALL_CHARS = 20_000
 
 
@@ -66,9 +70,11 @@ def stocktaking(seed: int) -> Problem:
     numbers = {(what, good): random.randint(10, 99) for what in ("price", "stock") for good in goods}
     wanted, good = random.choice(("price", "stock")), goods[0]
     schema = {
-        "type": "object", "properties": {"item": {"type": "string", "description": "The name of the item."}},
-        "required": ["item"], "additionalProperties": False,
-    }  # fmt: skip
+        "type": "object",
+        "properties": {"item": {"type": "string", "description": "The name of the item."}},
+        "required": ["item"],
+        "additionalProperties": False,
+    }
 
     def tool(what: str, description: str) -> Tool:
         return Tool(what, description, schema, lambda item: numbers.get((what, item), "unknown item"))
@@ -76,9 +82,13 @@ def stocktaking(seed: int) -> Problem:
     tools = (tool("price", "The price of an item."), tool("stock", "How many pieces of an item are in stock."))
     others = tuple((name, {"item": each}) for name in ("price", "stock") for each in (good, good[::-1]))
     return Problem(
-        f"What is the {wanted} of {good}? Answer with the number alone.", f"{wanted} {good}",
-        str(numbers[wanted, good]), tools, ((wanted, {"item": good}),), others,
-    )  # fmt: skip
+        f"What is the {wanted} of {good}? Answer with the number alone.",
+        f"{wanted} {good}",
+        str(numbers[wanted, good]),
+        tools,
+        ((wanted, {"item": good}),),
+        others,
+    )
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:

@@ -35,10 +35,11 @@ from jaxroll.store.log import database
 Event = dict[str, Any]
 Metrics = Mapping[str, Any]
 _COUNTERS = (
-    ("step", "age of trained tokens", ("age_mean", "age_max")), ("step", "reward", ("reward_mean",)),
+    ("step", "age of trained tokens", ("age_mean", "age_max")),
+    ("step", "reward", ("reward_mean",)),
     ("stats", "tokens per second", ("tokens_per_s",)),
     ("store", "groups in flight", ("groups_in_flight", "in_flight_window")),
-)  # fmt: skip
+)
 
 
 def write_timeline(run_dir: Path, file: Path) -> int:
@@ -299,8 +300,12 @@ def open_parquet(path: Path) -> Iterator[Write]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ConfigError("--parquet", path.name, "pyarrow is not installed",
-                          "Install it (pip install 'jaxroll[data]'), or use --jsonl=FILE.") from error  # fmt: skip
+        raise ConfigError(
+            "--parquet",
+            path.name,
+            "pyarrow is not installed",
+            "Install it (pip install 'jaxroll[data]'), or use --jsonl=FILE.",
+        ) from error
     kinds = {"list<int32>": pa.list_(pa.int32()), "list<uint8>": pa.list_(pa.uint8()), "int64": pa.int64(),
              "list<list<int32>>": pa.list_(pa.list_(pa.int32())),
              "list<float>": pa.list_(pa.float32()), "string": pa.string(), "double": pa.float64()}  # fmt: skip

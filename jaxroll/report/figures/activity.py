@@ -310,8 +310,9 @@ def _is_a(row: Row, role: str) -> bool:
 def _time_share(spans: Sequence[Row], names: tuple[str, ...], window: Interval) -> float:
     """The share of the window that samplers spend on the spans of these names, the mean over samplers."""
     roles = {row["role"] for row in spans}
-    busy = [union((row["t0"], row["t1"]) for row in spans if row["role"] == role and row["what"] in names)
-            for role in roles]  # fmt: skip
+    busy = [
+        union((row["t0"], row["t1"]) for row in spans if row["role"] == role and row["what"] in names) for role in roles
+    ]
     return sum(length_s(clipped(one, window)) for one in busy) / max(1, len(busy)) / (window[1] - window[0])
 
 

@@ -289,8 +289,11 @@ def columns(*cards: Markup) -> Markup:
 
 def figures_row(*entries: tuple[str, str]) -> Markup:
     """(value, what it is) as large figures."""
-    return tag("div", *(tag("div", tag("b", value), tag("span", words), class_="figure") for value, words in entries),
-               class_="figures")  # fmt: skip
+    return tag(
+        "div",
+        *(tag("div", tag("b", value), tag("span", words), class_="figure") for value, words in entries),
+        class_="figures",
+    )
 
 
 # --- The plots of a run, each a function of its figures to SVG, and their parts
@@ -419,10 +422,13 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
         if row.get("tokens_per_s") is not None and str(row.get("role", "")).startswith("sampler"):
             samplers.setdefault(row["role"], []).append((place(row), row["tokens_per_s"]))
     decoded = [_calmed(line) for line in samplers.values()]
-    trained = _calmed([
-        (place(b), b["tokens_trained"] / (b["t1"] - a["t1"]))
-        for a, b in pairwise(steps) if b["t1"] > a["t1"] and b.get("tokens_trained") is not None
-    ])  # fmt: skip
+    trained = _calmed(
+        [
+            (place(b), b["tokens_trained"] / (b["t1"] - a["t1"]))
+            for a, b in pairwise(steps)
+            if b["t1"] > a["t1"] and b.get("tokens_trained") is not None
+        ]
+    )
     every = [point for line in (*decoded, trained) for point in line]
     if not every:
         return NOTHING

@@ -49,13 +49,19 @@ def _lead(run: Run, f: Mapping[str, Any]) -> Markup:
     items = f" on {number(f['heldout_items'])} questions" if f["heldout_items"] else ""
     return tag(
         "p",
-        f"Held-out accuracy{items} of ", tag("b", task.get("name") or task.get("source") or "a task"),
-        ", model ", tag("b", model.get("size", UNKNOWN)),
-        ", trained by asynchronous RL at ", tag("b", f"α = {f['alpha']:g}"),
-        ": the sampler (", tag("b", mesh(f["sampler_mesh"])), ") and the learner (", tag("b", mesh(f["learner_mesh"])),
+        f"Held-out accuracy{items} of ",
+        tag("b", task.get("name") or task.get("source") or "a task"),
+        ", model ",
+        tag("b", model.get("size", UNKNOWN)),
+        ", trained by asynchronous RL at ",
+        tag("b", f"α = {f['alpha']:g}"),
+        ": the sampler (",
+        tag("b", mesh(f["sampler_mesh"])),
+        ") and the learner (",
+        tag("b", mesh(f["learner_mesh"])),
         ") are processes with meshes of their own.",
         class_="lead",
-    )  # fmt: skip
+    )
 
 
 def key_figures(view: View) -> Markup:
@@ -79,8 +85,10 @@ def learning(view: View) -> Markup:
     """Reward and accuracy over steps and over time."""
     if not (view.steps or view.evals):
         return NOTHING
-    keys = legend(("reward", "training reward: each step, and its moving mean"),
-                  ("heldout", "held-out accuracy, greedy, with 95 % intervals"))  # fmt: skip
+    keys = legend(
+        ("reward", "training reward: each step, and its moving mean"),
+        ("heldout", "held-out accuracy, greedy, with 95 % intervals"),
+    )
     by_step = plots.learning(view.steps, view.evals, lambda row: row["step"], "step")
     since = "minutes since the run began, warm start included"
     by_time = plots.learning(view.steps, view.evals, view.minutes, since)
@@ -127,10 +135,14 @@ def questions(evals: Sequence[Row]) -> list[Question]:
         return []
     later = {_place(example): example for example in _examples(evals[-1])} if len(evals) > 1 else {}
     return [
-        Question(str(example.get("prompt", "")), str(example.get("answer") or ""), _answer(example),
-                 _answer(later[_place(example)]) if _place(example) in later else None)
+        Question(
+            str(example.get("prompt", "")),
+            str(example.get("answer") or ""),
+            _answer(example),
+            _answer(later[_place(example)]) if _place(example) in later else None,
+        )
         for example in _examples(evals[0])
-    ]  # fmt: skip
+    ]
 
 
 def _examples(row: Row) -> list[dict]:

@@ -172,9 +172,15 @@ def _version(text: object) -> tuple[int, int] | None:
 COLOURS = 4  # the last one is for all older ages
 MEANS = ("logprob_delta", "kl_behaviour", "clip_share", "ess")
 HEADS = (
-    "age", "tokens computed", "reward", "|Δ log-prob|", "KL(behaviour‖learner)", "largest ρ", "clipped",
+    "age",
+    "tokens computed",
+    "reward",
+    "|Δ log-prob|",
+    "KL(behaviour‖learner)",
+    "largest ρ",
+    "clipped",
     "effective samples",
-)  # fmt: skip
+)
 LINES = (("ess", "effective samples"), ("kl_behaviour", "KL(behaviour‖learner)"), ("clip_share", "clipped share"))
 
 
@@ -244,9 +250,15 @@ def _mean(rows: Sequence[Row], name: str, weight_by: str) -> float | None:
 
 def _written(age: int, of: Mapping[str, float | None]) -> tuple[str, ...]:
     return (
-        number(age), number(of["tokens"]), number(of["reward"]), number(of["logprob_delta"]),
-        number(of["kl_behaviour"]), number(of["ratio_max"]), percent(of["clip_share"]), percent(of["ess"]),
-    )  # fmt: skip
+        number(age),
+        number(of["tokens"]),
+        number(of["reward"]),
+        number(of["logprob_delta"]),
+        number(of["kl_behaviour"]),
+        number(of["ratio_max"]),
+        percent(of["clip_share"]),
+        percent(of["ess"]),
+    )
 
 
 def _colour(age: int) -> str:
@@ -300,9 +312,12 @@ def timeline(
         tag("div", *close, class_="detail", tabindex=0, aria_label="Close-up of the timeline"),
         tag("div", tag("div", "whole run"), class_="lane-names small"),
         tag("div", *whole, class_="overview"),
-        class_="timeline", data_end=f"{end_s:.3f}", data_from=f"{window.start:.3f}", data_span=f"{window.span:.3f}",
+        class_="timeline",
+        data_end=f"{end_s:.3f}",
+        data_from=f"{window.start:.3f}",
+        data_span=f"{window.span:.3f}",
         data_steps=json.dumps(spans, separators=(",", ":")),
-    )  # fmt: skip
+    )
 
 
 def key(lanes: Sequence[Lane], deaths: Sequence[object]) -> Markup:

@@ -15,7 +15,7 @@ from typing import Any
 from jaxroll.config import Config
 from jaxroll.config.derived import age_limiter, support_tokens
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import (  # fmt: skip
+from jaxroll.policy.limiter import (
     BROKEN,
     LONGEST_S,
     UNRELIABLE,

@@ -176,9 +176,22 @@ class Open:
 
 
 Request = (
-    Arrive | Leave | Lease | Renew | Release | PutMember | ClaimStep | Begin | Publish | Ack | Durable | Tick | EndData
-    | Close | Open
-)  # fmt: skip
+    Arrive
+    | Leave
+    | Lease
+    | Renew
+    | Release
+    | PutMember
+    | ClaimStep
+    | Begin
+    | Publish
+    | Ack
+    | Durable
+    | Tick
+    | EndData
+    | Close
+    | Open
+)
 
 
 # --- Events: the changes of the state
@@ -421,9 +434,30 @@ class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
 
 
 Event = (
-    Issued | Skipped | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Aborted | Expired | Died | Claimed | Acked
-    | MadeDurable | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Awaited | Hungry | Seen
-    | Renewed | Extended
-)  # fmt: skip
+    Issued
+    | Skipped
+    | Leased
+    | LeaseEnded
+    | Put
+    | MemberFailed
+    | Shrunk
+    | Aborted
+    | Expired
+    | Died
+    | Claimed
+    | Acked
+    | MadeDurable
+    | Published
+    | Began
+    | Arrived
+    | DataEnded
+    | RunClosed
+    | RunOpened
+    | Awaited
+    | Hungry
+    | Seen
+    | Renewed
+    | Extended
+)
 
 NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)

@@ -29,7 +29,7 @@ from jaxroll.store.core.state import (
     recent_mean_s,
     slot_of,
     was_published,
-)  # fmt: skip
+)
 
 _CAUSE_CHARS, _ERROR_CHARS = 300, 200
 _RECENT = 20  # members in the mean duration of a holder

@@ -127,9 +127,15 @@ def _length_class(tokens: int) -> int:
 def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
     longest = max((slot.tokens for _, slot in group.done()), default=0)
     return ev.Issued(
-        new, group.task, settings.members_leased, reissue_of=group.id, reissues=group.reissues + 1,
-        ordinal=group.ordinal, length=_length_class(longest), wanted=settings.members_wanted,
-    )  # fmt: skip
+        new,
+        group.task,
+        settings.members_leased,
+        reissue_of=group.id,
+        reissues=group.reissues + 1,
+        ordinal=group.ordinal,
+        length=_length_class(longest),
+        wanted=settings.members_wanted,
+    )
 
 
 def _is_issue(event: ev.Event) -> bool:

@@ -156,8 +156,9 @@ def _fill_questions(connection: sqlite3.Connection) -> None:
         values = (question, known.issued, known.trained, known.members, known.reward_sum, known.last_step)
         connection.execute(
             "INSERT INTO questions (question_hash, issued, trained, members, reward_sum, last_step)"
-            " VALUES (?, ?, ?, ?, ?, ?)", values,
-        )  # fmt: skip
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            values,
+        )
 
 
 def _fill_tasks(connection: sqlite3.Connection) -> None:
@@ -282,8 +283,20 @@ NETWORK = frozenset({
     "prl_fs",
 })  # fmt: skip
 # Most FUSE file systems are remote (sshfs, gcsfuse, s3fs, rclone, …); these are local.
-LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.mergerfs", "fuse.encfs", "fuse.gocryptfs",
-                        "fuse.zfs", "fuse.ntfs-3g", "fuse.exfat", "fusectl"})  # fmt: skip
+LOCAL_FUSE = frozenset(
+    {
+        "fuseblk",
+        "fuse.fuse-overlayfs",
+        "fuse.lxcfs",
+        "fuse.mergerfs",
+        "fuse.encfs",
+        "fuse.gocryptfs",
+        "fuse.zfs",
+        "fuse.ntfs-3g",
+        "fuse.exfat",
+        "fusectl",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,13 @@ class PutPipeline:
     def _read(self, body: memoryview, recorded: Recorded | None) -> PutMember:
         settings = self._keeper.settings
         return put_request(
-            body, recorded, row_tokens=settings.row_tokens, prompt_tokens=settings.prompt_tokens,
-            vocab_size=self._vocab_size(), support_tokens=settings.support_tokens,
-        )  # fmt: skip
+            body,
+            recorded,
+            row_tokens=settings.row_tokens,
+            prompt_tokens=settings.prompt_tokens,
+            vocab_size=self._vocab_size(),
+            support_tokens=settings.support_tokens,
+        )
 
     def _decide(self, caller: Caller, request: PutMember, payload: schema.Statement) -> str | StoreRefusal:
         """Decide a put; if its failure ends a group, add an audit row."""

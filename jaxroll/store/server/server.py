@@ -75,10 +75,15 @@ async def serve(
         try:
             store = _Store(config, keeper, metrics, feeder, linger_s, certificates, vocab_size)
             server = RawServer(
-                msg.SERVICE, store.service.methods(), secret=secret,
-                max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
-                tls=certificates, mutual_tls=config.store.mutual_tls, refused=store.audit.refused,
-            )  # fmt: skip
+                msg.SERVICE,
+                store.service.methods(),
+                secret=secret,
+                max_message_bytes=config.store.max_message_mb * 2**20,
+                position=lambda: keeper.state.position,
+                tls=certificates,
+                mutual_tls=config.store.mutual_tls,
+                refused=store.audit.refused,
+            )
             taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
             if port and taken != port:
                 raise ConfigError("--store", f"{host}:{port}", "another process has this port", "Choose another one.")

@@ -167,8 +167,10 @@ class Cluster:
     def learner(self, process: str = "learner", *, address_file: Path | None = None, **behaviour: Any) -> Role:
         """Start a scripted learner; to the store its name is `learner`, regardless of `process`."""
         common = self._orders("learner", process, address_file) | {
-            "checkpoints": str(self.checkpoints), "steps": self.config.schedule.steps, "gate": str(self._gate),
-        }  # fmt: skip
+            "checkpoints": str(self.checkpoints),
+            "steps": self.config.schedule.steps,
+            "gate": str(self._gate),
+        }
         return self._start(process, "tests.harness.cluster.scripted_learner", LearnerOrders(**common | behaviour))
 
     def allow(self, steps: int) -> None:

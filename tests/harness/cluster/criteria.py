@@ -184,8 +184,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     """The rows as lines with aligned columns."""
     head = ("fault", "injected", "survived", "lost", "trained twice", "max age")
     cells = [
-        head, *((r.fault, str(r.injected), r.survived, str(r.lost), str(r.trained_twice), str(r.max_age)) for r in rows)
-    ]  # fmt: skip
+        head,
+        *((r.fault, str(r.injected), r.survived, str(r.lost), str(r.trained_twice), str(r.max_age)) for r in rows),
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 

@@ -159,9 +159,14 @@ class World:
         env["XLA_FLAGS"] = ROLE_FLAGS  # a role that is started alone adds its own devices
         with (self.run_dir / "logs" / f"{name}.log").open("a") as out:
             process = subprocess.Popen(
-                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                cwd=self.run_dir, env=env, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.run_dir,
+                env=env,
+                start_new_session=True,
+            )
         self.processes[name] = process
         return process
 

@@ -114,9 +114,14 @@ class Tap:
         hook = self._hooks.get((call.name, method))
         number = next(self._numbers)
         self._under_way[number] = began = {
-            "kind": "rpc", "method": method, "name": call.name, "deadline_s": context.time_remaining() or 0.0,
-            "began_s": time.monotonic(), "stood_s": self._heart.so_far_s(), "outcome": "open",
-        }  # fmt: skip
+            "kind": "rpc",
+            "method": method,
+            "name": call.name,
+            "deadline_s": context.time_remaining() or 0.0,
+            "began_s": time.monotonic(),
+            "stood_s": self._heart.so_far_s(),
+            "outcome": "open",
+        }
         try:
             answer = await (hook(call, forward) if hook else forward(body))
             began["outcome"] = "OK"

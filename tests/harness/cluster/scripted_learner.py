@@ -144,9 +144,13 @@ def _facts(claim: Claim) -> dict:
         groups.append([group.group, [[m.member, m.attempt, wire.digest(wire.encode(m))] for m in group.members]])
     oldest = max(max_age(member, claim.step) for group in claim.groups for member in group.members)
     return {
-        "step": claim.step, "lineage": claim.lineage, "replayed": claim.replayed, "groups": groups, "max_age": oldest,
+        "step": claim.step,
+        "lineage": claim.lineage,
+        "replayed": claim.replayed,
+        "groups": groups,
+        "max_age": oldest,
         "wanted": claim.checkpoint_wanted,
-    }  # fmt: skip
+    }
 
 
 def max_age(member: Member, step: int) -> int:

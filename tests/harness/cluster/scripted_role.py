@@ -85,9 +85,13 @@ async def connected(orders: Orders, journal: Journal, role: str) -> AsyncIterato
     client = None
     try:
         client = await StoreClient.connect(
-            Path(orders.address_file), role=role, name=orders.name, config_digest=orders.config_digest,
-            patience_s=orders.patience_s, call_s=orders.call_s,
-        )  # fmt: skip
+            Path(orders.address_file),
+            role=role,
+            name=orders.name,
+            config_digest=orders.config_digest,
+            patience_s=orders.patience_s,
+            call_s=orders.call_s,
+        )
         journal.log("life", name=orders.name)
         yield client
     finally:

@@ -151,9 +151,10 @@ async def put(store: StoreClient, journal: Journal, member: Member) -> str:
     """Journal and put a member; return OK, SURPLUS, or the name of a refusal. Raises Closed."""
     body = wire.encode(member)
     known = {
-        "key": [member.group, member.member, member.attempt], "digest": wire.digest(body),
+        "key": [member.group, member.member, member.attempt],
+        "digest": wire.digest(body),
         "finished": isinstance(member.outcome, Finished),
-    }  # fmt: skip
+    }
     journal.log("send", **known, bytes=len(body))
     text = ""
     try:

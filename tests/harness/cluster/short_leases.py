@@ -7,8 +7,14 @@ from collections.abc import Callable
 from tests.harness.cluster.cluster import Cluster
 
 LEASE_S = 2.0
-SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=1000",
-         f"store.lease_s={LEASE_S}", "store.rpc_deadline_s=1")  # fmt: skip
+SMALL = (
+    "schedule.groups_per_step=3",
+    "schedule.group_size=4",
+    "schedule.alpha=1",
+    "schedule.steps=1000",
+    f"store.lease_s={LEASE_S}",
+    "store.rpc_deadline_s=1",
+)
 
 
 def store_of(run: Cluster) -> Callable[[], str]:

@@ -13,10 +13,17 @@ from jaxroll.control.supervisor import Supervisor
 
 def specs_from(values: list[dict]) -> list[ProcessSpec]:
     return [
-        ProcessSpec(v["name"], v["name"].partition("-")[0], tuple(v["argv"]), {}, tuple(v.get("after", ())),
-                    Path(v["ready_file"]) if v.get("ready_file") else None, v.get("gang", ""))
+        ProcessSpec(
+            v["name"],
+            v["name"].partition("-")[0],
+            tuple(v["argv"]),
+            {},
+            tuple(v.get("after", ())),
+            Path(v["ready_file"]) if v.get("ready_file") else None,
+            v.get("gang", ""),
+        )
         for v in values
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:

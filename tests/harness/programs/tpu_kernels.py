@@ -42,17 +42,35 @@ class Case:
 
 CASES = {
     "lean": Case(
-        LEAN, MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2), 384, 4,
-        requests.Sizes(slots=8, max_tokens=256, rows=4, inserts=4, buckets=(192,), chunk=4, max_stops=4, page_tokens=32,
-                      shards=2),
+        LEAN,
+        MeshConfig(fsdp=2, tensor=2),
+        MeshConfig(data=2, tensor=2),
+        384,
+        4,
+        requests.Sizes(
+            slots=8, max_tokens=256, rows=4, inserts=4, buckets=(192,), chunk=4, max_stops=4, page_tokens=32, shards=2
+        ),
     ),
     "qwen3_0p6b": Case(
-        families.spec("qwen3_0p6b", compute_dtype="bfloat16"), MeshConfig(fsdp=8, tensor=2),
-        MeshConfig(data=4, tensor=4), 4096, 16,
-        requests.Sizes(slots=256, max_tokens=4096, rows=16, inserts=16, buckets=(1024,), chunk=16, max_stops=4,
-                      page_tokens=64, shards=4, pages=64 * 32),
+        families.spec("qwen3_0p6b", compute_dtype="bfloat16"),
+        MeshConfig(fsdp=8, tensor=2),
+        MeshConfig(data=4, tensor=4),
+        4096,
+        16,
+        requests.Sizes(
+            slots=256,
+            max_tokens=4096,
+            rows=16,
+            inserts=16,
+            buckets=(1024,),
+            chunk=16,
+            max_stops=4,
+            page_tokens=64,
+            shards=4,
+            pages=64 * 32,
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.Lowered]]:

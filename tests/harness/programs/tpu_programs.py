@@ -40,15 +40,26 @@ def tiny() -> Config:
 
 def qwen3() -> Config:
     """The config file, which gives four chips to each role, on sixteen: four times the rows and slots."""
-    more = ("learner.mesh.tensor=4", "learner.micro_batch_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
-            "sampler.prefill_rows=32")  # fmt: skip
+    more = (
+        "learner.mesh.tensor=4",
+        "learner.micro_batch_rows=32",
+        "sampler.mesh.data=4",
+        "sampler.slots=256",
+        "sampler.prefill_rows=32",
+    )
     return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
 def rows_of_32k() -> Config:
     """The config file with packed rows of 32,768 tokens, each divided over two devices."""
-    more = ("learner.mesh.fsdp=2", "learner.mesh.tensor=2", "learner.mesh.sequence=2", "learner.row_tokens=32768",
-            "learner.micro_batch_rows=2", "learner.scan_layers=True")  # fmt: skip
+    more = (
+        "learner.mesh.fsdp=2",
+        "learner.mesh.tensor=2",
+        "learner.mesh.sequence=2",
+        "learner.row_tokens=32768",
+        "learner.micro_batch_rows=2",
+        "learner.scan_layers=True",
+    )
     return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 

@@ -23,7 +23,7 @@ from jaxroll.records import (
     Version,
     VersionRef,
     VersionRun,
-)  # fmt: skip
+)
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxroll.errors import (
     StoreRefusal,
-)  # fmt: skip
+)
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import (
     Task,
     Version,
     VersionRef,
     VersionRun,
-)  # fmt: skip
+)
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core

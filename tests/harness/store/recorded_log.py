@@ -171,8 +171,24 @@ def facts(core: Core) -> dict:
         g.id: (g.state, g.note, g.step, [(s.status, s.attempt, s.digest) for s in g.slots])
         for g in (*state.open.values(), *state.held.values())
     }
-    names = ("position", "next_group", "next_claim", "acked", "durable", "lineages", "published", "cursor", "closed",
-             "expired", "dead", "trimmed", "receipts", "data_ended", "learner", "tokens_put")  # fmt: skip
+    names = (
+        "position",
+        "next_group",
+        "next_claim",
+        "acked",
+        "durable",
+        "lineages",
+        "published",
+        "cursor",
+        "closed",
+        "expired",
+        "dead",
+        "trimmed",
+        "receipts",
+        "data_ended",
+        "learner",
+        "tokens_put",
+    )
     return {name: getattr(state, name) for name in names} | {"groups": groups}
 
 

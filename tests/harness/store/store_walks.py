@@ -71,9 +71,16 @@ def store(
     prompts = PromptBuffer(feed, 2, lambda: None, lambda: None)
     audit = Audit(log.append, keeper.now_s)
     service = StoreService(
-        keeper, prompts, metrics, audit, config_digest=digest(config), page_bytes=PAGE_BYTES, turns=UpdateSlots(0, 1.0),
-        workers=Workers(config, keeper, metrics), vocab_size=lambda: 0,
-    )  # fmt: skip
+        keeper,
+        prompts,
+        metrics,
+        audit,
+        config_digest=digest(config),
+        page_bytes=PAGE_BYTES,
+        turns=UpdateSlots(0, 1.0),
+        workers=Workers(config, keeper, metrics),
+        vocab_size=lambda: 0,
+    )
     try:
         yield service, prompts, keeper
     finally:

@@ -212,8 +212,12 @@ class Books:
 
     def leases(self) -> set[tuple[str, tuple[int, int, int]]]:
         """(session, key) of every leased member."""
-        return {(m["session"], (gid, number, m["attempt"])) for gid, group in self.open.items()
-                for number, m in enumerate(group["members"]) if m["status"] == LEASED}  # fmt: skip
+        return {
+            (m["session"], (gid, number, m["attempt"]))
+            for gid, group in self.open.items()
+            for number, m in enumerate(group["members"])
+            if m["status"] == LEASED
+        }
 
     # --- changes
 

@@ -214,8 +214,11 @@ class Store:
         if whole and state.index != Index(state.open, state.held):
             broken("conservation", "what is found by the index is not what there is")
         index = by_holder(self.settings, state)
-        room = {name: state.rooms[name] for name, at_s in state.hungry.items()
-                if self.now - at_s <= HUNGRY_S and not index.holds_up(name)}  # fmt: skip
+        room = {
+            name: state.rooms[name]
+            for name, at_s in state.hungry.items()
+            if self.now - at_s <= HUNGRY_S and not index.holds_up(name)
+        }
         if {*index.with_room("", self.now)} != {*room} or index.room_of_others("", self.now) != sum(room.values()):
             broken("9 shares", f"the index of holders does not find {room}")
         if whole and (residual := st.conservation_residual(state)):

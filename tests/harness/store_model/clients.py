@@ -263,17 +263,19 @@ class Learner:
         """Something old, something early, something asked twice: none of it may change anything."""
         assert self.version is not None
         lineage, step, odd = self.version.lineage, self.version.step, world.rng.randint(-3, 3)
-        request = world.rng.choice((
-            ev.ClaimStep(self.session, lineage, step - abs(odd)),
-            ev.ClaimStep(self.session, lineage, step + 1 + abs(odd)),
-            ev.ClaimStep(self.session, lineage + odd, step),
-            ev.Ack(self.session, Version(lineage, step + 2 + abs(odd))),
-            ev.Ack(self.session, Version(lineage, max(0, step - 1 - abs(odd)))),
-            ev.Durable(self.session, Version(lineage, step + 2 + abs(odd))),
-            ev.Durable(self.session, Version(lineage + 1 + abs(odd), step)),
-            ev.Publish(self.session, VersionRef(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
-            ev.Publish(self.session, VersionRef(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
-        ))  # fmt: skip
+        request = world.rng.choice(
+            (
+                ev.ClaimStep(self.session, lineage, step - abs(odd)),
+                ev.ClaimStep(self.session, lineage, step + 1 + abs(odd)),
+                ev.ClaimStep(self.session, lineage + odd, step),
+                ev.Ack(self.session, Version(lineage, step + 2 + abs(odd))),
+                ev.Ack(self.session, Version(lineage, max(0, step - 1 - abs(odd)))),
+                ev.Durable(self.session, Version(lineage, step + 2 + abs(odd))),
+                ev.Durable(self.session, Version(lineage + 1 + abs(odd), step)),
+                ev.Publish(self.session, VersionRef(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
+                ev.Publish(self.session, VersionRef(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
+            )
+        )
         world.ask(None, request, ignore)
 
     def die(self, world: World) -> None:

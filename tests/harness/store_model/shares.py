@@ -51,8 +51,11 @@ class Sharing(Holders):
     def deal(self, r: ev.Lease, now: float) -> Deal:
         """The caller's share, given the samplers that were refused because there was no work."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
-        others = [space for name, (at, space) in self.rooms.items()
-                  if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)]  # fmt: skip
+        others = [
+            space
+            for name, (at, space) in self.rooms.items()
+            if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)
+        ]
         if not sum(others):
             return Deal(room, room, Fraction(1), False, False, head, True)
         fraction, there = Fraction(room, room + sum(others)), self.there(r, now)

@@ -17,13 +17,24 @@ def settings(rules: Rules) -> Settings:
     """The rules as the store reads them."""
     return Settings(
         AgeLimiter(rules.alpha, rules.batch, rules.redundant, rules.publish_every, rules.buffer),
-        group_size=rules.size, steps=rules.steps, order=rules.order, on_stale=rules.on_stale, straggler=rules.straggler,
-        straggler_deadline_s=rules.straggler_s, lease_s=rules.lease_s, infra_retries=rules.infra_retries,
-        data_retries=rules.data_retries, reissues=rules.reissues, retention_bytes=rules.retention_bytes,
-        window=rules.window, last_batch=rules.last_batch,
+        group_size=rules.size,
+        steps=rules.steps,
+        order=rules.order,
+        on_stale=rules.on_stale,
+        straggler=rules.straggler,
+        straggler_deadline_s=rules.straggler_s,
+        lease_s=rules.lease_s,
+        infra_retries=rules.infra_retries,
+        data_retries=rules.data_retries,
+        reissues=rules.reissues,
+        retention_bytes=rules.retention_bytes,
+        window=rules.window,
+        last_batch=rules.last_batch,
         filter=Filter(*rules.filter, windows=rules.filter_windows, at_limit=rules.at_limit),
-        redundant_members=rules.spare, replicate=rules.replicate, holders=rules.holders,
-    )  # fmt: skip
+        redundant_members=rules.spare,
+        replicate=rules.replicate,
+        holders=rules.holders,
+    )
 
 
 def facts(events: list[Any]) -> list[Fact]:

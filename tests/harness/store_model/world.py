@@ -18,8 +18,13 @@ from tests.harness.store_model.checked_store import Store
 from tests.harness.store_model.clients import Heard, Learner, Sampler, ignore, wrong_put
 
 ORDERS = ("lease_order", "ready_first", "freshest_first")
-FILTERS = (("none", 0.0, 1.0), ("mean_band", 0.2, 0.9), ("none", 0.0, 1.0), ("pass_rate", 0.0, 1.0),
-           ("min_std", 0.2, 0.0))  # fmt: skip
+FILTERS = (
+    ("none", 0.0, 1.0),
+    ("mean_band", 0.2, 0.9),
+    ("none", 0.0, 1.0),
+    ("pass_rate", 0.0, 1.0),
+    ("min_std", 0.2, 0.0),
+)
 FINISH_WITHIN = 3000  # operations that a run without faults may still need
 
 
@@ -34,19 +39,30 @@ def some_rules(rng: random.Random) -> Rules:
     on_stale = rng.choice(("expire", "mask") if aging else ("expire", "expire", "mask"))
     kinds = FILTERS[: 1 if on_stale == "mask" else 2 if size == 1 else None]  # masking is rare enough as it is
     return Rules(
-        alpha=alpha, batch=batch, redundant=redundant, buffer=rng.choice((0, 0, least_buffer, least_buffer + 3)),
+        alpha=alpha,
+        batch=batch,
+        redundant=redundant,
+        buffer=rng.choice((0, 0, least_buffer, least_buffer + 3)),
         publish_every=rng.randint(1, int(alpha + 1)) if rng.random() < 0.3 else 1,
-        size=size, steps=rng.randint(4, 9) + 9 * adaptive,
+        size=size,
+        steps=rng.randint(4, 9) + 9 * adaptive,
         order=rng.choice(ORDERS[1:] if aging else (*ORDERS, "lease_order")),
         on_stale=on_stale,
-        straggler=rng.choice(("shrink", "wait")), straggler_s=rng.choice((4.0, 40.0)), lease_s=10.0,
-        infra_retries=rng.choice((1, 3)), data_retries=rng.choice((0, 2)), reissues=rng.choice((1, 3, 100)),
-        retention_bytes=rng.choice((6000, 30_000, 10**9)), window="adaptive" if adaptive else "full",
-        last_batch=rng.choice(("deliver", "drop")), filter=rng.choice(kinds),
-        filter_windows=rng.choice((1, 1, 5)), at_limit=rng.choice(("stop", "deliver")),
+        straggler=rng.choice(("shrink", "wait")),
+        straggler_s=rng.choice((4.0, 40.0)),
+        lease_s=10.0,
+        infra_retries=rng.choice((1, 3)),
+        data_retries=rng.choice((0, 2)),
+        reissues=rng.choice((1, 3, 100)),
+        retention_bytes=rng.choice((6000, 30_000, 10**9)),
+        window="adaptive" if adaptive else "full",
+        last_batch=rng.choice(("deliver", "drop")),
+        filter=rng.choice(kinds),
+        filter_windows=rng.choice((1, 1, 5)),
+        at_limit=rng.choice(("stop", "deliver")),
         spare=rng.choice((0, 0, 0, 1, 2)),
         replicate=rng.choice(("together", "spread", "auto")),
-    )  # fmt: skip
+    )
 
 
 class World:

@@ -102,9 +102,11 @@ def pettingzoo() -> dict[str, Any]:
     task = Candidates(config).at(0).task
     *_, last = played(config, task, ["0", "hm", "0", "3", "1", "4", "2"])
     return {
-        **contract("pettingzoo_tictactoe"), "parts": last.reward_parts, "reward": last.reward,
+        **contract("pettingzoo_tictactoe"),
+        "parts": last.reward_parts,
+        "reward": last.reward,
         "numbers": numbers(own, "player_1"),
-    }  # fmt: skip
+    }
 
 
 def textworld(folder: str) -> dict[str, Any]:

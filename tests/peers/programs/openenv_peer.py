@@ -76,8 +76,14 @@ async def play(url: str) -> dict[str, Any]:
             found, steps = await env.step({"answer": "down"}), steps + 1
         state = await env.state()
     shown = [result.observation["messages"] for result in (first, again)]
-    return {"same": shown[0] == shown[1] != [], "refused": refused, "steps": steps, "state": state,
-            "reward": found.reward, "parts": found.observation["parts"]}  # fmt: skip
+    return {
+        "same": shown[0] == shown[1] != [],
+        "refused": refused,
+        "steps": steps,
+        "state": state,
+        "reward": found.reward,
+        "parts": found.observation["parts"],
+    }
 
 
 if __name__ == "__main__":

@@ -59,8 +59,11 @@ def check(url: str, key: str, file: str) -> dict:
         many = sampler.sample(prompt=given, num_samples=64, sampling_params=params(1, temperature, 7)).result()
         return {one.tokens[0]: one.logprobs[0] for one in many.sequences}
 
-    plain = {token: sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, token])).result()[-1]
-             for temperature in (0.5, 1.0, 1.8) for token in drawn(temperature)}  # fmt: skip
+    plain = {
+        token: sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, token])).result()[-1]
+        for temperature in (0.5, 1.0, 1.8)
+        for token in drawn(temperature)
+    }
     scaled, pairs = 0.0, 0
     for temperature in (0.5, 1.0, 1.8):
         found = drawn(temperature)

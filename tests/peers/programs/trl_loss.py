@@ -26,9 +26,17 @@ def trainer_of(folder: str, case: dict, scratch: str) -> trl.GRPOTrainer:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     beta = case.pop("beta", 0.0)
     config = trl.GRPOConfig(
-        output_dir=scratch, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4, disable_dropout=True, **case,
-    )  # fmt: skip
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        num_generations=4,
+        disable_dropout=True,
+        **case,
+    )
     made = trl.GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),

@@ -62,9 +62,17 @@ def main() -> None:
     steps, rewards = int(sys.argv[1]), []
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     config = qwen3.ModelConfig(
-        num_layers=2, vocab_size=VOCAB, embed_dim=32, hidden_dim=64, num_heads=2, head_dim=16, num_kv_heads=1,
-        rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=True,
-    )  # fmt: skip
+        num_layers=2,
+        vocab_size=VOCAB,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=2,
+        head_dim=16,
+        num_kv_heads=1,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
     with mesh:
         actor = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
     before = jax.tree.map(np.array, nnx.state(actor, nnx.Param))
@@ -76,9 +84,10 @@ def main() -> None:
 
     cluster = rl_cluster.RLCluster(actor=actor, tokenizer=NumberWords(), cluster_config=cluster_config(mesh, steps))
     learner = grpo_learner.GRPOLearner(
-        rl_cluster=cluster, reward_fns=reward,
+        rl_cluster=cluster,
+        reward_fns=reward,
         algo_config=grpo_learner.GRPOConfig(num_generations=GROUP, num_iterations=1, beta=0.0, epsilon=0.2),
-    )  # fmt: skip
+    )
     batches = grain.MapDataset.source(Prompts(PROMPTS * steps)).batch(PROMPTS)
     learner.train(batches.map(lambda texts: {"prompts": texts}))
     trained = nnx.state(cluster.actor_trainer.model, nnx.Param)
@@ -90,14 +99,22 @@ def cluster_config(mesh: jax.sharding.Mesh, steps: int) -> rl_cluster.ClusterCon
     """Settings with all roles on one mesh and tunix's own ("vanilla") sampler."""
     training = rl_cluster.RLTrainingConfig(actor_optimizer=optax.adam(1e-3), eval_every_n_steps=10**9, max_steps=steps)
     rollout = base_rollout.RolloutConfig(
-        max_tokens_to_generate=NEW_TOKENS, max_prompt_length=PROMPT, temperature=1.0, top_p=1.0, top_k=None,
-        kv_cache_size=PROMPT + NEW_TOKENS, return_logprobs=True,
-    )  # fmt: skip
+        max_tokens_to_generate=NEW_TOKENS,
+        max_prompt_length=PROMPT,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+        kv_cache_size=PROMPT + NEW_TOKENS,
+        return_logprobs=True,
+    )
     roles = dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT, rl_cluster.Role.REFERENCE), mesh)
     return rl_cluster.ClusterConfig(
-        role_to_mesh=roles, rollout_engine="vanilla", offload_to_cpu=False, training_config=training,
+        role_to_mesh=roles,
+        rollout_engine="vanilla",
+        offload_to_cpu=False,
+        training_config=training,
         rollout_config=rollout,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,13 @@ TEXT = {
     "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
 }  # fmt: skip
 IMAGES = {
-    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 8,
     "patch_size": 4,
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -28,9 +32,14 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     config = transformers.Gemma3Config(
-        text_config=TEXT, vision_config=IMAGES, mm_tokens_per_image=4, image_token_index=70, boi_token_index=69,
-        eoi_token_index=68, attn_implementation="eager",
-    )  # fmt: skip
+        text_config=TEXT,
+        vision_config=IMAGES,
+        mm_tokens_per_image=4,
+        image_token_index=70,
+        boi_token_index=69,
+        eoi_token_index=68,
+        attn_implementation="eager",
+    )
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     tokens = torch.randint(3, 68, (2, 16))
     with torch.no_grad():

@@ -95,8 +95,13 @@ def test_prompts_do_not_die_of_a_bad_holder_and_the_run_is_as_fast_as_without_it
     assert sum(rates) / len(rates) >= 0.9, f"{neighbour}, {healthy} healthy: of the rate without it {rates}"
 
 
-BROKEN = ("a sampler that fails at once", "a sampler that fails late", "a sampler that fails very late",
-          "a sampler whose environment is broken", "a sampler whose environment is broken, and fails late")  # fmt: skip
+BROKEN = (
+    "a sampler that fails at once",
+    "a sampler that fails late",
+    "a sampler that fails very late",
+    "a sampler whose environment is broken",
+    "a sampler whose environment is broken, and fails late",
+)
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.soak)])
@@ -227,8 +232,17 @@ def test_failed_trials_double_the_rest() -> None:
         health = m.state.holders["A"]
         rests.append(health.rest_s)
         m.now += health.rest_s + 0.1
-        m.ask(ev.Renew("B-1", tuple((g, n, s.attempt) for g, group in m.state.open.items()
-                                    for n, s in enumerate(group.slots) if s.holder == "B")))  # fmt: skip
+        m.ask(
+            ev.Renew(
+                "B-1",
+                tuple(
+                    (g, n, s.attempt)
+                    for g, group in m.state.open.items()
+                    for n, s in enumerate(group.slots)
+                    if s.holder == "B"
+                ),
+            )
+        )
     assert rests[:4] == [4.0, 8.0, 16.0, 32.0] and rests[-1] == LONGEST_S
 
 

@@ -132,8 +132,10 @@ def test_difficulty_is_counted_when_a_group_is_claimed_and_once() -> None:
     m.claim(0, 1, "L2")  # replayed
     rows = {task: m.state.questions[f"{task:016x}"] for task in range(3)}
     assert [(r.issued, r.trained, r.members, r.reward_mean, r.last_step) for r in rows.values()] == [
-        (1, 1, 2, 0.5, 0), (1, 1, 2, 1.0, 0), (1, 0, 0, None, None),
-    ]  # fmt: skip
+        (1, 1, 2, 0.5, 0),
+        (1, 1, 2, 1.0, 0),
+        (1, 0, 0, None, None),
+    ]
 
 
 def test_difficulty_survives_a_restart_and_a_compaction() -> None:

@@ -17,8 +17,10 @@ ALIKE = Filter("min_std")
 
 
 def put_group(m: Machine, group: int, *rewards: float, version: Version = V0) -> str:
-    answers = {m.put((group, member, 1), version, digest=f"{group}.{member}", reward=reward)
-               for member, reward in enumerate(rewards)}  # fmt: skip
+    answers = {
+        m.put((group, member, 1), version, digest=f"{group}.{member}", reward=reward)
+        for member, reward in enumerate(rewards)
+    }
     assert answers == {"OK"}
     found = m.state.find(group)
     return found.state if found else "ENDED"

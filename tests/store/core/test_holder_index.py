@@ -48,10 +48,13 @@ def yields(settings: Settings, state: State, name: str, now_s: float) -> bool:
 def with_room(settings: Settings, state: State, but: str, now_s: float) -> dict[str, int]:
     """Room of the others that delay no claims and were refused lately."""
     return {
-        name: state.rooms[name] for name, at_s in state.hungry.items()
-        if name != but and now_s - at_s <= HUNGRY_S and not admission.is_slow(settings, state, name)
+        name: state.rooms[name]
+        for name, at_s in state.hungry.items()
+        if name != but
+        and now_s - at_s <= HUNGRY_S
+        and not admission.is_slow(settings, state, name)
         and not admission.is_unreliable(state, name)
-    }  # fmt: skip
+    }
 
 
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:

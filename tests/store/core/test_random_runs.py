@@ -379,10 +379,15 @@ def test_every_run_ends_with_every_step_trained_once_along_one_line(seed: int, a
 @settings(max_examples=40)
 def test_every_policy_ends(seed: int, alpha: float, mask: bool, order: str) -> None:
     chosen = rules(
-        alpha, order=order, on_stale="mask" if mask else "expire", redundant_groups=seed % 3, straggler_deadline_s=5.0,
-        publish_every=2 if alpha >= 1 and seed % 2 else 1, retention_bytes=2000,
+        alpha,
+        order=order,
+        on_stale="mask" if mask else "expire",
+        redundant_groups=seed % 3,
+        straggler_deadline_s=5.0,
+        publish_every=2 if alpha >= 1 and seed % 2 else 1,
+        retention_bytes=2000,
         window="adaptive" if seed % 4 < 2 else "full",
-    )  # fmt: skip
+    )
     assert play(seed, chosen, actions=600).core.state.acked == chosen.steps
 
 

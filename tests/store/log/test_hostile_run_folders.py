@@ -112,7 +112,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a schema of the future": sql("PRAGMA user_version = 99"),
     "a negative schema": sql("PRAGMA user_version = -7"),
     "a schema that is not SQL": sql("UPDATE sqlite_master SET sql = 'CREATE TABLE log (' WHERE name = 'log'"),
-}  # fmt: skip
+}
 TYPES: dict[str, Callable[[Path], None]] = {
     "records that are not records": event(b"\xc1" * 100),
     "records of another kind": event(wire.encode({"type": "code", "run": "x"})),

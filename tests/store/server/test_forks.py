@@ -67,13 +67,20 @@ def test_a_run_goes_on_from_below_the_trim_mark_in_a_new_lineage(tmp_path: Path,
     run(after_a_restart())
     db = sqlite3.connect(tmp_path / "store.db")
     assert db.execute("SELECT lineage, step, durable_lineage, forked_by FROM claims ORDER BY 1, 2").fetchall() == [
-        (0, 0, 0, None), (0, 1, 0, None), (0, 2, 0, None), (1, 1, 1, None), (1, 2, 1, None), (1, 3, 1, None),
-    ]  # fmt: skip
+        (0, 0, 0, None),
+        (0, 1, 0, None),
+        (0, 2, 0, None),
+        (1, 1, 1, None),
+        (1, 2, 1, None),
+        (1, 3, 1, None),
+    ]
     assert db.execute("SELECT lineage, upto > 1000 OR upto FROM line ORDER BY lineage").fetchall() == [(0, 1), (1, 1)]
     sql = "SELECT question_hash, issued, trained, members, reward_sum, last_step FROM questions ORDER BY 1 LIMIT 3"
     assert db.execute(sql).fetchall() == [
-        (f"{0:016x}", 1, 1, 2, 2.0, 0), (f"{1:016x}", 1, 1, 2, 2.0, 0), (f"{2:016x}", 2, 2, 4, 4.0, 1),
-    ], "difficulty counts all groups seen, on any line"  # fmt: skip
+        (f"{0:016x}", 1, 1, 2, 2.0, 0),
+        (f"{1:016x}", 1, 1, 2, 2.0, 0),
+        (f"{2:016x}", 2, 2, 4, 4.0, 1),
+    ], "difficulty counts all groups seen, on any line"
     assert db.execute(LINE).fetchall() == db.execute(TWICE).fetchall() == []
     assert db.execute("SELECT COUNT(*) FROM groups WHERE state = 'TRIMMED'").fetchone() == (12,)
     db.close()

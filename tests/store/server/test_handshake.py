@@ -15,7 +15,7 @@ from jaxroll.errors import (
     StaleClient,
     StoreRefusal,
     Unauthorized,
-)  # fmt: skip
+)
 from jaxroll.rpc import protocol
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient

@@ -31,7 +31,7 @@ from jaxroll.records import (
     Version,
     VersionRef,
     VersionRun,
-)  # fmt: skip
+)
 from jaxroll.rpc import intake, protocol
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
@@ -69,8 +69,15 @@ def _valid() -> dict[str, list[bytes]]:
 
 
 # lengths of gigabytes, the largest and the smallest number, not a number, depth, half a character
-_SPLINTERS = (b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7),
-              b"\xcb\x7f\xf8" + bytes(6), b"\x91" * 3000, b"\xa2\xff\xa5")  # fmt: skip
+_SPLINTERS = (
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc6\x7f\xff\xff\xff",
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3\x80" + bytes(7),
+    b"\xcb\x7f\xf8" + bytes(6),
+    b"\x91" * 3000,
+    b"\xa2\xff\xa5",
+)
 
 
 def _mutated(body: bytes, chance: random.Random) -> bytes:
@@ -101,8 +108,14 @@ def _with_another_byte(body: bytes, chance: random.Random) -> bytes:
 @contextlib.asynccontextmanager
 async def _speaker(address: str, config_digest: str, run_id: str, right: str):
     """Send any bytes to any method as `right`; gives back status and answer."""
-    said = {"right": right, "name": right, "session": "s", "run": run_id, "config": config_digest,
-            "protocol": str(wire.PROTOCOL_VERSION)}  # fmt: skip
+    said = {
+        "right": right,
+        "name": right,
+        "session": "s",
+        "run": run_id,
+        "config": config_digest,
+        "protocol": str(wire.PROTOCOL_VERSION),
+    }
     async with grpc.aio.insecure_channel(address, options=protocol.client_options(2**24)) as channel:
 
         async def speak(method: str, body: bytes) -> grpc.StatusCode | Envelope:
@@ -189,8 +202,14 @@ def _member(outcome: bytes) -> bytes:
 
 
 def _finished(**changed: bytes) -> bytes:
-    fields = {"type": _text("finished"), "segments": b"\x90", "finish": _text("stop"), "reward": b"\1",
-              "reward_parts": b"\x80", "versions": b"\x90"} | changed  # fmt: skip
+    fields = {
+        "type": _text("finished"),
+        "segments": b"\x90",
+        "finish": _text("stop"),
+        "reward": b"\1",
+        "reward_parts": b"\x80",
+        "versions": b"\x90",
+    } | changed
     return bytes([0x80 + len(fields)]) + b"".join(_text(key) + value for key, value in fields.items())
 
 
@@ -219,7 +238,7 @@ BOMBS = {
     "nesting in an unknown field": _member(_finished(unknown=b"\x91" * N)),
     "nesting for an array": _member(_finished(segments=_segment(b"\x91" * N))),
     "a long finish": _member(_finished(finish=_text("x" * N))),
-}  # fmt: skip
+}
 
 
 def test_what_nobody_asked_for_is_passed_over() -> None:

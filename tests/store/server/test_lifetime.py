@@ -15,7 +15,7 @@ from jaxroll.config import digest
 from jaxroll.errors import (
     Closed,
     InfraError,
-)  # fmt: skip
+)
 from jaxroll.records import Version
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve

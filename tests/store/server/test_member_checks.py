@@ -19,7 +19,7 @@ from jaxroll.errors import (
     Fenced,
     StaleClient,
     StoreRefusal,
-)  # fmt: skip
+)
 from jaxroll.learner import samples
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.store import messages as msg
@@ -35,8 +35,10 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
 
     def broken(key: tuple[int, int, int], **changes) -> Member:
         parts = {
-            "tokens": np.zeros(3, np.int32), "loss_mask": SHOWN_ONCE, "logprobs": np.zeros(3, np.float32),
-        } | {k: v for k, v in changes.items() if k not in ("count", "reward")}  # fmt: skip
+            "tokens": np.zeros(3, np.int32),
+            "loss_mask": SHOWN_ONCE,
+            "logprobs": np.zeros(3, np.float32),
+        } | {k: v for k, v in changes.items() if k not in ("count", "reward")}
         runs = (VersionRun(V0, changes.get("count", 2)),)
         return Member(*key, Finished((Segment(**parts),), "stop", changes.get("reward", 1.0), {}, runs))
 

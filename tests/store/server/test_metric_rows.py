@@ -13,14 +13,22 @@ import pytest
 
 from jaxroll.errors import (
     StoreRefusal,
-)  # fmt: skip
+)
 from jaxroll.metrics import KINDS, dumps
 from jaxroll.store.log import schema
 
 STEP = {
-    "t": 1.0, "role": "learner", "kind": "step", "step": 1, "t0": 0.0, "t1": 1.0, "train_s": 1.0, "wait_s": 0.0,
-    "publish_s": 0.0, "age_hist": {"0": 4},
-}  # fmt: skip
+    "t": 1.0,
+    "role": "learner",
+    "kind": "step",
+    "step": 1,
+    "t0": 0.0,
+    "t1": 1.0,
+    "train_s": 1.0,
+    "wait_s": 0.0,
+    "publish_s": 0.0,
+    "age_hist": {"0": 4},
+}
 STATS = {"t": 1.0, "role": "sampler-0", "kind": "stats", "tokens_per_s": 3.0}
 EVENT = {"t": 1.0, "role": "evaluator", "kind": "event", "text": "hello"}
 
@@ -101,8 +109,9 @@ def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: S
     assert lines[0] == '{"kind": "torn'
     rows = [json.loads(line) for line in lines[1:]]
     assert [row for row in rows if row.get("kind") != "store" and row.get("what") != "join"] == [
-        {"loss": 0.5, "bad": None}, {"kind": "x"}
-    ]  # fmt: skip
+        {"loss": 0.5, "bad": None},
+        {"kind": "x"},
+    ]
 
 
 def test_a_restarted_store_knows_the_values_by_which_the_best_checkpoint_is_kept(

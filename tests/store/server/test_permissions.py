@@ -111,8 +111,14 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
     config = small.configured()
 
     async def refused(address: str, **said: str) -> str:
-        metadata = {"right": "sampler", "name": "s", "session": "x", "run": "", "protocol": str(wire.PROTOCOL_VERSION),
-                    "config": digest(config)} | said  # fmt: skip
+        metadata = {
+            "right": "sampler",
+            "name": "s",
+            "session": "x",
+            "run": "",
+            "protocol": str(wire.PROTOCOL_VERSION),
+            "config": digest(config),
+        } | said
         async with grpc.aio.insecure_channel(address, options=rpc_protocol.client_options(2**20)) as channel:
             body = wire.encode(msg.Hello(wire.PROTOCOL_VERSION, digest(config)))
             with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -21,7 +21,7 @@ from jaxroll.errors import (
     NoCredit,
     NotReady,
     StaleClient,
-)  # fmt: skip
+)
 from jaxroll.records import Version
 from jaxroll.store.client import StoreClient
 from jaxroll.store.log import commit_log as store_log
