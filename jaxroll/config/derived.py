@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from jaxroll.policy.limiter import AgeLimiter
 #     one_step   α = 1: while the learner trains a batch, the next one is sampled with the newest published weights only
 #     async      any α and any values of the other keys
 #
-# A key that a schedule fixes must have its default or that value.
+# A key that a schedule fixes must have its default or that value; an override that names it, that value.
 
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "sync": {"alpha": 0.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order"},
@@ -33,13 +33,16 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
-    """`schedule` with the values that `mode` fixes; ConfigError for a key with another value."""
+def with_mode(schedule: ScheduleConfig, mode: str, named: Collection[str] = ()) -> ScheduleConfig:
+    """`schedule` with the values that `mode` fixes; ConfigError for a key with another value.
+
+    A key that still has its default was probably not set, unless it is one of `named`.
+    """
     fixed = MODES[mode]
     defaults = {field.name: field.default for field in fields(ScheduleConfig)}
     for key, value in fixed.items():
         given = getattr(schedule, key)
-        if given not in (value, defaults[key]):
+        if given != value and (given != defaults[key] or key in named):
             raise ConfigError(f"schedule.{key}", given, f"schedule.mode = {mode!r} fixes it at {value!r}",
                               f"Leave schedule.{key} out, or set schedule.mode to 'async'.")  # fmt: skip
     return replace(schedule, **fixed)

@@ -72,12 +72,16 @@ _TEXT_FROM_FILE, _JSON_FROM_FILE = ("system_prompt",), ("few_shot", "tools")
 _FILE, _FILE_LIMIT_BYTES = "file:", 1 << 20
 
 
-def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
-    """The checked Config that `values` describe; keys that are absent keep their defaults."""
+def parse(values: ml_collections.ConfigDict | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The checked Config that `values` describe; keys that are absent keep their defaults.
+
+    `overrides` are those that `values` contain: a key that they name and `schedule.mode` fixes must have its value.
+    """
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, with_files(values, Path()))
-    config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode))
+    named = {_key_and_value(text)[0].removeprefix("schedule.") for text in overrides}
+    config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode, named))
     config = derived.with_model(config)
     check(config)
     return config
@@ -96,7 +100,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if isinstance(named := (values.get("task") or {}).get(key), str):
             values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
     _resolve_sources(values, Path(path).resolve().parent)
-    return parse(override(with_files(values, Path(path).resolve().parent), overrides))
+    return parse(override(with_files(values, Path(path).resolve().parent), overrides), overrides)
 
 
 _FOLDER_TOKENS, _FOLDER_BUCKETS = 4096, (64, 256)  # of a model that is served without a config of its own
@@ -151,11 +155,16 @@ def with_files(values: Mapping[str, Any], folder: Path) -> dict:
 def override(values: dict, overrides: Sequence[str]) -> dict:
     """`values` (changed in place) with the overrides put in, each typed by its key."""
     for text in overrides:
-        path, equals, value = text.removeprefix("--").removeprefix("config.").partition("=")
-        if not equals:
+        path, value = _key_and_value(text)
+        if value is None:
             raise ConfigError(path, "", "an override without a value", f"Write --config.{path}=VALUE.")
         assign(Config, values, path, value)
     return values
+
+
+def _key_and_value(text: str) -> tuple[str, str | None]:
+    path, equals, value = text.removeprefix("--").removeprefix("config.").partition("=")
+    return path, value if equals else None
 
 
 def to_dict(config: Config) -> dict:

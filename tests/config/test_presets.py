@@ -39,12 +39,17 @@ def test_a_resolved_config_resolves_to_itself() -> None:
     ("mode", "override"),
     [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "weight_swap=restart"),
      ("one_step", "publish_every=2"), ("interval", "alpha=2"), ("interval", "redundant_groups=1"),
-     ("interval", "order=ready_first"), ("interval", "weight_swap=restart"), ("interval", "publish_every=2")],
+     ("interval", "order=ready_first"), ("interval", "weight_swap=restart"), ("interval", "publish_every=2"),
+     ("sync", "alpha=1"), ("one_step", "weight_swap=keep_kv"), ("one_step", "in_flight_window=adaptive")],
 )  # fmt: skip
 def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str) -> None:
     key = f"schedule.{override.partition('=')[0]}"
     with pytest.raises(ConfigError, match=f"{key}.*schedule.mode = '{mode}'"):
         configs.load(SMOKE, [f"schedule.mode={mode}", f"schedule.{override}"])
+
+
+def test_an_override_may_name_the_value_that_a_mode_fixes() -> None:
+    assert configs.load(SMOKE, ["schedule.alpha=0", "schedule.mode=sync"]).schedule.alpha == 0
 
 
 def test_async_changes_no_key() -> None:
