@@ -2,6 +2,8 @@
 
 Every role binds itself to its supervisor first of all, and every worker that a role starts binds itself to the role, so
 that `kill -9` of the supervisor leaves no process behind. Without a parent-death signal of the kernel, a thread polls.
+`python -m jaxroll.lifeline COMMAND…` binds a program that does not do it by itself, such as ssh (on Linux). A role at
+the other end of ssh is bound to the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from typing import Any, TextIO
 from jaxroll.errors import EXIT_FAILURE, ConfigError
 
 PARENT_ENV = "JAXROLL_PARENT"
+CONNECTION = "connection"  # value of PARENT_ENV: the process lives as long as the connection at its standard input
 POLL_S = 0.5
+DISCONNECTED_S = 20.0  # after its connection broke a process may work on this long, to stop in order
 ENDING_S = 10.0  # longer than well-behaved threads take to end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -44,8 +48,14 @@ def bind(parent_pid: int) -> None:
 
 
 def bind_from_env() -> bool:
-    """Bind to the parent named in the environment variable, and remove the variable. Return True if it was set."""
+    """Bind to the parent named in the environment variable, and remove the variable. Return True if it names a process.
+
+    For `CONNECTION` the process is asked to stop when its standard input hangs up, and ends `DISCONNECTED_S` later.
+    """
     parent = os.environ.pop(PARENT_ENV, "")
+    if parent == CONNECTION:
+        threading.Thread(target=_watch_connection, name="lifeline", daemon=True).start()
+        return False
     if parent:
         bind(int(parent))
     return bool(parent)
@@ -125,6 +135,16 @@ def _watch(parent_pid: int) -> None:
     while not never.wait(POLL_S):
         if os.getppid() != parent_pid:
             os._exit(1)
+
+
+def _watch_connection() -> None:
+    connection = select.poll()
+    connection.register(0, 0)  # only its end counts: a terminal and a pipe hang up, /dev/null never does
+    if not connection.poll()[0][1] & select.POLLHUP:
+        return  # there is no standard input
+    os.kill(os.getpid(), signal.SIGTERM)  # the kernel sends SIGHUP for a terminal only, and to its leader
+    time.sleep(DISCONNECTED_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -341,3 +361,8 @@ def _stream(old: TextIO | None, outlet: Outlet) -> io.TextIOWrapper:
         io.BufferedWriter(outlet), encoding=shown, errors="backslashreplace", newline="\n",
         line_buffering=outlet.isatty() or bool(getattr(old, "line_buffering", False)), write_through=unbuffered,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    bind(int(os.environ[PARENT_ENV]))  # the signal stays armed, and the program has the variable
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+
+from jaxroll import lifeline
 
 WAITING = """
 import sys, threading
@@ -54,3 +58,52 @@ def test_a_process_ends_without_a_thread_that_sees_to_it(thread: bool, code: int
     sys.exit(7)"""
     done = _ended(thread=thread, patience=0.2 if thread else LIMIT_S / 2, last=last)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.process
+def test_a_program_that_knows_no_lifeline_dies_with_its_parent() -> None:
+    start = "import os, subprocess, sys, time; env = {**os.environ, 'JAXROLL_PARENT': str(os.getpid())}; print("
+    start += "subprocess.Popen([sys.executable, '-m', 'jaxroll.lifeline', 'sleep', '600'], env=env).pid, flush=True); "
+    parent = subprocess.Popen([sys.executable, "-c", f"{start}time.sleep(600)"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    deadline = time.monotonic() + LIMIT_S
+    while child.cmdline() != ["sleep", "600"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    psutil.wait_procs([child], timeout=LIMIT_S)
+    assert not child.is_running()
+
+
+ROLE = """
+import signal, sys, time
+from jaxroll import lifeline
+lifeline.DISCONNECTED_S = 0.2
+for signum in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(signum, lambda *_: print("asked to stop", flush=True))
+bound = lifeline.bind_from_env()
+print("bound" if bound else "ready", flush=True)
+{then}
+"""
+
+
+@pytest.mark.process
+def test_a_role_behind_a_connection_is_asked_to_stop_when_it_breaks_and_then_killed() -> None:
+    env = {**os.environ, lifeline.PARENT_ENV: lifeline.CONNECTION}
+    command = [sys.executable, "-c", ROLE.format(then="while True: time.sleep(0.05)")]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as role:
+        assert role.stdout is not None and role.stdin is not None and role.stdout.readline() == "ready\n"
+        role.stdin.close()
+        assert role.stdout.readline() == "asked to stop\n"
+        assert role.wait(timeout=LIMIT_S) == -signal.SIGKILL
+
+
+@pytest.mark.process
+def test_a_role_without_a_connection_lives_on() -> None:
+    env = {**os.environ, lifeline.PARENT_ENV: lifeline.CONNECTION}
+    command = [sys.executable, "-c", ROLE.format(then="time.sleep(1)")]
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+                          timeout=LIMIT_S)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "ready\n")
