@@ -34,6 +34,8 @@ def run_train(options: argparse.Namespace) -> int:
     """`train`: start a new run, or continue one."""
     if options.fork is not None and not options.resume:
         raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
+    if options.insecure and options.host is None:
+        raise ConfigError("--insecure", True, "all traffic stays on this machine", "Leave it out, or add --host=NAME.")
     exposed = {"host": options.host, "insecure": options.insecure}
     if options.resume:
         if not options.run:
@@ -411,10 +413,9 @@ def run_launch(options: argparse.Namespace) -> int:
     run_dir.checked(os.path.join("/", options.run or ""))
     if engine in launchers.engines.ENGINES:
         return launchers.hand_over(config, engine, options, _absolute(options.run or launchers.Target.run))
-    target = launchers.target_of(options)
     if engine == "ssh" and not options.dry_run:
-        return train.over_ssh(config, run_dir.shared(target.run, config, options.words), target)
-    print(launchers.text(config, target, dry_run=options.dry_run))
+        return train.over_ssh(config, launchers.target_of(options), options.words)
+    print(launchers.shown(config, engine, options))
     return 0
 
 

@@ -46,6 +46,7 @@ class Request:
     image: str = ""
     queue: str = ""  # partition of Slurm, local queue of Kueue
     zone: str = ""
+    project: str = ""  # of the TPU VMs; '': the one that gcloud is set to
     runtime: str = ""  # software version of TPU VMs
     spot: bool = False
     insecure: bool = False
@@ -114,16 +115,17 @@ def line(command: Sequence[str]) -> str:
     return " ".join(f'"{word}"' if "${" in word else shlex.quote(word) for word in command)
 
 
-def warm_start(config: Config, learner: Sequence[str], run: str) -> str:
+def warm_start(config: Config, learner: Sequence[str], run: str, prefix: str = "") -> str:
     """The shell's beginning of the learner's line that makes the warm start once; '' if the run has none.
 
     `learner` is the learner's command. A learner of several hosts does not make it (docs/machines.md).
+    `prefix` is shell, put in front of the command.
     """
     if not config.sft.steps or config.placement.learner_hosts > 1:
         return ""
     named = [word for word in learner if word.startswith(("--config", "--run="))]
     done = shlex.quote(str(RunPaths(Path(run)).warm_start_done))
-    return f"{{ test -e {done} || {line([*learner[:3], 'sft', *named])}; }} && "
+    return f"{{ test -e {done} || {prefix}{line([*learner[:3], 'sft', *named])}; }} && "
 
 
 def _check_scratch(request: Request) -> None:
@@ -362,6 +364,7 @@ def tpu_vm(program: Program, request: Request) -> dict[str, str]:
     wanted = f"--accelerator-type={shlex.quote(request.accelerator)} --runtime-version={shlex.quote(request.runtime)}"
     text = TPU_VM.format(
         zone=shlex.quote(request.zone), run=run, files=files, receive=shlex.quote(receive), wanted=wanted,
+        project=f" --project={shlex.quote(request.project)}" if request.project else "",
         restarts=program.restarts, end_jobs=END_JOBS, refused=EXIT_CONFIG, closed=EXIT_CLOSED,
     )  # fmt: skip
     names = [(role, f"{program.name}-{role.name}-{copy}") for role in program.roles for copy in range(role.count)]
@@ -383,8 +386,8 @@ set -uo pipefail
 {end_jobs}
 ZONE={zone} POLL_S="${{POLL_S:-15}}"
 STORE_HOST=$(hostname -I | cut -d' ' -f1)
-qr() {{ local verb="$1"; shift; gcloud compute tpus queued-resources "$verb" "$@" --zone="$ZONE"; }}
-vm() {{ local verb="$1"; shift; gcloud compute tpus tpu-vm "$verb" "$@" --zone="$ZONE"; }}
+qr() {{ local verb="$1"; shift; gcloud compute tpus queued-resources "$verb" "$@" --zone="$ZONE"{project}; }}
+vm() {{ local verb="$1"; shift; gcloud compute tpus tpu-vm "$verb" "$@" --zone="$ZONE"{project}; }}
 state() {{ qr describe "$1" --format='value(state.state)' 2>/dev/null; }}
 finish() {{ end_jobs; for name in "${{vms[@]}}"; do qr delete "$name" --force --quiet; done; }}
 trap 'finish; exit 143' TERM INT

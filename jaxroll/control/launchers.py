@@ -12,6 +12,7 @@ import io
 import os
 import shlex
 import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import engines, program
 from jaxroll.control.program import ProcessSpec, role_words
 from jaxroll.errors import ConfigError, InfraError
+from jaxroll.lifeline import CONNECTION, PARENT_ENV
 from jaxroll.rpc import protocol
 from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
@@ -69,36 +71,66 @@ class Launch:
     workers: str = "0"
 
 
-OPTIONS = {
-    "name": ("", "NAME", "the name of the job (default: run.name)"),
+LISTED = ("ssh", "tpu_vm", "gpu")  # roles are started by the lines of `plan`; the last two are kinds of --target
+ALL = (*LISTED, *engines.ENGINES)
+# Default, placeholder, help and readers of each option; `engine_of` refuses it elsewhere.
+OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
+    "name": ("", "NAME", "the name of the job (default: run.name)", tuple(engines.ENGINES)),
     "accelerator": ("", "TYPE", "as the engine names it: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
-                    "(SkyPilot), v5litepod-8 (TPU VM); none: CPU hosts"),
-    "image": ("", "IMAGE", "the container image of pods (JobSet)"),
-    "queue": ("", "NAME", "the partition (Slurm) or local queue (Kueue)"),
-    "scratch": ("", "DIR", "a folder on the store's own disk, where RUN is shared (Slurm, TPU VM)"),
-    "runtime": ("", "VERSION", "the software version of TPU VMs"),
-    "zone": ("", "ZONE", "zone of the TPU VMs"),
-    "project": ("", "PROJECT", "project of the TPU VMs"),
-    "tls": ("", "DIR", "folder of the certificates on each host (ssh)"),
-    "workdir": (".", "DIR", "the checkout on the hosts (default: .)"),
-    "python": ("python3", "FILE", "the interpreter on the hosts (default: python3)"),
-    "port": (7077, "PORT", "the port of the store (default: 7077)"),
-    "devices-per-host": (0, "N", "TPU chips or GPUs of a host that runs several roles"),
-    "gpu-memory-mb": (0, "MB", "memory of one GPU that several roles share"),
+                    "(SkyPilot), v5litepod-8 (TPU VM); none: CPU hosts", tuple(engines.ENGINES)),
+    "image": ("", "IMAGE", "the container image of pods", ("jobset",)),
+    "queue": ("", "NAME", "the partition or local queue", ("slurm", "jobset")),
+    "scratch": ("", "DIR", "a folder on the store's own disk, where RUN is shared", ("slurm", "tpu-vm")),
+    "runtime": ("", "VERSION", "the software version of TPU VMs", ("tpu-vm",)),
+    "zone": ("", "ZONE", "zone of the TPU VMs", ("tpu-vm", "tpu_vm")),
+    "project": ("", "PROJECT", "project of the TPU VMs", ("tpu-vm", "tpu_vm")),
+    "tls": ("", "DIR", "folder of the certificates on each host", LISTED),
+    "workdir": (".", "DIR", "the checkout on the hosts (default: .)", ALL),
+    "python": ("python3", "FILE", "the interpreter on the hosts (default: python3)", ALL),
+    "port": (7077, "PORT", "the port of the store (default: 7077)", ALL),
+    "devices-per-host": (0, "N", "TPU chips or GPUs of a host that runs several roles", LISTED),
+    "gpu-memory-mb": (0, "MB", "memory of one GPU that several roles share", ("ssh", "gpu")),
+    "spot": (False, "", "samplers use preemptible machines", ("jobset", "skypilot", "tpu-vm")),
+    "insecure": (False, "", "send plain text between the hosts, on a trusted network", ALL),
 }  # fmt: skip
 
 
 def add_options(one: argparse.ArgumentParser) -> None:
-    """Add the options of `jaxroll launch`."""
+    """Add the options of `jaxroll launch`; `engine_of` sets their defaults."""
     one.add_argument("--target", choices=("tpu_vm", "gpu"), help="print lines for this kind of machine (launch/*.sh)")
     one.add_argument("--on", action="append", default=[], metavar="ENGINE|ROLE=HOST",
-                     help="local, ssh, slurm, jobset, skypilot or tpu-vm; or the host of a role, repeatable: store=a, "
+                     help=f"{', '.join(KNOWN[:-1])} or {KNOWN[-1]}; or the host of a role, repeatable: store=a, "
                      "learner=b, sampler-0=c")  # fmt: skip
-    for name, (default, metavar, text) in OPTIONS.items():
-        one.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=text)
-    one.add_argument("--spot", action="store_true", help="samplers use preemptible machines")
-    one.add_argument("--insecure", action="store_true", help="send plain text between the hosts, on a trusted network")
+    for name, (default, metavar, text, readers) in OPTIONS.items():
+        text += "" if readers == ALL else f" [{', '.join(map(_spelled, readers))}]"
+        if default is False:
+            one.add_argument(f"--{name}", action="store_true", default=None, help=text)
+        else:
+            one.add_argument(f"--{name}", type=type(default), metavar=metavar, help=text)
     one.add_argument("--dry-run", action="store_true", help="print files or commands, and start nothing")
+
+
+def _spelled(reader: str) -> str:
+    return f"--target={reader}" if reader in ("tpu_vm", "gpu") else f"--on={reader}"
+
+
+def _check_options(options: argparse.Namespace, engine: str) -> None:
+    """Set the defaults of options that were not given. ConfigError for one that the engine or target does not read."""
+    reader = engine or options.target
+    given = {name: getattr(options, name.replace("-", "_")) for name in OPTIONS}
+    hosts = [word for word in options.on if "=" in word]
+    if engine and options.target:
+        raise ConfigError("--target", options.target, f"--on={engine} does not read it", "Leave one of them out.")
+    if hosts and reader not in LISTED:
+        raise ConfigError("--on", hosts[0], f"{_spelled(reader)} chooses the hosts", "Leave it out, or use --on=ssh.")
+    if options.tls and options.insecure:
+        raise ConfigError("--insecure", True, "--tls names certificates", "Leave one of them out.")
+    for name, (default, _, _, readers) in OPTIONS.items():
+        if given[name] is None:
+            setattr(options, name.replace("-", "_"), default)
+        elif reader not in readers:
+            raise ConfigError(f"--{name}", given[name], f"{_spelled(reader)} does not read it",
+                              f"Leave it out; it is for {', '.join(map(_spelled, readers))}.")  # fmt: skip
 
 
 def target_of(options: argparse.Namespace) -> Target:
@@ -237,6 +269,17 @@ def text(config: Config, target: Target, *, dry_run: bool) -> str:
     return "\n\n".join(map(describe, launches)) if dry_run else "\n".join(shell_line(one, target) for one in launches)
 
 
+def shown(config: Config, engine: str, options: argparse.Namespace) -> str:
+    """The processes of `local`, `ssh` or --target, for reading, or the lines that launch/*.sh run."""
+    if engine != "local":
+        return text(config, target_of(options), dry_run=options.dry_run)
+    run = Path(os.path.abspath(options.run or f"runs/{config.run.name}"))
+    inventory, cache_dir = program.find(config.placement.platform), program.default_cache_dir(run, os.environ)
+    specs = program.build(config, run, inventory, python=sys.executable, cache_dir=cache_dir,
+                          visible_gpus=program.visible_gpus())  # fmt: skip
+    return "\n\n".join(describe(Launch(spec.name, LOCAL, spec.argv, spec.env)) for spec in specs)
+
+
 def describe(one: Launch) -> str:
     """Host, command and environment of one role, for reading."""
     env = "\n".join(f"    {key}={value}" for key, value in sorted(one.env.items()))
@@ -246,7 +289,8 @@ def describe(one: Launch) -> str:
 
 def shell_line(one: Launch, target: Target, before: str = "") -> str:
     """The shell line that starts one role on its host, after `before`, and stays until the role ends."""
-    assignments = [f"{key}={value}" for key, value in sorted(one.env.items())]
+    remote = {PARENT_ENV: CONNECTION} if one.host != LOCAL and target.kind == "gpu" else {}
+    assignments = [f"{key}={value}" for key, value in sorted({**one.env, **remote}.items())]
     inner = f"cd {shlex.quote(target.workdir)} && {before}exec env {shlex.join(assignments)} {shlex.join(one.argv)}"
     if one.host == LOCAL:
         return inner
@@ -270,13 +314,18 @@ def shell_line(one: Launch, target: Target, before: str = "") -> str:
 
 
 def engine_of(options: argparse.Namespace) -> str:
-    """The engine that `--on` names; '' with --target. ConfigError for two engines, none, or an unknown one."""
+    """The engine that `--on` names; '' with --target. It sets the defaults of all options.
+
+    ConfigError for two engines, none, or an unknown one, and for an option that the engine does not read.
+    """
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
         raise ConfigError("--on", " ".join(unknown or named), "names no engine, or several",
                           f"Engines: {', '.join(KNOWN)}.")  # fmt: skip
-    return named[0] if named else ""
+    engine = named[0] if named else ""
+    _check_options(options, engine)
+    return engine
 
 
 def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
@@ -284,7 +333,7 @@ def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[s
     request = engines.Request(
         options.config, tuple(options.overrides), _name(config, options), options.run or Target.run,
         options.scratch, options.workdir, options.python, options.port, options.accelerator, options.image,
-        options.queue, options.zone, options.runtime, options.spot, options.insecure,
+        options.queue, options.zone, options.project, options.runtime, options.spot, options.insecure,
     )  # fmt: skip
     return engines.ENGINES[engine].render(engines.program_of(config, request), request)
 
@@ -326,13 +375,18 @@ def _secrets(run_dir: Path) -> dict[str, bytes]:
 
 
 def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
-    """The roles as processes of a supervisor here: shells, or ssh, whose connection ends the role on the other side."""
+    """The roles as processes of a supervisor here: shells, or ssh, whose end ends the role on the other side."""
     found = []
     for one in plan(config, target):
         is_learner = program.role_of(one.name) == "learner"
-        warm = engines.warm_start(config, one.argv, target.run) if one.name == "learner" else ""
+        # Here the warm start is a child of the shell, with the learner's devices and under the lock of this command.
+        own = f"env {shlex.join(f'{key}={value}' for key, value in sorted(one.env.items()))} {PARENT_ENV}=$$ "
+        own = own if one.host == LOCAL else ""
+        warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
         gang = "learner" if is_learner and config.placement.learner_hosts > 1 else ""
-        command = ("bash", "-c", shell_line(one, target, warm))
+        shell = shell_line(one, target, warm)
+        command = (sys.executable, "-m", "jaxroll.lifeline", "bash", "-c",
+                   shell if one.host == LOCAL else f"exec {shell}")  # fmt: skip
         found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang))
     return tuple(found)
 

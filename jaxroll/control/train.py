@@ -95,11 +95,13 @@ def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: V
     return Supervisor(specs, path, restarts, view, leader=leader, environ=environ).run()
 
 
-def over_ssh(config: Config, path: Path, target: launchers.Target) -> int:
+def over_ssh(config: Config, target: launchers.Target, words: Sequence[str]) -> int:
     """Run `config` with its roles on the hosts of `target`, supervised from here; the exit code.
 
-    Starts and restarts are in RUN/metrics.jsonl here, so the store's host is the best one to call this on.
+    `words` are the command line, for the run's folder. Starts and restarts are in RUN/metrics.jsonl here, so the
+    store's host is the best one to call this on.
     """
+    path = run_dir.shared(target.run, config, words)
     specs = launchers.supervised(config, target)
     protocol.create(path)
     launchers.send_secrets(target, path)

@@ -39,6 +39,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      "train --config=configs/smoke.py --config.run.seed=3"),
     ("train --confg=configs/smoke.py", ("--confg", "--config=configs/smoke.py"), "train --config=configs/smoke.py"),
     ("train --config=configs/smoke.py --fast", ("--fast", "train --help"), "train --help"),
+    ("train --config=configs/smoke.py --insecure", ("--insecure", "Leave it out", "--host=NAME"),
+     "train --config=configs/smoke.py"),
     ("eval begun --answers=3", ("--answers", "eval --help"), "eval --help"),
     ("compile begun --role=store", ("--role", "sampler"), "compile --help"),
     ("train old --run=begun --resume", ("old", "--run=begun"), "train old --resume"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -14,7 +15,9 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxroll import config as configs
 from jaxroll.control import cli, launchers
+from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "engines"
@@ -31,7 +34,7 @@ CASES = {
     "jobset_tpu": ["--on=jobset", "--image=registry/jaxroll:tpu", "--run=/runs/spell", "--queue=team", "--spot",
                    "--accelerator=tpu:tpu-v5-lite-podslice:2x2", *TWO_HOSTS],
     "skypilot": ["--on=skypilot", "--accelerator=H100", "--spot", "--config.placement.actors=2"],
-    "tpu_vm": ["--on=tpu-vm", *TPU_VM, "--spot"],
+    "tpu_vm": ["--on=tpu-vm", *TPU_VM, "--spot", "--project=lab"],
     "tpu_vm_slice": ["--on=tpu-vm", *TPU_VM, "--insecure", *TWO_HOSTS],
 }  # fmt: skip
 
@@ -106,6 +109,81 @@ def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixtur
 def test_unusable_options_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], key: str) -> None:
     assert cli.main(["launch", *COMMON, *words, "--dry-run"]) == 64
     assert capsys.readouterr().err.startswith(f"error: {key}")
+
+
+# Words with which each way to launch works: every option that it reads changes the output of one of them.
+SPREAD = ["--on=sampler=vm-a", "--devices-per-host=8"]
+LAUNCHES = {
+    "--on=local": [["--config.placement.platform=cpu"]],
+    "--on=ssh": [[*SPREAD, "--tls=runs/tls"], ["--devices-per-host=1", "--gpu-memory-mb=80000"]],
+    "--on=slurm": [["--scratch=/local/spell"]],
+    "--on=jobset": [["--image=registry/jaxroll:gpu", "--run=/runs/spell"]],
+    "--on=skypilot": [[]],
+    "--on=tpu-vm": [TPU_VM],
+    "--target=gpu": [[*SPREAD, "--tls=runs/tls"], ["--devices-per-host=1", "--gpu-memory-mb=80000"]],
+    "--target=tpu_vm": [[*SPREAD, "--tls=runs/tls", "--zone=z"]],
+}
+VALUES = {"name": "other", "accelerator": "gpu", "image": "other", "queue": "other", "scratch": "/other", "port": "7",
+          "runtime": "other", "zone": "other", "project": "other", "tls": "/other", "workdir": "/other",
+          "python": "other", "devices-per-host": "1", "gpu-memory-mb": "1", "spot": None, "insecure": None,
+          "on": "evaluator=other", "target": "gpu"}  # fmt: skip
+PARSER = cli.parser()
+
+
+def outcome(config: Any, *words: str) -> str:
+    """The text that a launch would hand over, or its error."""
+    overrides, rest = cli.split_overrides(words)
+    options = PARSER.parse_args(["launch", "--config=configs/rlvr_tiny.py", *rest])
+    options.overrides = overrides
+    try:
+        engine = launchers.engine_of(options)
+        if engine in launchers.engines.ENGINES:
+            return str(launchers.files_of(config, engine, options))
+        found = ""
+        for options.dry_run in (True, False):
+            found += launchers.shown(config, engine, options)
+        return found
+    except ConfigError as error:
+        return f"error: {error}"
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_every_option_changes_something_or_is_refused(launch: str) -> None:
+    assert {*launchers.OPTIONS, "on", "target"} == set(VALUES), "a new option belongs into this table"
+    refused = set()
+    for option, value in VALUES.items():
+        if option == "target" and launch.startswith("--target"):
+            continue
+        word, changes = f"--{option}" if value is None else f"--{option}={value}", 0
+        for words in LAUNCHES[launch]:
+            config = configs.load(ROOT / "configs" / "rlvr_tiny.py", cli.split_overrides(words)[0])
+            found, without = outcome(config, launch, *words, word), outcome(config, launch, *words)
+            assert not without.startswith("error"), without
+            if re.search("does not read it|chooses the hosts", found):
+                assert re.match(rf"error: --{option} = .* Leave ", found), found
+                refused.add(option)
+            changes += found != without
+        assert changes, f"{launch} ignores {word}"
+    assert refused & set(launchers.OPTIONS) == {
+        name for name, row in launchers.OPTIONS.items() if launch.partition("=")[2] not in row[3]
+    }
+
+
+def test_options_in_vain_are_not_refused_where_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """The test above would accept that all are refused, so here is what each launch reads, written out."""
+    read = {launch: {name for name in launchers.OPTIONS if launch.partition("=")[2] in launchers.OPTIONS[name][3]}
+            for launch in LAUNCHES}  # fmt: skip
+    all_of_them, engines = {"workdir", "python", "port", "insecure"}, {"name", "accelerator"}
+    assert read == {
+        "--on=local": set(),
+        "--on=ssh": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb"},
+        "--on=slurm": all_of_them | engines | {"queue", "scratch"},
+        "--on=jobset": all_of_them | engines | {"image", "queue", "spot"},
+        "--on=skypilot": all_of_them | engines | {"spot"},
+        "--on=tpu-vm": all_of_them | engines | {"scratch", "runtime", "zone", "project", "spot"},
+        "--target=gpu": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb"},
+        "--target=tpu_vm": all_of_them | {"tls", "devices-per-host", "zone", "project"},
+    }
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:

@@ -1,4 +1,5 @@
-"""A run whose roles are started over `ssh`, with a stand-in for ssh that passes no environment on."""
+"""A run whose roles are started over `ssh`, with a stand-in for ssh that passes no environment on, and closes
+the role's terminal when the connection ends."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,49 +22,87 @@ from tests.harness.xla import ROLE_FLAGS
 from tests.process.test_separate_roles import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
-# Without -tt, as a host: a clean environment and a shell. The option list ends at the host's name.
-SSH = """#!/bin/bash
-[ "$1" = -tt ] && shift
-echo "$*" >> "{notes}"
-exec env -i HOME="$HOME" PATH="{path}" JAXROLL_CACHE="{cache}" XLA_FLAGS="{flags}" bash -c "$2"
+# As sshd: the role has a clean environment and a terminal that closes with the connection.
+SSH = f"""#!/bin/bash
+export SSH_NOTES="{{notes}}" JAXROLL_CACHE="{ROOT / ".cache" / "jax"}" XLA_FLAGS="{ROLE_FLAGS}"
+exec {sys.executable} {ROOT / "tests" / "harness" / "programs" / "ssh_stand_in.py"} "$@"
 """
+GONE_S = 60.0  # well below the time for which roles wait for a store that is gone
 
 
-def test_roles_on_other_hosts_are_started_again_by_the_supervisor(tmp_path: Path) -> None:
-    run, ssh = tmp_path / "run", tmp_path / "bin" / "ssh"
+@contextlib.contextmanager
+def launched(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen]:
+    """A run on the smoke config whose roles, but for the store, are started over the stand-in for ssh."""
+    ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
-    ssh.write_text(SSH.format(notes=tmp_path / "calls", path=os.environ["PATH"], cache=ROOT / ".cache" / "jax",
-                              flags=ROLE_FLAGS))  # fmt: skip
+    ssh.write_text(SSH.format(notes=tmp_path / "calls"))
     ssh.chmod(0o755)
     env = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "JAXROLL_TOKEN": ""}
-    words = ["launch", "--on=ssh", "--on=learner=127.0.0.2", "--on=sampler=127.0.0.2", "--insecure", f"--run={run}",
+    words = ("launch", "--on=ssh", "--on=sampler=127.0.0.2", "--insecure", f"--run={tmp_path / 'run'}",
              f"--config={ROOT / 'configs' / 'smoke.py'}", f"--workdir={ROOT}", f"--python={sys.executable}",
-             f"--port={free_port()}", "--config.evaluator.every=0", "--config.schedule.steps=40",
-             "--config.sft.steps=0", "--config.task.env=tests.harness.envs.slow_reward:slow_reward"]  # fmt: skip
+             f"--port={free_port()}", "--config.evaluator.every=0",
+             "--config.task.env=tests.harness.envs.slow_reward:slow_reward", *words)  # fmt: skip
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "jaxroll", *words], cwd=ROOT, env=env, stdout=out, stderr=out,
                                    stdin=subprocess.DEVNULL)  # fmt: skip
     try:
-        rows = metrics.Follower(run / "metrics.jsonl")
-        seen: list[dict] = []
-        deadline, pause, killed = time.monotonic() + 2 * START_S, threading.Event(), False
-        while process.poll() is None and time.monotonic() < deadline:
-            seen += rows.rows()
-            if not killed and last_step(seen) >= 2:
-                (sampler,) = [p for p in psutil.Process(process.pid).children(recursive=True)
-                              if p.cmdline()[1:4] == ["-m", "jaxroll", "sampler"]]  # fmt: skip
-                sampler.send_signal(signal.SIGKILL)
-                killed = True
-            pause.wait(0.1)
-        output = (tmp_path / "out").read_text() + "".join(f.read_text()[-2000:] for f in (run / "logs").glob("*.log"))
-        assert process.poll() == 0, output
-        seen += rows.rows(closed=True)
-        assert last_step(seen) == 40 and [row["process"] for row in seen if row.get("kind") == "restart"] == [
-            "sampler-0"
-        ]
-        assert (run / "token").read_text().strip() not in (tmp_path / "calls").read_text()
+        yield process
     finally:
         for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.wait()
+
+
+def follow(tmp_path: Path, process: subprocess.Popen, step: int) -> list[dict]:
+    """The rows of the run until `step`, or its end."""
+    rows, seen = metrics.Follower(tmp_path / "run" / "metrics.jsonl"), []
+    deadline, pause = time.monotonic() + 2 * START_S, threading.Event()
+    while process.poll() is None and time.monotonic() < deadline and last_step(seen) < step:
+        seen += rows.rows()
+        pause.wait(0.1)
+    assert last_step(seen) >= step, said(tmp_path)
+    return seen
+
+
+def said(tmp_path: Path) -> str:
+    logs = "".join(
+        f"\n== {file.name}\n{file.read_text()[-2000:]}" for file in (tmp_path / "run" / "logs").glob("*.log")
+    )
+    return (tmp_path / "out").read_text() + logs
+
+
+def roles() -> list[psutil.Process]:
+    """The processes of this test's roles, wherever they were started."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if one.environ().get("JAXROLL_TEST_ID") == os.environ["JAXROLL_TEST_ID"] and "-m jaxroll " in " ".join(
+                one.cmdline()
+            ):
+                found.append(one)
+    return found
+
+
+def test_roles_on_other_hosts_are_started_again_by_the_supervisor(tmp_path: Path) -> None:
+    words = ("--on=learner=127.0.0.2", "--config.sft.steps=0", "--config.schedule.steps=40")
+    with launched(tmp_path, *words) as process:
+        follow(tmp_path, process, 2)
+        (sampler,) = [one for one in roles() if one.cmdline()[1:4] == ["-m", "jaxroll", "sampler"]]
+        sampler.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=2 * START_S) == 0, said(tmp_path)
+    seen = metrics.Follower(tmp_path / "run" / "metrics.jsonl").rows(closed=True)
+    assert last_step(seen) == 40
+    assert [row["process"] for row in seen if row.get("kind") == "restart"] == ["sampler-0"]
+    assert (tmp_path / "run" / "token").read_text().strip() not in (tmp_path / "calls").read_text()
+
+
+def test_roles_on_other_hosts_end_soon_after_the_supervisor_was_killed(tmp_path: Path) -> None:
+    """The learner is here, and its warm start is made under the lock of the command."""
+    with launched(tmp_path, "--config.sft.steps=2", "--config.schedule.steps=400") as process:
+        follow(tmp_path, process, 2)
+        left = roles()
+        assert {one.cmdline()[3] for one in left} >= {"launch", "store", "learner", "sampler"}
+        process.kill()
+        _, alive = psutil.wait_procs(left, timeout=GONE_S)
+        assert not alive, [one.cmdline() for one in alive]

@@ -1,0 +1,55 @@
+"""ssh for tests: `[-tt] HOST COMMAND` in a clean environment, as at the other end of a connection with a terminal.
+
+The server is a process of its own session. When the client ends, even by SIGKILL, the server closes the terminal, as
+sshd does; without -tt the command reads the client's standard input. HOST is written to $SSH_NOTES with the command.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+
+KEPT = ("HOME", "PATH", "JAXROLL_CACHE", "XLA_FLAGS", "JAXROLL_TEST_ID")
+
+
+def serve(connection: int, command: str) -> int:
+    """Run the command on a terminal until it ends or the client is gone; its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "-c", command], {name: os.environ[name] for name in KEPT if name in os.environ})
+    while True:
+        ready, _, _ = select.select([connection, terminal], [], [])
+        try:
+            data = os.read(terminal, 4096) if terminal in ready else b""
+        except OSError:  # the command closed it
+            data = b""
+        if terminal in ready and data:
+            os.write(1, data)
+        if connection in ready or (terminal in ready and not data):
+            os.close(terminal)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> int:
+    """The exit code of the command."""
+    words = sys.argv[1:]
+    with open(os.environ["SSH_NOTES"], "a", encoding="utf-8") as notes:
+        notes.write(" ".join(words) + "\n")
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    if words[0] != "-tt":
+        return subprocess.run(["bash", "-c", words[1]], env=env, check=False).returncode
+    held, ours = os.pipe()
+    os.set_inheritable(held, True)
+    server = subprocess.Popen([sys.executable, __file__, "--serve", str(held), words[2]], pass_fds=[held],
+                              start_new_session=True)  # fmt: skip
+    os.close(held)
+    code = server.wait()
+    os.close(ours)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(serve(int(sys.argv[2]), sys.argv[3]) if sys.argv[1] == "--serve" else main())
