@@ -23,7 +23,7 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
-	@echo "make test         install the rest (about 2.2 GB in all) and run the tests; ARGS='-k store' is passed on"
+	@echo "make test         install the rest (about 2.4 GB in all) and run the tests; ARGS='-k store' is passed on"
 	@echo "make soak         the long tests and the comparisons with the peers; installs the peers first (about 8 GB)"
 	@echo "                  test-jetstream: only the tests with google-jetstream (with TensorFlow, 5 GB of disk)"
 	@echo "make lint         ruff, pyright, and the check of the language (.ci/prose.py)"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from jaxroll.config import SupervisorConfig
 from jaxroll.config.derived import LEADERS
@@ -24,6 +25,25 @@ from jaxroll.lifeline import PARENT_ENV
 _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
 LINE_CHARS = 1000  # of a line of a log, where its end is shown
+
+
+class Process(Protocol):
+    """A started process as the supervisor sees it. `cause` explains an end that the process did not choose, else ''."""
+
+    pid: int | None
+    cause: str
+
+    def poll(self) -> int | None:
+        """See `Child.poll`."""
+        ...
+
+    def terminate(self) -> None:
+        """See `Child.terminate`."""
+        ...
+
+    def kill(self) -> None:
+        """See `Child.kill`."""
+        ...
 
 
 class Child:
@@ -49,7 +69,8 @@ class Child:
                 raise ConfigError(spec.name, argv[0], why, "See the log.") from error
             raise InfraError(f"{spec.name} {why}") from error
         self.spec, self.log = spec, log
-        self.pid = self._process.pid
+        self.pid: int | None = self._process.pid
+        self.cause = ""
 
     def poll(self) -> int | None:
         """The exit code once it has ended (its stray children are killed with it), else None."""
@@ -70,7 +91,7 @@ class Child:
 
     def _signal_group(self, signum: signal.Signals) -> None:
         try:
-            os.killpg(self.pid, signum)
+            os.killpg(self._process.pid, signum)
         except (ProcessLookupError, PermissionError):
             return  # no process of the group is left
 

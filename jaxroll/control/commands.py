@@ -411,7 +411,7 @@ def run_launch(options: argparse.Namespace) -> int:
     config = _loaded(options)
     preflight.check_described(config)  # the files it names are on the hosts
     run_dir.checked(os.path.join("/", options.run or ""))
-    if engine in launchers.engines.ENGINES:
+    if engine in launchers.ENGINES:
         return launchers.hand_over(config, engine, options, _absolute(options.run or launchers.Target.run))
     if engine == "ssh" and not options.dry_run:
         return train.over_ssh(config, launchers.target_of(options), options.words)

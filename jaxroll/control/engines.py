@@ -50,6 +50,7 @@ class Request:
     runtime: str = ""  # software version of TPU VMs
     spot: bool = False
     insecure: bool = False
+    address: str = ""  # of the Ray cluster
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def warm_start(config: Config, learner: Sequence[str], run: str, prefix: str = "
     return f"{{ test -e {done} || {prefix}{line([*learner[:3], 'sft', *named])}; }} && "
 
 
-def _check_scratch(request: Request) -> None:
+def check_scratch(request: Request) -> None:
     if not request.scratch:
         raise ConfigError("--scratch", "", "the store's database must not be on a shared file system",
                           "Name a folder on the disk of the store's host, as in --scratch=/local/x.")  # fmt: skip
@@ -158,7 +159,7 @@ END_JOBS = 'set -m\nend_jobs() { for job in $(jobs -p); do kill -TERM -- "-$job"
 
 def slurm(program: Program, request: Request) -> dict[str, str]:
     """A script for `sbatch`. `run` is a folder that all nodes reach, `scratch` one on the store's own disk."""
-    _check_scratch(request)
+    check_scratch(request)
     head = ["#!/bin/bash", f"#SBATCH --job-name={program.name}", "#SBATCH --signal=B:TERM@60"]
     head += [f"#SBATCH --partition={request.queue}"] if request.queue else []
     for number, role in enumerate(program.roles):
@@ -357,7 +358,7 @@ def tpu_vm(program: Program, request: Request) -> dict[str, str]:
     if not (request.zone and request.accelerator and request.runtime):
         raise ConfigError("--zone", request.zone, "a queued resource has a zone, an accelerator type and a runtime",
                           "Add --zone=ZONE, --accelerator=v5litepod-8 and --runtime=v2-alpha-tpuv5-lite.")  # fmt: skip
-    _check_scratch(request)
+    check_scratch(request)
     run, kept = shlex.quote(request.run), f".jaxroll/{program.name}"
     files = "token" if request.insecure else f"token {' '.join(f'tls/{name}' for name in CERTIFICATES)}"
     receive = f"umask 077; mkdir -p {kept} && tar -C {kept} -xf - && chmod -R go= {kept}"

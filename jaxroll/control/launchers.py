@@ -22,7 +22,7 @@ from jaxroll import disk
 from jaxroll.config import Config
 from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
-from jaxroll.control import engines, program
+from jaxroll.control import engines, on_ray, program
 from jaxroll.control.program import ProcessSpec, role_words
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import CONNECTION, PARENT_ENV
@@ -33,7 +33,8 @@ from jaxroll.run_paths import RunPaths
 
 LOCAL = "localhost"
 CACHE = ".cache/jax"
-KNOWN = ("local", "ssh", *engines.ENGINES)  # what `--on` may name, in addition to hosts
+ENGINES = ("ray", *engines.ENGINES)  # which get the program of `engines.program_of`
+KNOWN = ("local", "ssh", *ENGINES)  # what `--on` may name, in addition to hosts
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,16 @@ class Launch:
 
 
 LISTED = ("ssh", "tpu_vm", "gpu")  # roles are started by the lines of `plan`; the last two are kinds of --target
-ALL = (*LISTED, *engines.ENGINES)
+ALL = (*LISTED, *ENGINES)
 # Default, placeholder, help and readers of each option; `engine_of` refuses it elsewhere.
 OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
-    "name": ("", "NAME", "the name of the job (default: run.name)", tuple(engines.ENGINES)),
+    "name": ("", "NAME", "the name of the job (default: run.name)", ENGINES),
     "accelerator": ("", "TYPE", "as the engine names it: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
-                    "(SkyPilot), v5litepod-8 (TPU VM); none: CPU hosts", tuple(engines.ENGINES)),
+                    "(SkyPilot), v5litepod-8 (TPU VM), gpu:H100 or tpu:TPU-V5P (Ray); none: CPU hosts", ENGINES),
+    "address": ("", "HOST:PORT", "the Ray cluster (default: the one of this node)", ("ray",)),
     "image": ("", "IMAGE", "the container image of pods", ("jobset",)),
     "queue": ("", "NAME", "the partition or local queue", ("slurm", "jobset")),
-    "scratch": ("", "DIR", "a folder on the store's own disk, where RUN is shared", ("slurm", "tpu-vm")),
+    "scratch": ("", "DIR", "a folder on the store's own disk, where RUN is shared", ("ray", "slurm", "tpu-vm")),
     "runtime": ("", "VERSION", "the software version of TPU VMs", ("tpu-vm",)),
     "zone": ("", "ZONE", "zone of the TPU VMs", ("tpu-vm", "tpu_vm")),
     "project": ("", "PROJECT", "project of the TPU VMs", ("tpu-vm", "tpu_vm")),
@@ -328,14 +330,23 @@ def engine_of(options: argparse.Namespace) -> str:
     return engine
 
 
-def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
-    """The files of an engine other than local and ssh, by name."""
-    request = engines.Request(
+def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
+    """The options, for an engine other than local and ssh."""
+    return engines.Request(
         options.config, tuple(options.overrides), _name(config, options), options.run or Target.run,
         options.scratch, options.workdir, options.python, options.port, options.accelerator, options.image,
         options.queue, options.zone, options.project, options.runtime, options.spot, options.insecure,
+        options.address,
     )  # fmt: skip
-    return engines.ENGINES[engine].render(engines.program_of(config, request), request)
+
+
+def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
+    """The files of an engine other than local and ssh, by name; for Ray a description."""
+    request = request_of(config, options)
+    described = engines.program_of(config, request)
+    if engine == "ray":
+        return on_ray.files(config, described, request)
+    return engines.ENGINES[engine].render(described, request)
 
 
 def _name(config: Config, options: argparse.Namespace) -> str:
@@ -345,8 +356,11 @@ def _name(config: Config, options: argparse.Namespace) -> str:
 def hand_over(config: Config, engine: str, options: argparse.Namespace, run_dir: Path) -> int:
     """Write the engine's files into RUN/launch, with mode 0600, and run its commands; the exit code of the last one.
 
-    The run's secret is made if there is none. A dry run prints the files, which hold no secret.
+    The run's secret is made if there is none. A dry run prints the files, which hold no secret. Ray gets no files.
     """
+    if engine == "ray" and not options.dry_run:
+        options.scratch, options.run = os.path.abspath(options.scratch), str(run_dir)
+        return on_ray.run(config, request_of(config, options), options.words)
     files, folder = files_of(config, engine, options), run_dir / "launch"
     if options.dry_run:
         print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")

@@ -98,7 +98,7 @@ class _Slot:
     """A process of the program, alive or not."""
 
     spec: ProcessSpec
-    child: Child | None = None
+    child: policy.Process | None = None
     lives: policy.Lives = field(default_factory=policy.Lives)
     since_s: float = 0.0  # when the present state began
     due_s: float | None = 0.0  # when to start it; None while it runs or is done
@@ -140,10 +140,11 @@ class Supervisor:
         leader: str = "learner",
         environ: Mapping[str, str] | None = None,
         clock: Clock | None = None,
+        start: Callable[[ProcessSpec, Path, Mapping[str, str]], policy.Process] = Child,
     ) -> None:
         self._slots = {spec.name: _Slot(spec) for spec in specs}
         self._run_dir, self._config, self._leader = run_dir, config, leader
-        self._observer = Guarded(observer, self._note)
+        self._observer, self._start = Guarded(observer, self._note), start
         self._environ = dict(os.environ if environ is None else environ)
         self._clock = clock or MonotonicClock()
         self._begun: set[str] = set()
@@ -225,7 +226,7 @@ class Supervisor:
                 raise ConfigError(slot.spec.name, "waiting", f"{', '.join(unready)} not ready after {READY_S:.0f} s",
                                   f"See {self._log(unready[0])}.")  # fmt: skip
             return
-        slot.child = Child(slot.spec, self._log(slot.spec.name), self._environ)
+        slot.child = self._start(slot.spec, self._log(slot.spec.name), self._environ)
         slot.due_s, slot.since_s = None, now
         self._begun.add(slot.spec.name)
 
@@ -237,7 +238,7 @@ class Supervisor:
         """Act on the end of a process; an exit code when the run must end."""
         now = self._clock.now_s()
         assert slot.child is not None
-        pid, slot.child = slot.child.pid, None
+        pid, cause, slot.child = slot.child.pid, slot.child.cause, None
         verdict = policy.after_exit(slot.spec.name, code, now - slot.since_s, slot.lives, self._config)
         slot.since_s = now
         if slot.spec.optional:
@@ -257,10 +258,13 @@ class Supervisor:
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
                 self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "restart", "process": slot.spec.name,
-                                   "pid": pid, "code": code})  # fmt: skip
-                self._observer.say(f"{slot.spec.name} died {policy.how(code)}; it starts again in {delay_s:.1f} s.")
+                                   "pid": pid, "code": code, **({"cause": cause} if cause else {})})  # fmt: skip
+                why = f" ({cause})" if cause else ""
+                self._observer.say(
+                    f"{slot.spec.name} died {policy.how(code)}{why}; it starts again in {delay_s:.1f} s."
+                )
             case policy.GiveUp(reason):
-                return self._give_up(slot, code if code > 0 else EXIT_FAILURE, reason)
+                return self._give_up(slot, code if code > 0 else EXIT_FAILURE, f"{reason}{cause and ': '}{cause}")
         return None
 
     def _not_started(self, slot: _Slot, error: InfraError) -> int | None:

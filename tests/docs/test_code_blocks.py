@@ -63,7 +63,7 @@ def test_a_python_block_runs(block: Block) -> None:
 def test_a_line_of_shell_is_understood(block: Block, line: str) -> None:
     words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     match words:
-        case ["jaxroll", *rest]:
+        case ["jaxroll", *rest] | ["ray", "job", "submit", "--working-dir", ".", "--", "jaxroll", *rest]:
             _check_jaxroll(rest)
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

@@ -34,6 +34,9 @@ CASES = {
     "jobset_tpu": ["--on=jobset", "--image=registry/jaxroll:tpu", "--run=/runs/spell", "--queue=team", "--spot",
                    "--accelerator=tpu:tpu-v5-lite-podslice:2x2", *TWO_HOSTS],
     "skypilot": ["--on=skypilot", "--accelerator=H100", "--spot", "--config.placement.actors=2"],
+    "ray": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu:H100"],
+    "ray_two_hosts": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu", "--insecure",
+                      "--address=head:6379", "--config.placement.actors=1", *TWO_HOSTS],
     "tpu_vm": ["--on=tpu-vm", *TPU_VM, "--spot", "--project=lab"],
     "tpu_vm_slice": ["--on=tpu-vm", *TPU_VM, "--insecure", *TWO_HOSTS],
 }  # fmt: skip
@@ -95,6 +98,9 @@ def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixtur
     ("words", "key"),
     [
         (["--on=slurm"], "--scratch"),
+        (["--on=ray"], "--scratch"),
+        (["--on=ray", "--scratch=/x", "--accelerator=v5p"], "--accelerator"),
+        (["--on=ray", "--scratch=/x", "--accelerator=tpu", *TWO_HOSTS], "placement.learner_hosts"),
         (["--on=jobset", "--run=/x"], "--image"),
         (["--on=jobset", "--image=x"], "--run"),
         (["--on=jobset", "--image=x", "--run=/x", "--accelerator=tpu"], "--accelerator"),
@@ -116,6 +122,7 @@ SPREAD = ["--on=sampler=vm-a", "--devices-per-host=8"]
 LAUNCHES = {
     "--on=local": [["--config.placement.platform=cpu"]],
     "--on=ssh": [[*SPREAD, "--tls=runs/tls"], ["--devices-per-host=1", "--gpu-memory-mb=80000"]],
+    "--on=ray": [["--scratch=/local/spell"]],
     "--on=slurm": [["--scratch=/local/spell"]],
     "--on=jobset": [["--image=registry/jaxroll:gpu", "--run=/runs/spell"]],
     "--on=skypilot": [[]],
@@ -124,6 +131,7 @@ LAUNCHES = {
     "--target=tpu_vm": [[*SPREAD, "--tls=runs/tls", "--zone=z"]],
 }
 VALUES = {"name": "other", "accelerator": "gpu", "image": "other", "queue": "other", "scratch": "/other", "port": "7",
+          "address": "other",
           "runtime": "other", "zone": "other", "project": "other", "tls": "/other", "workdir": "/other",
           "python": "other", "devices-per-host": "1", "gpu-memory-mb": "1", "spot": None, "insecure": None,
           "on": "evaluator=other", "target": "gpu"}  # fmt: skip
@@ -137,7 +145,7 @@ def outcome(config: Any, *words: str) -> str:
     options.overrides = overrides
     try:
         engine = launchers.engine_of(options)
-        if engine in launchers.engines.ENGINES:
+        if engine in launchers.ENGINES:
             return str(launchers.files_of(config, engine, options))
         found = ""
         for options.dry_run in (True, False):
@@ -177,6 +185,7 @@ def test_options_in_vain_are_not_refused_where_they_are_read(capsys: pytest.Capt
     assert read == {
         "--on=local": set(),
         "--on=ssh": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb"},
+        "--on=ray": all_of_them | engines | {"scratch", "address"},
         "--on=slurm": all_of_them | engines | {"queue", "scratch"},
         "--on=jobset": all_of_them | engines | {"image", "queue", "spot"},
         "--on=skypilot": all_of_them | engines | {"spot"},
