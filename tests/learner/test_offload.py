@@ -38,8 +38,15 @@ def holds(made: Made, trainer, beside: int, host: int) -> None:
     assert host <= made.alive("pinned_host") < host + crumbs
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
-@pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
+@pytest.mark.parametrize(
+    ("offload", "where"),
+    [
+        (False, "reward"),
+        (True, "loss"),
+        pytest.param(False, "loss", marks=pytest.mark.soak),
+        pytest.param(True, "reward", marks=pytest.mark.soak),
+    ],
+)
 def test_the_reference_is_on_the_devices_only_while_it_is_used(small_config, make_claim, make_trainer, offload, where):
     trainer = make_trainer(small_config(reference_offload=offload, kl_in=where, **KL))
     params = jax.device_get(trainer.state.params)

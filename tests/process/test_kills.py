@@ -12,10 +12,9 @@ from tests.harness.train_process import LEARNING, SMALL, Train, assert_sound, di
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "role", [pytest.param("sampler", marks=pytest.mark.soak), "learner", pytest.param("store", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("role", ["sampler", "learner", "store"])
 def test_a_run_survives_three_kills_of(role, free_run_dir):
     """After each kill the run continues; no group is trained twice into durable weights."""
     steps, chance = 60, random.Random(f"kills of {role}")

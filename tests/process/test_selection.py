@@ -54,6 +54,7 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_two_samplers_swap_weights_during_training_at_half_a_step_of_staleness(free_run_dir):
     words = ("--config.schedule.alpha=0.5", "--config.schedule.steps=5000", "--config.sampler.count=2",
              "--config.sampler.mesh.tensor=1", "--config.sft.steps=0", "--config.evaluator.every=0",
