@@ -27,6 +27,7 @@ SMALL = (
 )
 
 
+@pytest.mark.soak
 def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
     tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, note: Callable[[Row], None]
 ) -> None:

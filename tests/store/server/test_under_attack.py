@@ -103,7 +103,7 @@ def _watched(store: psutil.Process, good: subprocess.Popen[str], seconds: float)
 @pytest.mark.parametrize(
     ("attacks", "seconds", "max_p99_ms"),
     [
-        (ATTACKS, 1.5, None),
+        pytest.param(ATTACKS, 1.5, None, marks=pytest.mark.soak),
         pytest.param(MORE_ATTACKS, 10.0, MAX_PUT_P99_MS, marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
     ],
     ids=["some", "all"],
