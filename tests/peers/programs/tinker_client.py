@@ -108,7 +108,7 @@ def check(url: str, key: str, file: str) -> dict:
             "resumed": list(after[0]) == list(after[1]), "rank": info.lora_rank}  # fmt: skip
 
 
-def learn(url: str, key: str, file: str, seed: str, supervised: str = "5", steps: str = "80") -> dict:
+def learn(url: str, key: str, file: str, seed: str, supervised: str = "15", steps: str = "80") -> dict:
     rows, chance, client = json.loads(Path(file).read_text()), random.Random(int(seed)), service(url, key)
     held, taught = rows[:128], rows[128:]
     longest = max(len(row["answer"]) for row in rows) + 2
@@ -140,7 +140,7 @@ def learn(url: str, key: str, file: str, seed: str, supervised: str = "5", steps
         if not data:
             continue
         done = trained.forward_backward(data, "importance_sampling")
-        trained.optim_step(types.AdamParams(learning_rate=5e-4)).result()
+        trained.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         for one, output in zip(data, done.result().loss_fn_outputs, strict=True):
             mask = np.array(one.loss_fn_inputs["advantages"].data) != 0
             gap = np.array(output["logprobs"].data) - np.array(one.loss_fn_inputs["logprobs"].data)
