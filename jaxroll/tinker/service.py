@@ -162,15 +162,19 @@ class Tinker:
     async def watch(self) -> None:
         """End silent sessions and forget results that were fetched, forever."""
         while True:
-            await asyncio.sleep(min(1.0, self._patience_s / 4))
-            now_s = self._now_s()
-            for session in list(self.sessions.values()):
-                if now_s - session.seen_s > self._patience_s:
-                    print(f"tinker: session {session.id} is silent for {self._patience_s:g} s and ends", flush=True)
-                    await self.end(session.id)
-            for key, promise in list(self.promises.items()):
-                if promise.fetched_s is not None and now_s - promise.fetched_s > KEPT_S:
-                    del self.promises[key]
+            await asyncio.sleep(1.0)
+            await self.expire()
+
+    async def expire(self) -> None:
+        """End the sessions that are silent for too long by now, and forget results that were fetched long ago."""
+        now_s = self._now_s()
+        for session in list(self.sessions.values()):
+            if now_s - session.seen_s > self._patience_s:
+                print(f"tinker: session {session.id} is silent for {self._patience_s:g} s and ends", flush=True)
+                await self.end(session.id)
+        for key, promise in list(self.promises.items()):
+            if promise.fetched_s is not None and now_s - promise.fetched_s > KEPT_S:
+                del self.promises[key]
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

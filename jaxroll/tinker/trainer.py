@@ -32,6 +32,7 @@ from jaxroll.data import sources
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.kernels import choice
 from jaxroll.learner import lora, packing, peft, step, weights
+from jaxroll.learner import state as states
 from jaxroll.learner.lora import Lora
 from jaxroll.models import folders, transformer
 from jaxroll.models import params as model_params
@@ -450,8 +451,7 @@ def initial(config: Config, run_dir: Path, layout: layouts.Layout) -> Params:
     values = weights.initial(config, run_dir, spec)
     if values is None:
         return model_params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
-    where = model_params.shardings(spec, layout.mesh, layout.rules)
-    return {name: layouts.placed_once(np.asarray(values[name], np.float32), where[name]) for name in where}
+    return states.placed(values, spec, layout)
 
 
 def target_logprobs(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from jaxroll import config as configs
@@ -110,6 +111,21 @@ def test_a_killed_client_leaves_no_model(server: tuple[str, str], warm: Path) ->
         assert time.monotonic() < by_s, "the session of a killed client goes on"
         time.sleep(0.5)
     assert _status(url, key, model) == 404
+
+
+def test_a_killed_sampler_starts_again_and_gets_named_weights(server: tuple[str, str], warm: Path) -> None:
+    program, killed = str(ROOT / "tests/peers/programs/tinker_client.py"), warm / "killed"
+    killed.unlink(missing_ok=True)
+    command = [PYTHON, program, "outlive", *server, str(killed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None and client.stdout.readline().strip() == "ready"
+        running = {one: one.info["cmdline"] or () for one in psutil.process_iter(["cmdline"])}
+        (sampler,) = (one for one, words in running.items() if {f"--run={warm}", "--part=sampler"} <= set(words))
+        sampler.kill()
+        killed.touch()
+        found = json.loads(client.stdout.readlines()[-1])
+    assert found["base"] and found["named"] and found["new"]
+    assert "no longer holds this snapshot" in found["snapshot"]
 
 
 def test_the_client_of_the_page_trains(server: tuple[str, str], tmp_path: Path) -> None:

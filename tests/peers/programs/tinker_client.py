@@ -3,6 +3,7 @@
     check DATA           log-probs at several temperatures, of sampling and training, and of saved weights
     learn DATA SEED      a supervised loop, then RL: accuracy before, between and after
     tenants COUNT        COUNT models at once, each of its own client, taught another answer
+    outlive FILE         sample, wait until FILE exists, and sample again
     stay                 begin a session with a model and a sample, print its id, and wait to be killed
 
 DATA is a JSON file: a list of {"prompt": ids, "answer": ids}. The last line printed is a JSON object.
@@ -175,6 +176,34 @@ def tenants(url: str, key: str, count: str) -> dict:
     for thread in threads:
         thread.join()
     return {"right": [found.get(number) for number in range(int(count))]}
+
+
+def outlive(url: str, key: str, file: str) -> dict:
+    name, client, given = model_name(url, key), service(url, key), types.ModelInput.from_ints([5, 6, 7])
+    trained = client.create_lora_training_client(base_model=name, rank=4, seed=0).result()
+    path = trained.save_weights_for_sampler("kept").result().path
+    samplers = {
+        "base": client.create_sampling_client(base_model=name).result(),
+        "named": client.create_sampling_client(model_path=path).result(),
+        "snapshot": trained.save_weights_and_get_sampling_client().result(),
+    }
+
+    def drawn(kind: str) -> list[int] | str:
+        try:
+            return samplers[kind].sample(given, 1, params(4, 1.0, 3)).result().sequences[0].tokens
+        except tinker.RequestFailedError as error:
+            return str(error)
+
+    before = {kind: drawn(kind) for kind in samplers}
+    print("ready", flush=True)
+    while not Path(file).exists():
+        time.sleep(0.05)
+    after = {kind: drawn(kind) for kind in samplers}
+    samplers["new"] = trained.save_weights_and_get_sampling_client().result()
+    found = {kind: after[kind] == before[kind] for kind in ("base", "named")}
+    found |= {"snapshot": after["snapshot"], "new": drawn("new") == before["snapshot"]}
+    client.close("success").result()
+    return found
 
 
 def stay(url: str, key: str) -> dict:
