@@ -44,6 +44,7 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
         self.set_clock(0.0)
         self.lock = threading.RLock()  # held during an intended restart of the supervisor
+        self.closed = threading.Event()  # set by `close`: a fault of another thread starts nothing after it
         self.lives = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
@@ -54,7 +55,12 @@ class Run:
     # --- the supervisor
 
     def start(self, *words: str) -> None:
-        """Start or resume the run with the additional arguments `words`."""
+        """Start or resume the run with the additional arguments `words`. Once the run is closed, do nothing."""
+        with self.lock:
+            if not self.closed.is_set():
+                self._start(words)
+
+    def _start(self, words: Sequence[str]) -> None:
         fresh = not (self.run_dir / "run.json").exists()
         changes = {**OVERRIDES, "run.seed": self.seed}
         how = [f"--config={ROOT / 'configs' / 'smoke.py'}", *(f"--config.{k}={v}" for k, v in changes.items())]
@@ -117,8 +123,11 @@ class Run:
         psutil.wait_procs(processes, timeout=30)
 
     def close(self) -> None:
-        """End all remaining processes."""
-        self.kill_all()
+        """End all remaining processes. A fault that is just restarting the supervisor ends without a new one."""
+        self.closed.set()
+        self.kill_all()  # a fault may hold the lock while it waits for the supervisor's end
+        with self.lock:
+            self.kill_all()
         if self.reader is not None:
             self.reader.kill()
             self.reader.wait(30)

@@ -134,6 +134,17 @@ def test_unknown_faults_are_refused(load) -> None:
     assert load("benchmarks.faults.chaos").chosen_names("sigint,sigterm", "sigterm") == ["sigint"]
 
 
+def test_a_closed_run_is_not_resumed_by_a_fault_of_another_thread(load, tmp_path: Path) -> None:
+    """An interrupt closes the run while a fault, in its thread, is about to resume it."""
+    run = load("benchmarks.faults.run").Run(tmp_path, tmp_path / "run", seed=0)
+    run.close()
+    run.start()
+    try:
+        assert (run.process, run.lives) == (None, 0)
+    finally:
+        run.kill_all()
+
+
 @pytest.mark.process
 def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
     import struct
