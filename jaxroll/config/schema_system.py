@@ -67,8 +67,9 @@ class StoreConfig:
 class TransferConfig:
     """Weight sync from the learner to samplers and evaluator."""
 
-    # Channel: sockets, files below `path`, or device memory within a process. `auto`: device if colocated, else tcp.
-    channel: Literal["auto", "tcp", "tensorstore", "device"] = "auto"
+    # Channel: shared memory, sockets, files below `path`, or device memory within a process. `auto`: device if
+    # colocated; otherwise shm for readers on the learner's host, tcp for others.
+    channel: Literal["auto", "shm", "tcp", "tensorstore", "device"] = "auto"
     # Folder or gs:// prefix, for tensorstore.
     path: str = ""
     # Data type in which parameters are sent.

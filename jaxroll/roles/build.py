@@ -28,8 +28,8 @@ from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding import Layout
 from jaxroll.text import tokenizers
 from jaxroll.transfer.channel_device import HandedOver
-from jaxroll.transfer.channels import keeps_float32
 from jaxroll.transfer.ends import NOTHING_HELD, FetchedParameters, Receiver, Staged
+from jaxroll.transfer.manifest import keeps_float32
 
 if TYPE_CHECKING:
     from jaxroll.learner.trainer import Trainer

@@ -6,6 +6,6 @@ Read `ends` first.
     ends.Receiver    manifest → plan → slices → checksums → Staged.place() → params on this mesh
 
 `manifest` is pure (except the dtype cast). `channels` takes host snapshots and defines the interface of a channel;
-`channel_tcp`, `channel_tensorstore` and `channel_device` implement it. Only `channels` reads device memory, only
-`ends` and `channel_device` write it.
+`channel_tcp`, `channel_tensorstore` and `channel_device` implement it. `channel_shm` lets readers on the sender's host
+map what `channel_tcp` sends. Only `channels` reads device memory, only `ends` and `channel_device` write it.
 """

@@ -30,7 +30,7 @@ from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, HostSnapshot, Refusal, SlicePart, VersionShelf
+from jaxroll.transfer.channels import Deadline, HostSnapshot, Refusal, Shared, SlicePart, VersionShelf
 from jaxroll.transfer.manifest import Manifest
 
 # --- Publishing end of the tcp channel: one thread without JAX serves host snapshots to any number of readers
@@ -194,6 +194,8 @@ class Listener:
         if isinstance(question, channels.AskManifest):
             head = channels.frame(channels.ManifestReply(pinned.version, len(pinned.encoded)))
             return iter((memoryview(head), memoryview(pinned.encoded)))
+        if isinstance(question, channels.AskShared):
+            return iter((memoryview(channels.frame(self._shelf.located(pinned, question.host))),))
         for part in question.slices:
             channels.check_slice(pinned, part)
         return channels.chunks(pinned, question.slices)
@@ -215,7 +217,7 @@ class Listener:
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
-        connection.sock.close()
+        connection.end()
 
 
 # --- one reader: a non-blocking socket, plain or under TLS
@@ -290,36 +292,25 @@ class Connection:
             return self._plain.sendmsg(list(self.outbox))
         return self._secured.send(self.outbox[0])
 
+    def end(self) -> None:
+        """Close the socket and release the version: the listener's loop refers to its last connection for long."""
+        self.sock.close()
+        self.pinned, self.more, self.outbox = None, iter(()), deque()
+
     def question(self) -> channels.Question | None:
         """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
-        if len(self.inbox) < channels.LENGTH.size:
-            return None
-        (length,) = channels.LENGTH.unpack_from(self.inbox)
-        most = channels.MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES
-        if length > most:
-            raise Refusal("bad_request", f"a request of {length} bytes; at most {most} are read")
-        end = channels.LENGTH.size + length
-        if len(self.inbox) < end:
-            return None
-        body = bytes(self.inbox[channels.LENGTH.size : end])
-        del self.inbox[:end]
-        try:
-            return wire.decode(body, channels.Question)
-        except msgspec.MsgspecError as error:
-            raise Refusal("bad_request", f"not a question: {error}") from error
+        return channels.take_question(self.inbox, channels.MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES)
 
 
 # --- The tcp channel, both ends
 
-A = TypeVar("A", channels.ManifestReply, channels.Chunk)
+A = TypeVar("A", channels.ManifestReply, channels.Chunk, channels.SharedReply)
 _ANY = ("0.0.0.0", "::", "")
 _HEADERS_AHEAD = 4096  # slices per request
 
 
 class TcpSender:
-    """A sender that keeps the newest `keep` snapshots in memory and serves them from one thread."""
-
-    name = "tcp"
+    """A sender that keeps the newest `keep` snapshots in memory, `shared` with this host, served from one thread."""
 
     def __init__(
         self,
@@ -333,13 +324,17 @@ class TcpSender:
         tls: Material | None = None,
         mutual_tls: bool = False,
         insecure: bool = False,
+        name: str = "tcp",
+        shared: Shared | None = None,
     ) -> None:
         """Listen on a free port of `host`.
 
         ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent.
         """
         protocol.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
-        self._shelf = VersionShelf(keep)
+        self.name = name
+        self._shelf = VersionShelf(keep, shared)
+        self.hold = self._shelf.hold
         self._listener = Listener(
             self._shelf,
             host,
@@ -365,10 +360,13 @@ class TcpSender:
 
     def close(self) -> None:
         self._listener.close()
+        self._shelf.clear()
 
 
 class TcpReader:
     """One connection to a TcpSender, for one version."""
+
+    verified = False
 
     def __init__(
         self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
@@ -411,6 +409,9 @@ class TcpReader:
         data = bytearray(answer.size_bytes)
         self._receive(memoryview(data))
         return bytes(data)
+
+    def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
+        """None: every box must be read."""
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Fill every part. One request asks for up to `_HEADERS_AHEAD` slices, which are answered as a stream."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
+import numpy as np
 import tensorstore as ts
 
 from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed, one_line
@@ -68,6 +69,10 @@ class TensorstoreSender:
         deadline = Deadline(limit_s, f"opening {self._url}")
         self._store = _opened(self._url, self._context, deadline)
         self._prune(deadline)
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The same pieces."""
+        return list(pieces)
 
     def offer(self, snapshot: HostSnapshot) -> str:
         """Write the snapshot with its manifest and return the URL of the version's folder."""
@@ -128,6 +133,8 @@ class TensorstoreSender:
 class TensorstoreReader:
     """A reader of one version from its folder."""
 
+    verified = False
+
     def __init__(
         self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
     ) -> None:
@@ -146,6 +153,9 @@ class TensorstoreReader:
         if found.state != "value":
             raise VersionGone(f"{self._url} holds no complete version {self._version} (any more)")
         return found.value
+
+    def view(self, manifest: Manifest, leaf: int, source: int) -> None:
+        """None: every box must be read."""
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Fill every part. All reads are started at once; tensorstore limits their concurrency."""

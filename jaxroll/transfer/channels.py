@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jaxroll.transfer.manifest import Box, Manifest
 GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
 
 Params = Mapping[str, jax.Array]
+Hold = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 Pieces = Mapping[str, tuple[tuple[int, ...], list[tuple[Box, np.ndarray]]]]
 
 
@@ -79,16 +80,11 @@ def cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Arr
     """Copies in new buffers: floating-point leaves in `dtype`, routers and others unchanged."""
 
     def one(name: str, leaf: jax.Array) -> jax.Array:
-        rounds = jnp.issubdtype(leaf.dtype, jnp.floating) and not keeps_float32(name)
+        rounds = jnp.issubdtype(leaf.dtype, jnp.floating) and not manifests.keeps_float32(name)
         # An explicit copy: JAX does not guarantee that a jitted identity returns new buffers, although 0.10.2 does.
         return jnp.copy(leaf.astype(dtype) if rounds else leaf)
 
     return {name: one(name, leaf) for name, leaf in params.items()}
-
-
-def keeps_float32(name: str) -> bool:
-    """True for the routers of mixtures of experts: rounded ones would choose other experts than the learner's."""
-    return name.endswith((".router", ".router_bias"))
 
 
 def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
@@ -168,20 +164,20 @@ def _finish_copy(shards: dict[Box, jax.Array | np.ndarray]) -> None:
         shards[box] = np.asarray(data) if first else np.empty(0, jax.block_until_ready(data).dtype)
 
 
-def finish(version: Version, pending: PendingCopy) -> HostSnapshot:
-    """Wait until every byte is on the host and return the snapshot."""
+def finish(version: Version, pending: PendingCopy, hold: Hold | None = None) -> HostSnapshot:
+    """Wait until every byte is on the host and return the snapshot, in the memory of `hold`."""
     # On CPU `np.asarray` is a view of the device copy's memory. That is safe: the copy is private to this snapshot, is
     # never donated, and the numpy array keeps it alive.
     pieces = {}
     while pending.leaves:
         name, (shape, shards) = pending.leaves.popitem()
         pieces[name] = (shape, [(box, np.asarray(shards.pop(box))) for box in sorted(shards)])
-    return from_pieces(version, pieces)
+    return from_pieces(version, pieces, hold)
 
 
-def take(version: Version, params: Params, dtype: str) -> HostSnapshot:
+def take(version: Version, params: Params, dtype: str, hold: Hold | None = None) -> HostSnapshot:
     """The snapshot of `params` in `dtype` (float32 or bfloat16). Blocks until it is on the host."""
-    return finish(version, begin(params, dtype))
+    return finish(version, begin(params, dtype), hold)
 
 
 def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
@@ -192,12 +188,17 @@ def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
     return HostSnapshot(whole, manifests.encode(whole), tuple(pieces for _, pieces in held))
 
 
-def from_pieces(version: Version, pieces: Pieces) -> HostSnapshot:
-    """A snapshot of host arrays, which it owns from now on. `pieces`: leaf name → (shape, [(box, array)])."""
+def from_pieces(version: Version, pieces: Pieces, hold: Hold | None = None) -> HostSnapshot:
+    """A snapshot of host arrays, which it owns from now on. `pieces`: leaf name → (shape, [(box, array)]).
+
+    `hold` moves the arrays to the memory from which they are served; the digests are of that memory.
+    """
     leaves, arrays = [], []
+    every = [_frozen(array) for name in sorted(pieces) for _, array in pieces[name][1]]
+    held = iter(every if hold is None else hold(every))
     for name in sorted(pieces):
         shape, parts = pieces[name]
-        frozen = tuple(_frozen(array) for _, array in parts)
+        frozen = tuple(next(held) for _ in parts)
         leaves.append(
             manifests.Leaf(
                 name=name,
@@ -219,13 +220,22 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 class VersionShelf:
-    """The newest `keep` snapshots, by version. A connection keeps the snapshot that it uses alive."""
+    """The newest `keep` snapshots, by version. A connection keeps the snapshot that it uses alive.
 
-    def __init__(self, keep: int) -> None:
-        self._keep, self._lock = keep, threading.Lock()
+    With `shared`, they are in memory that readers of this host can map.
+    """
+
+    def __init__(self, keep: int, shared: Shared | None = None) -> None:
+        self._keep, self._shared, self._lock = keep, shared, threading.Lock()
         self._kept: dict[Version, HostSnapshot] = {}
 
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The pieces, in shared memory if there is any."""
+        return list(pieces) if self._shared is None else self._shared.hold(pieces)
+
     def put(self, snapshot: HostSnapshot) -> None:
+        if self._shared is not None:
+            snapshot = self._shared.store(snapshot)
         with self._lock:
             self._kept.pop(snapshot.version, None)
             self._kept[snapshot.version] = snapshot
@@ -239,6 +249,17 @@ class VersionShelf:
     def versions(self) -> tuple[Version, ...]:
         with self._lock:
             return tuple(self._kept)
+
+    def located(self, snapshot: HostSnapshot, host: str) -> SharedReply:
+        """The shared memory of `snapshot` for a reader on `host`; empty if there is none."""
+        return self._shared.located(snapshot, host) if self._shared else SharedReply(snapshot.version, (), ())
+
+    def clear(self) -> None:
+        """Drop all snapshots and their shared memory; readers keep what they map."""
+        with self._lock:
+            self._kept.clear()
+        if self._shared is not None:
+            self._shared.close()
 
 
 # --- Transfer channels
@@ -259,9 +280,14 @@ class SlicePart(NamedTuple):
 
 
 class Sender(Protocol):
-    """The publishing end. `offer` returns the address for Readers; newer versions replace old ones."""
+    """The publishing end. `offer` returns the address for Readers; newer versions replace old ones.
+
+    `hold` moves arrays to the memory from which the sender serves them, before their digests are computed.
+    """
 
     name: str
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]: ...
 
     def offer(self, snapshot: HostSnapshot) -> str: ...
 
@@ -269,15 +295,36 @@ class Sender(Protocol):
 
 
 class Reader(Protocol):
-    """One transfer of one version; used by one thread, closed at the end."""
+    """One transfer of one version; used by one thread, closed at the end.
+
+    `verified`, after `read`: the bytes need no comparison with the manifest's digests.
+    """
+
+    verified: bool
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked. Raises VersionGone when the version is not available."""
         ...
 
+    def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
+        """The bits of one source box, read-only and verified, that can be used in place; None if it must be read."""
+        ...
+
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Fill every part. Raises TransferError and its subclasses."""
         ...
+
+    def close(self) -> None: ...
+
+
+class Shared(Protocol):
+    """Shared memory of a sender, for readers on its host (`channel_shm`)."""
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+
+    def store(self, snapshot: HostSnapshot) -> HostSnapshot: ...
+
+    def located(self, snapshot: HostSnapshot, host: str) -> SharedReply: ...
 
     def close(self) -> None: ...
 
@@ -340,6 +387,15 @@ class AskSlices(msgspec.Struct, frozen=True, tag="slices"):
     slices: tuple[Slice, ...]
 
 
+class AskShared(msgspec.Struct, frozen=True, tag="shared"):
+    """A question for the shared memory of `version`, from a reader on the machine with key `host`."""
+
+    protocol: int
+    token: str
+    version: Version
+    host: str
+
+
 class ManifestReply(msgspec.Struct, frozen=True, tag="manifest_reply"):
     """The header of a manifest of `size_bytes`, which follow."""
 
@@ -355,6 +411,23 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
     digest: int | None = None
 
 
+class SharedFile(msgspec.Struct, frozen=True, array_like=True):
+    """Descriptor `fd` of process `pid`: a file in memory that begins with `stamp`."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1)]
+    fd: Annotated[int, msgspec.Meta(ge=0)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    stamp: bytes
+
+
+class SharedReply(msgspec.Struct, frozen=True, tag="shared_reply"):
+    """The files of a version, none if it is not shared, and (file, offset) of each source box, in manifest order."""
+
+    version: Version
+    files: tuple[SharedFile, ...]
+    places: tuple[tuple[int, int], ...]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A refusal. `kind` is gone, unauthorized or bad_request."""
 
@@ -362,8 +435,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Question = AskManifest | AskSlices
-Answer = ManifestReply | Chunk | Refused
+Question = AskManifest | AskSlices | AskShared
+Answer = ManifestReply | Chunk | SharedReply | Refused
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -378,6 +451,24 @@ class Refusal(Exception):
     def __init__(self, kind: str, reason: str) -> None:
         self.answer = Refused(kind, reason)
         super().__init__(reason)
+
+
+def take_question(inbox: bytearray, most: int) -> Question | None:
+    """Take the next complete question from `inbox`, or None. Refusal for one above `most` bytes or malformed."""
+    if len(inbox) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(inbox)
+    if length > most:
+        raise Refusal("bad_request", f"a request of {length} bytes; at most {most} are read")
+    end = LENGTH.size + length
+    if len(inbox) < end:
+        return None
+    body = bytes(inbox[LENGTH.size : end])
+    del inbox[:end]
+    try:
+        return wire.decode(body, Question)
+    except msgspec.MsgspecError as error:
+        raise Refusal("bad_request", f"not a question: {error}") from error
 
 
 def check_slice(snapshot: HostSnapshot, part: Slice) -> None:

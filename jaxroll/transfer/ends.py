@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import pathlib
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.transfer import channel_device, channels
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_device import HandedOver
+from jaxroll.transfer.channel_shm import AutoReader, SharedSegments, ShmReader
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader, TensorstoreSender
 from jaxroll.transfer.channels import Deadline, HostSnapshot, Params, PendingCopy, Sender, SlicePart
@@ -58,6 +60,7 @@ def open_sender(
     if config.channel == "tensorstore":
         path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
         return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
+    shared = None if config.channel in ("tcp", "device") else SharedSegments(required=config.channel == "shm")
     return TcpSender(
         host,
         keep=keep,
@@ -67,6 +70,8 @@ def open_sender(
         tls=exposure.tls,
         mutual_tls=exposure.mutual_tls,
         insecure=exposure.insecure,
+        name=config.channel,
+        shared=shared,
     )
 
 
@@ -101,7 +106,7 @@ class Publisher:
 
         Blocks while they are copied and their digests computed, which happens only here. A receiver fetches them once.
         """
-        self._frozen = channels.take(version, params, self._config.dtype)
+        self._frozen = channels.take(version, params, self._config.dtype, self._sender.hold)
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """Start publishing `params`, which may be donated on return; pass the future to `finish`."""
@@ -143,7 +148,7 @@ class Publisher:
         self.close()
 
     def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
-        taken = channels.finish(version, pending)
+        taken = channels.finish(version, pending, self._sender.hold)
         return self.offer(taken if self._frozen is None else channels.joined(taken, self._frozen))
 
 
@@ -153,10 +158,10 @@ class Publisher:
 # manifest, which detects changed bytes, misplaced slices and a snapshot that changed during the transfer. A process of
 # a receiver with several processes holds only a part of a leaf. Then each slice is compared with a digest that the
 # sender computes when sending (tcp) or stored when writing (tensorstore), and source boxes that are contained in a
-# local box are compared with the manifest.
+# local box are compared with the manifest. Shared memory is not compared: it is the memory that the sender wrote.
 
 Received = dict[str, jax.Array]
-_READERS = {"tcp": TcpReader, "tensorstore": TensorstoreReader}
+_READERS = {"tcp": TcpReader, "shm": ShmReader, "auto": AutoReader, "tensorstore": TensorstoreReader}
 
 
 @dataclass
@@ -168,6 +173,7 @@ class StagedLeaf:
     dtype: np.dtype  # on the device
     boxes: dict[Any, Box]
     buffers: dict[Box, np.ndarray]
+    filled: frozenset[Box]  # buffers that need no reading: held ones, and views of shared memory
 
     @property
     def complete(self) -> bool:
@@ -256,14 +262,17 @@ class Receiver:
             published = manifests.decode(reader.manifest(), snapshot)
             manifests.check(published, shapes)
             here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
-            leaves = [
-                _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, held if leaf.name in here else None)
-                for leaf in published.leaves
-            ]
-            fetched = [(number, leaf) for number, leaf in enumerate(leaves) if leaf.manifest.name not in here]
+            leaves, fetched = [], []
+            for number, leaf in enumerate(published.leaves):
+                known = held[leaf.name].buffers if leaf.name in here else None
+                views = functools.partial(reader.view, published, number)
+                staged = _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, views, known)
+                leaves.append(staged)
+                if known is None:
+                    fetched.append((number, staged))
             reader.read(published, [part for number, leaf in fetched for part in _parts(number, leaf)])
         for _, leaf in fetched:
-            _verify(leaf, snapshot.version)
+            _verify(leaf, snapshot.version, reader.verified)
         return Staged(snapshot.version, leaves, sum(leaf.size_bytes for _, leaf in fetched))
 
 
@@ -289,18 +298,33 @@ def _is_held(leaf: manifests.Leaf, sharding: jax.sharding.Sharding, held: Held) 
     return (known.manifest.shape, known.manifest.dtype, known.manifest.total) == (leaf.shape, leaf.dtype, leaf.total)
 
 
-def _staged_leaf(leaf: manifests.Leaf, sharding: jax.sharding.Sharding, dtype: Any, held: Held | None) -> StagedLeaf:
-    """The leaf with its buffers from `held`, or with new, uninitialised buffers if `held` is None."""
+def _staged_leaf(
+    leaf: manifests.Leaf,
+    sharding: jax.sharding.Sharding,
+    dtype: Any,
+    view: Callable[[int], np.ndarray | None],
+    held: Mapping[Box, np.ndarray] | None,
+) -> StagedLeaf:
+    """The leaf with the buffers of `held`, or else with views of source boxes where `view` has one that contains the
+    local box, and new, uninitialised buffers for the others."""
     boxes = manifests.local_boxes(sharding, leaf.shape)
+    if held is not None:
+        return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, dict(held), frozenset(held))
     kind = manifests.bits_dtype(manifests.DTYPES[leaf.dtype].itemsize)
-    buffers = (
-        held[leaf.name].buffers if held else {b: np.empty(manifests.shape_of(b), kind) for b in manifests.unique(boxes)}
-    )
-    return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers)
+    buffers, filled = {}, set()
+    for box in manifests.unique(boxes):
+        source = next((n for n, outer in enumerate(leaf.boxes) if manifests.contains(outer, box)), None)
+        whole = None if source is None else view(source)
+        if source is None or whole is None:
+            buffers[box] = np.empty(manifests.shape_of(box), kind)
+        else:
+            buffers[box] = whole[(*manifests.within(box, leaf.boxes[source]), ...)]
+            filled.add(box)
+    return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers, frozenset(filled))
 
 
 def _parts(number: int, leaf: StagedLeaf) -> list[SlicePart]:
-    targets = list(leaf.buffers)
+    targets = [box for box in leaf.buffers if box not in leaf.filled]
     return [
         SlicePart(
             leaf=number,
@@ -313,9 +337,11 @@ def _parts(number: int, leaf: StagedLeaf) -> list[SlicePart]:
     ]
 
 
-def _verify(leaf: StagedLeaf, version: Version) -> None:
+def _verify(leaf: StagedLeaf, version: Version, verified: bool) -> None:
     for buffer in leaf.buffers.values():
         buffer.flags.writeable = False
+    if verified:
+        return
     if leaf.complete:
         found = manifests.total([manifests.of_box(buffer, box) for box, buffer in leaf.buffers.items()])
         if found != leaf.manifest.total:

@@ -339,6 +339,11 @@ def check(manifest: Manifest, shapes: Mapping[str, Any]) -> None:
 Params = dict[str, jax.Array]
 
 
+def keeps_float32(name: str) -> bool:
+    """True for the routers of mixtures of experts: rounded ones would choose other experts than the learner's."""
+    return name.endswith((".router", ".router_bias"))
+
+
 def cast(arrays: Params, dtypes: Mapping[str, np.dtype]) -> Params:
     """`arrays` in the dtypes of `dtypes`, cast on their devices; arrays that need no cast are not copied."""
     names = tuple(name for name, array in arrays.items() if array.dtype != dtypes[name])

@@ -111,6 +111,7 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
     small = {
         "learner__micro_batch_rows": 2,
         "task__env": "tests.harness.envs.faulty:coin",
+        "transfer__channel": "tcp",  # through the courier
         "transfer__deadline_s": 3,
         "store__lease_s": 4,
         "store__rpc_deadline_s": 3,

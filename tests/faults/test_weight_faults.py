@@ -18,7 +18,12 @@ from tests.harness.cluster.rpc_tap import Call, Forward
 from tests.harness.cluster.weights_proxy import Courier
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-SMALL = {"learner__micro_batch_rows": 2, "task__env": "tests.harness.envs.faulty:coin"}
+# Transfers over tcp pass through the courier; those through shared memory do not.
+SMALL = {
+    "learner__micro_batch_rows": 2,
+    "task__env": "tests.harness.envs.faulty:coin",
+    "transfer__channel": "tcp",
+}
 
 
 def assert_sampled_from_what_was_published(run: World) -> None:

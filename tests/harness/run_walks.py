@@ -64,6 +64,7 @@ def config() -> Config:
             "sampler": {"slots": 2, "prefill_rows": 1, "prefill_buckets": [16], "scoring_workers": 1},
             "learner": {"micro_batch_rows": 1, "row_tokens": 128},
             "evaluator": {"every": 0},
+            "transfer": {"channel": "tcp"},
         }
     )
 

@@ -59,7 +59,7 @@ def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_
     both = first.keys() & second.keys()  # an evaluator skips a version that is replaced while it is busy
     assert {0, 6} <= both and {step: first[step] for step in both} == {step: second[step] for step in both}
     assert trained_questions(together) == trained_questions(apart)
-    assert [channels(train) for train in (apart, together)] == [["tcp"], ["device"]]
+    assert [channels(train) for train in (apart, together)] == [["auto"], ["device"]]
 
 
 ADAPTERS = ("--config.learner.lora_rank=4", "--config.learner.lora_publish=adapters")

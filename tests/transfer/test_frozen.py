@@ -29,7 +29,7 @@ def fetched(kit, snapshot, held=None, mesh=SAMPLER):
     )
 
 
-@pytest.mark.parametrize("channel", ["tcp", "tensorstore"])
+@pytest.mark.parametrize("channel", ["tcp", "shm", "tensorstore"])
 def test_frozen_parameters_are_fetched_once_and_part_of_every_version(kit, channel):
     publisher = kit.publisher(channel)
     frozen, first = split(kit.values(1))

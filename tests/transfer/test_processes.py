@@ -115,7 +115,7 @@ def _shapes(values: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in values.items()}
 
 
-@pytest.mark.parametrize("channel", ["tcp", "tensorstore"])
+@pytest.mark.parametrize("channel", ["tcp", "shm", "tensorstore"])
 def test_a_learner_of_fsdp_2_feeds_samplers_of_any_mesh(kit, script, start, channel: str) -> None:
     learner = start(channel, "small")
     for step in range(2):
