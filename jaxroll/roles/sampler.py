@@ -384,7 +384,7 @@ async def serve_http(session: EngineSession) -> None:
     token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
     room = Room(cache_tokens(session.config), parts.tokenizer)
     served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
-                    parts.engine.latencies.percentiles)  # fmt: skip
+                    parts.engine.latencies.percentiles, slots=session.config.sampler.slots)  # fmt: skip
     address = http.address(LOOPBACK, listening)
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")

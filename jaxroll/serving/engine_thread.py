@@ -13,10 +13,11 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -234,3 +235,110 @@ def _drain(items: queue.SimpleQueue) -> list:
             taken.append(items.get_nowait())
         except queue.Empty:
             return taken
+
+
+# --- Fair order of an engine's clients
+
+
+@dataclass
+class _Line(Generic[R]):
+    credit: float
+    waiting: deque[tuple[float, R]] = field(default_factory=deque)
+
+
+class FairQueue(Generic[R]):
+    """Items of several clients, taken by deficit round robin (Shreedhar and Varghese, 1996).
+
+    In each round every client gets items of `quantum` cost, so a new client waits for at most one round of the others.
+    """
+
+    def __init__(self, quantum: float) -> None:
+        self._quantum, self._lines = quantum, dict[str, _Line[R]]()  # in the order of the round
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, client: str, cost: float, item: R) -> None:
+        """Add an item behind those of the same client."""
+        self._lines.setdefault(client, _Line(self._quantum)).waiting.append((cost, item))
+        self._count += 1
+
+    def pop(self) -> R:
+        """Remove and return the next item. The queue has one."""
+        while True:
+            client, line = next(iter(self._lines.items()))
+            cost, item = line.waiting[0]
+            if cost <= line.credit:
+                break
+            line.credit += self._quantum
+            self._lines[client] = self._lines.pop(client)  # to the end of the round
+        line.credit -= cost
+        line.waiting.popleft()
+        if not line.waiting:
+            del self._lines[client]
+        self._count -= 1
+        return item
+
+
+class Admission:
+    """Lets at most `places` requests into the engine at once, and the clients in turn. Belongs to one event loop.
+
+    The engine serves its own queue in order of arrival; a client with many requests would fill it.
+    """
+
+    ROUND_TOKENS = 256  # of each client and round, prompt and answer
+
+    def __init__(self, places: int) -> None:
+        self._free, self._waiting = places, FairQueue[asyncio.Future[None]](self.ROUND_TOKENS)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def place(self, client: str, tokens: int) -> AsyncIterator[None]:
+        """A place for a request of `client` with `tokens` tokens at most, after those whose turn is earlier."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.put(client, tokens, turn)
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():  # otherwise `_admit` skips it
+                self._free += 1
+                self._admit()
+
+    def _admit(self) -> None:
+        while self._free and self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():
+                self._free -= 1
+                turn.set_result(None)
+
+
+class Turns:
+    """Wakes answers that have new tokens: a few in each pass of the event loop, and the clients in turn.
+
+    A stream that is woken late has more tokens then, and sends them in one event. So the work of a pass is bounded,
+    however fast the engine is.
+    """
+
+    AT_ONCE = 8
+
+    def __init__(self) -> None:
+        self._waiting = FairQueue[Callable[[], object]](1)
+
+    def wake(self, client: str, wake: Callable[[], object]) -> None:
+        """Call `wake` when it is the turn of `client`."""
+        self._waiting.put(client, 1, wake)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        for _ in range(min(self.AT_ONCE, len(self._waiting))):
+            self._waiting.pop()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._pass)

@@ -5,6 +5,7 @@ An answer that arrives at once is one piece, so a stream and a single answer hav
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections import Counter
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.stats import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Version, VersionRun
-from jaxroll.serving.engine_thread import PauseMode
+from jaxroll.serving.engine_thread import PauseMode, Turns
 from jaxroll.serving.http_requests import Room, Wanted
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
@@ -179,6 +181,53 @@ class Answer:
         return Piece(content, calls, new.tokens.tolist(), [float(one) for one in new.logprobs], new.versions)
 
 
+class Arriving:
+    """The new tokens of one request's answers, joined until it is the turn of its client."""
+
+    def __init__(self, client: str, turns: Turns) -> None:
+        self._client, self._turns, self._asked = client, turns, False
+        self._turn = asyncio.get_running_loop().create_future()
+        self._new: dict[int, list[Completion]] = {}
+        self._error: BaseException | None = None
+
+    def add(self, choice: int, new: Completion | BaseException) -> None:
+        """Tokens of an answer, its end (with all of its tokens), or its error."""
+        if isinstance(new, BaseException):
+            self._error = self._error or new
+        else:
+            self._new.setdefault(choice, []).append(new)
+        if not self._asked:
+            self._asked = True
+            self._turns.wake(self._client, self._wake)
+
+    async def take(self) -> list[tuple[int, Completion]]:
+        """The answers with new tokens: those of each since the last call, or its end. Raises the first error."""
+        await self._turn
+        self._turn = asyncio.get_running_loop().create_future()
+        self._asked, taken, self._new = False, self._new, {}
+        if self._error is not None:
+            raise self._error
+        return [(choice, joined(pieces)) for choice, pieces in taken.items()]
+
+    def _wake(self) -> None:
+        if not self._turn.done():  # it is, if the request was cancelled
+            self._turn.set_result(None)
+
+
+def joined(pieces: Sequence[Completion]) -> Completion:
+    """The tokens of `pieces`; the last one if it is the end, which has all tokens."""
+    last = pieces[-1]
+    if len(pieces) == 1 or last.finish:
+        return last
+    versions: list[VersionRun] = []
+    for run in (run for piece in pieces for run in piece.versions):
+        if versions and versions[-1].version == run.version:
+            run = VersionRun(run.version, versions.pop().count + run.count)
+        versions.append(run)
+    tokens = np.concatenate([piece.tokens for piece in pieces])
+    return Completion(tokens, np.concatenate([piece.logprobs for piece in pieces]), tuple(versions), "")
+
+
 # --- Layouts of the HTTP front end's answers: OpenAI's completions and chat completions, and answers by token ids
 
 MAX_OPEN = 512  # answers that are computed or wait for a slot
@@ -216,6 +265,7 @@ class Served:
     stats: Callable[[], EngineStats]
     latencies: Callable[[], Mapping[str, float | None]] = dict
     max_open: int = MAX_OPEN
+    slots: int | None = None  # requests in the engine at once; None: as many as are open
 
 
 def event(value: Any) -> bytes:

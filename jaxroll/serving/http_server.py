@@ -28,8 +28,18 @@ from jaxroll.engine.ledger import after
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey
 from jaxroll.serving import http_requests as requests
-from jaxroll.serving.engine_thread import PauseMode
-from jaxroll.serving.http_answers import Answer, ChatLayout, Layout, Piece, Served, TextLayout, TokenLayout, event
+from jaxroll.serving.engine_thread import Admission, PauseMode, Turns
+from jaxroll.serving.http_answers import (
+    Answer,
+    Arriving,
+    ChatLayout,
+    Layout,
+    Piece,
+    Served,
+    TextLayout,
+    TokenLayout,
+    event,
+)
 from jaxroll.serving.http_requests import ApiError, Room, Wanted
 
 T = TypeVar("T")
@@ -42,6 +52,7 @@ _OPEN_PATHS = ("/health",)  # without a token
 @dataclass
 class _Counts:
     open: int = 0
+    of_client: Counter[str] = field(default_factory=Counter)  # open ones
     answers: int = 0
     cancelled: int = 0
     prompt_tokens: int = 0
@@ -56,7 +67,9 @@ class FrontEnd:
     """
 
     def __init__(self, model: Served, token: str, more: Sequence[Route] = ()) -> None:
-        self.model, self.counts = model, _Counts()
+        self.model, self.counts, self._turns = model, _Counts(), Turns()
+        slots = model.slots or model.max_open
+        self._admission = Admission(slots + max(1, slots // 8))  # some wait in the engine, so that no slot is idle
         self._token, self._ids = token.encode(), 0
         routes = [
             Route("/v1/models", self._models),
@@ -112,18 +125,18 @@ class FrontEnd:
     # --- endpoints that generate
 
     async def _completions(self, request: Request) -> ASGIApp:
-        wanted, _ = await self._wanted(request, requests.CompletionBody, requests.completion)
-        return await self._answered(request, wanted, TextLayout(self.model, wanted, self._new_id("cmpl")))
+        wanted, body = await self._wanted(request, requests.CompletionBody, requests.completion)
+        return await self._answered(request, body, wanted, TextLayout(self.model, wanted, self._new_id("cmpl")))
 
     async def _chat(self, request: Request) -> ASGIApp:
-        wanted, _ = await self._wanted(request, requests.ChatBody, requests.chat)
-        return await self._answered(request, wanted, ChatLayout(self.model, wanted, self._new_id("chatcmpl")))
+        wanted, body = await self._wanted(request, requests.ChatBody, requests.chat)
+        return await self._answered(request, body, wanted, ChatLayout(self.model, wanted, self._new_id("chatcmpl")))
 
     async def _generate(self, request: Request) -> ASGIApp:
         wanted, body = await self._wanted(request, requests.GenerateBody, requests.generate)
         name = body.get("request_id")
         layout = TokenLayout(self.model, wanted, name if isinstance(name, str) else self._new_id("generate"))
-        return await self._answered(request, wanted, layout)
+        return await self._answered(request, body, wanted, layout)
 
     async def _wanted(
         self, request: Request, kind: type[requests.B], read: Callable[[requests.B, Room], Wanted]
@@ -148,68 +161,74 @@ class FrontEnd:
         self._ids += 1
         return f"{kind}-{self._ids}"
 
-    async def _answered(self, request: Request, wanted: Wanted, layout: Layout) -> ASGIApp:
+    async def _answered(self, request: Request, body: Mapping[str, Any], wanted: Wanted, layout: Layout) -> ASGIApp:
+        pieces = self._pieces(wanted, client_of(request, body))
         if wanted.stream:
-            return EventStream(request, layout.events(self._pieces(wanted)))
-        return json_response(await while_connected(request, self._all(wanted, layout)))
+            return EventStream(request, layout.events(pieces))
+        return json_response(await while_connected(request, self._all(pieces, layout)))
 
-    async def _all(self, wanted: Wanted, layout: Layout) -> dict[str, Any]:
+    async def _all(self, arriving: AsyncGenerator[tuple[int, Piece], None], layout: Layout) -> dict[str, Any]:
         pieces: dict[int, Piece] = {}
-        async with aclosing(self._pieces(wanted)) as arriving:
+        async with aclosing(arriving):
             async for choice, piece in arriving:
                 pieces[choice] = piece
         return layout.whole([pieces[choice] for choice in sorted(pieces)])
 
-    async def _pieces(self, wanted: Wanted) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _pieces(self, wanted: Wanted, client: str) -> AsyncGenerator[tuple[int, Piece], None]:
         """The choice and content of every piece: of a stream as they are sampled, otherwise one for each answer.
 
-        Ending the iteration aborts what runs. ApiError (429) if too many requests wait.
+        Ending the iteration aborts what runs. ApiError (429) if too many requests of this client wait.
         """
         counts, total = self.counts, len(wanted.prompts) * wanted.count
-        if counts.open + total > self.model.max_open:
+        share = self.model.max_open // (len(counts.of_client) + (client not in counts.of_client))
+        if counts.of_client[client] + total > share:
             raise ApiError(
-                f"{counts.open} answers are computed or wait, of {self.model.max_open}: try again later",
+                f"{counts.open} answers are computed or wait, of {self.model.max_open} ({share} of each client): try "
+                "again later",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=_RETRY_AFTER_S,
             )
         counts.open += total
-        arriving: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
+        counts.of_client[client] += total
+        arriving = Arriving(client, self._turns)
         made = [Answer(self.model.room.tokenizer, wanted) for _ in range(total)]
-        tasks = [asyncio.create_task(self._one(choice, wanted, arriving)) for choice in range(total)]
+        tasks = [asyncio.create_task(self._one(choice, wanted, client, arriving)) for choice in range(total)]
         left = total
         try:
             while left:
-                choice, new = await arriving.get()
-                if isinstance(new, BaseException):
-                    raise new
-                if not new.finish:
-                    yield choice, made[choice].add(new)
-                    continue
-                left -= 1
-                sent = made[choice].count
-                versions = after(new.versions, sent)
-                rest = Completion(new.tokens[sent:], new.logprobs[sent:], versions, new.finish)
-                counts.answers += 1
-                counts.completion_tokens += len(new.tokens)
-                yield choice, made[choice].end(rest)
+                for choice, new in await arriving.take():
+                    if not new.finish:
+                        yield choice, made[choice].add(new)
+                        continue
+                    left -= 1
+                    sent = made[choice].count
+                    versions = after(new.versions, sent)
+                    rest = Completion(new.tokens[sent:], new.logprobs[sent:], versions, new.finish)
+                    counts.answers += 1
+                    counts.completion_tokens += len(new.tokens)
+                    yield choice, made[choice].end(rest)
             counts.prompt_tokens += sum(map(len, wanted.prompts))
         finally:
             counts.open -= total
+            counts.of_client[client] -= total
+            if not counts.of_client[client]:
+                del counts.of_client[client]
             counts.cancelled += left
             for task in tasks:
                 task.cancel()
 
-    async def _one(self, choice: int, wanted: Wanted, arriving: asyncio.Queue) -> None:
+    async def _one(self, choice: int, wanted: Wanted, client: str, arriving: Arriving) -> None:
         prompt = np.asarray(wanted.prompts[choice // wanted.count], np.int32)
         key = GenerationKey(choice // wanted.count, choice % wanted.count)
-        on_tokens = (lambda piece: arriving.put_nowait((choice, piece))) if wanted.stream else None
+        on_tokens = (lambda piece: arriving.add(choice, piece)) if wanted.stream else None
         try:
-            completion = await self.model.proxy.generate(prompt, key, wanted.params, on_tokens=on_tokens)
+            async with self._admission.place(client, len(prompt) + wanted.params.max_tokens):
+                completion = await self.model.proxy.generate(prompt, key, wanted.params, on_tokens=on_tokens)
         except Exception as error:  # noqa: BLE001 - raised again where the request is answered
-            arriving.put_nowait((choice, error))
+            arriving.add(choice, error)
         else:
-            arriving.put_nowait((choice, completion))
+            arriving.add(choice, completion)
 
     # --- other endpoints
 
@@ -285,6 +304,7 @@ class FrontEnd:
             "engine_waiting_requests": stats.queue_depth,
             "engine_suspended": int(stats.suspended),
             "http_open_answers": counts.open,
+            "http_waiting_answers": self._admission.waiting,
             "weights_step": -1 if stats.version is None else stats.version.step,
         }
         totals = {
@@ -311,6 +331,14 @@ class FrontEnd:
 
 
 # --- requests and responses
+
+
+def client_of(request: Request, body: Mapping[str, Any]) -> str:
+    """The client whose turn a request takes: its field `user`, else its address, and at 127.0.0.1 its connection."""
+    if isinstance(user := body.get("user"), str) and user:
+        return f"user {user}"
+    host, port = request.client or ("", 0)
+    return f"{host} {port}" if host in ("127.0.0.1", "::1") else host
 
 
 async def json_body(request: Request) -> tuple[Any, int]:

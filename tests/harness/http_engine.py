@@ -66,15 +66,19 @@ class Engine:
                 break
         done = self.completion(ids, finish)
         for at in range(len(ids) - 1):
-            await self.go.wait()
-            await asyncio.sleep(0)
+            await self._step()
             if on_tokens is not None:
                 version = V1 if at == 0 else V2
                 on_tokens(
                     Completion(done.tokens[at : at + 1], done.logprobs[at : at + 1], (VersionRun(version, 1),), "")
                 )
-        await self.go.wait()
+        await self._step()
         return done
+
+    async def _step(self) -> None:
+        await self.go.wait()
+        for _ in range(4):
+            await asyncio.sleep(0)  # a stream gets its turn before the next token
 
     @staticmethod
     def completion(ids: list[int], finish: str) -> Completion:
