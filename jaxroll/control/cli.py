@@ -439,6 +439,8 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     serve = actions.add_parser("serve", help=text, description=text, allow_abbrev=False)
     serve.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     serve.add_argument("--config", metavar="FILE", help="a config file with the tasks to serve (see configs/)")
+    serve.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: openenv.token in "
+                       "jaxroll/ of your state folder)")  # fmt: skip
     http_options(serve, 8000)
 
 

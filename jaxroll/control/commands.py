@@ -369,9 +369,7 @@ def run_env(options: argparse.Namespace) -> int:
     if options.action == "serve":
         from jaxroll.testing import openenv_server
 
-        return openenv_server.main(
-            options.name, options.config, options.overrides, options.host, options.port, insecure=options.insecure
-        )
+        return openenv_server.main(options)
     from jaxroll.testing import environments
 
     if options.episodes < 1:

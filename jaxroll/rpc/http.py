@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import hmac
 import os
 import secrets
 import socket
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from jaxroll import disk
 from jaxroll.errors import ConfigError
@@ -112,6 +114,18 @@ def token(secret: str | None, path: Path) -> str:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(made + "\n")
     return made
+
+
+def shows_token(scope: Scope, token: bytes) -> bool:
+    """True if the request's header `Authorization` has the token: Bearer, or Basic as clients send it for a URL."""
+    shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    kind, _, value = shown.partition(b" ")
+    if kind.lower() == b"basic":
+        try:
+            value = base64.b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            return False
+    return kind.lower() in (b"bearer", b"basic") and hmac.compare_digest(value.strip(), token)
 
 
 def user_token_file(name: str) -> Path:

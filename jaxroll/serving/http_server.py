@@ -8,7 +8,6 @@ has at most `MAX_BODY_BYTES`, and long prompts are tokenized in a thread.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -27,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxroll.engine.ledger import after
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey
+from jaxroll.rpc import http
 from jaxroll.serving import http_requests as requests
 from jaxroll.serving.engine_thread import Admission, PauseMode, Turns
 from jaxroll.serving.http_answers import (
@@ -103,7 +103,7 @@ class FrontEnd:
                     self.counts.responses[known, message["status"]] += 1
                 await send(message)
 
-            if scope["path"] not in _OPEN_PATHS and not self._admits(scope):
+            if scope["path"] not in _OPEN_PATHS and not http.shows_token(scope, self._token):
                 response = _error(
                     ApiError(
                         "this server needs its token: send `Authorization: Bearer TOKEN`, with the content of the "
@@ -116,11 +116,6 @@ class FrontEnd:
             await app(scope, receive, counted)
 
         return guarded
-
-    def _admits(self, scope: Scope) -> bool:
-        shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, token = shown.partition(b" ")
-        return kind.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
 
     # --- endpoints that generate
 

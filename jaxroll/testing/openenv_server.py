@@ -2,10 +2,13 @@
 
 A session of `/ws` is one instance of the environment. Its reset takes `seed`: the number of the task in the training
 range of the config. The action is {"answer": text}; an observation has the new `messages`, and `parts` at the end.
+
+OpenEnv's clients know no token, but they send the password of a URL as `Authorization: Basic`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -17,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from jaxroll import __version__, lifeline
@@ -106,21 +110,38 @@ def _observed(messages: tuple[Message, ...], reward: float | None, done: bool, p
 
 
 class Server:
-    """Sessions of the environment `name` on the tasks of `config`. Belongs to one event loop."""
+    """Sessions of the environment `name` on the tasks of `config`, for clients that show `token` (None: for all).
 
-    def __init__(self, name: str, config: Config, pool: ScoringPool) -> None:
+    Belongs to one event loop.
+    """
+
+    def __init__(self, name: str, config: Config, pool: ScoringPool, token: str | None = None) -> None:
         self._name, self._candidates, self.calls = name, Candidates(config), EnvironmentCalls()
         self._executors, self._numbers, self._open = Executors(pool, config), itertools.count(), 0
         self._described = (registry.factory(name).__doc__ or "").strip().partition("\n")[0]
         self._alone = Session(self)  # for the HTTP endpoints, which have no session
-        self.app = Starlette(routes=[
+        self._token = None if token is None else token.encode()
+        self.app = self._guarded(Starlette(routes=[
             Route("/health", self._answers({"status": "healthy"})),
             Route("/metadata", self._answers({"name": name, "description": self._described, "version": __version__})),
             Route("/schema", self._answers(SCHEMAS)), Route("/openapi.json", self._answers(self._openapi())),
             Route("/mcp", self._mcp, methods=["POST"]), Route("/reset", self._reset, methods=["POST"]),
             Route("/step", self._step, methods=["POST"]), Route("/state", self._state),
             WebSocketRoute("/ws", self._session),
-        ], exception_handlers={_Refused: _refused, JaxRollError: _refused})  # fmt: skip
+        ], exception_handlers={_Refused: _refused, JaxRollError: _refused}))  # fmt: skip
+
+    def _guarded(self, app: ASGIApp) -> ASGIApp:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._token is None or scope["path"] == "/health" or http.shows_token(scope, self._token):
+                return await app(scope, receive, send)
+            if scope["type"] == "websocket":  # closed before it is accepted: status 403
+                await receive()
+                return await send({"type": "websocket.close", "code": 1008})
+            message = "this server needs its token: use http://user:TOKEN@HOST:PORT, or Authorization: Bearer TOKEN"
+            refused = JSONResponse({"detail": {"message": message, "code": "UNAUTHORIZED"}}, 401)
+            await refused(scope, receive, send)
+
+        return guarded
 
     def create(self) -> Environment:
         """A fresh instance."""
@@ -226,10 +247,11 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": {"message": str(error), "code": code}}, 422 if code != "EXECUTION_ERROR" else 409)
 
 
-def main(name: str, config: str | Path | None, overrides: list[str], host: str, port: int, *, insecure: bool) -> int:
-    """Serve the environment until a stop signal and return 0."""
+def main(options: argparse.Namespace) -> int:
+    """Serve the environment until a stop signal and return 0. `options` are those of the command line."""
+    name, host = options.name, options.host
     registry.factory(name)
-    settings = environments.settings_for(name, config, overrides)
+    settings = environments.settings_for(name, options.config, options.overrides)
     pool = registry.scoring_pool(settings)
     pool.start()
 
@@ -237,10 +259,11 @@ def main(name: str, config: str | Path | None, overrides: list[str], host: str, 
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         lifeline.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
-        server = Server(name, settings, pool)
-        listening = http.listen(host, port, insecure=insecure)
+        listening = http.listen(host, options.port, insecure=options.insecure)
+        token_file = Path(options.token_file) if options.token_file else http.user_token_file("openenv.token")
+        server = Server(name, settings, pool, http.token(None, token_file))
         serving = asyncio.ensure_future(http.serve(server.app, listening, sockets=True))
-        print(f"serves {name} on {http.address(host, listening)}", flush=True)
+        print(f"serves {name} on {http.address(host, listening)}, token in {token_file}", flush=True)
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()

@@ -168,22 +168,23 @@ def test_env_serve_serves_at_the_port_with_the_config(
     made: list[tuple] = []
     original = openenv_server.Server.__init__
 
-    def noting(self: Any, name: str, config: Config, pool: Any) -> None:
-        made.append((name, config.run.seed))
-        original(self, name, config, pool)
+    def noting(self: Any, name: str, config: Config, pool: Any, token: str) -> None:
+        made.append((name, config.run.seed, token))
+        original(self, name, config, pool, token)
 
     monkeypatch.setattr(openenv_server.Server, "__init__", noting)
     port, config = free_port(), ROOT / "configs/agentic_frozen_lake.py"
     words = ["env", "serve", "frozen_lake", f"--config={config}", "--config.run.seed=12", f"--port={port}"]
-    assert cli.main(words) == 0
-    assert served == [("127.0.0.1", port)] and made == [("frozen_lake", 12)]
+    assert cli.main([*words, "--token-file=t"]) == 0
+    token = (here / "t").read_text().strip()
+    assert served == [("127.0.0.1", port)] and made == [("frozen_lake", 12, token)] and len(token) >= 32
 
 
 @pytest.mark.parametrize("words", [["ui", "."], ["env", "serve", "frozen_lake"]], ids=["ui", "env serve"])
 def test_plain_text_to_other_machines_needs_a_word(
     here: Path, served: list[tuple], capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    open_words = [*words, "--host=0.0.0.0", "--port=0"]
+    open_words = [*words, "--host=0.0.0.0", "--port=0", "--token-file=t"]
     assert cli.main(open_words) == 64 and served == []
     assert "--insecure" in capsys.readouterr().err
     assert cli.main([*open_words, "--insecure"]) == 0 and served[0][0] == "0.0.0.0"

@@ -36,10 +36,11 @@ def url() -> Iterator[str]:
 
     async def serve() -> None:
         stop, pool = asyncio.Event(), registry.scoring_pool(CONFIG)  # which FrozenLake does not need to start
-        server = openenv_server.Server("frozen_lake", CONFIG, pool)
+        server = openenv_server.Server("frozen_lake", CONFIG, pool, "secret")
         listening = http.listen("127.0.0.1", 0)
         serving = asyncio.create_task(http.serve(server.app, listening, sockets=True))
-        ready.set_result((http.address("127.0.0.1", listening), asyncio.get_running_loop(), stop))
+        address = http.address("127.0.0.1", listening).replace("//", "//user:secret@")
+        ready.set_result((address, asyncio.get_running_loop(), stop))
         await stop.wait()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -151,6 +152,21 @@ def test_it_is_an_environment_with_tasks(url: str) -> None:
     first, second = candidates.at(0).task, candidates.at(1).task
     assert first.question_hash != second.question_hash and first == Candidates(config).at(0).task
     assert check_environment("openenv", config, episodes=6) == []
+
+
+@pytest.mark.parametrize("shown", ["", "user:other@", "user:@", "secret@"])
+def test_nothing_is_served_without_the_token(url: str, shown: str) -> None:
+    bare = url.replace("user:secret@", shown)
+    for path in ("metadata", "schema", "openapi.json", "state", "other"):
+        assert httpx.get(f"{bare}/{path}").status_code == 401
+    for path in ("reset", "step", "mcp"):
+        assert httpx.post(f"{bare}/{path}", json={}).status_code == 401
+    with pytest.raises(InfraError, match=r"403|without password") as refused:
+        openenv_env.Session(openenv_env.Settings(url=bare).address)
+    assert "secret" not in str(refused.value) and "other" not in str(refused.value)
+    assert httpx.get(f"{bare}/health").status_code == httpx.get(f"{url}/metadata").status_code == 200
+    bearer = {"Authorization": "Bearer secret"}
+    assert httpx.get(f"{url.replace('user:secret@', '')}/metadata", headers=bearer).status_code == 200
 
 
 def test_messages_and_actions_that_are_refused(url: str) -> None:

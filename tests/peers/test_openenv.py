@@ -33,14 +33,20 @@ def serving(*command: str) -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            yield server.stdout.readline().split()[-1]
+            yield next(word for word in server.stdout.readline().split() if word.startswith("http:")).rstrip(",")
         finally:
             server.terminate()
 
 
-def test_openenv_validate_passes_and_its_client_plays(peer) -> None:
-    with serving(sys.executable, "-m", "jaxroll", *OURS) as url:
-        done = subprocess.run([BIN / "openenv", "validate", "--url", url], capture_output=True, text=True, check=False)
+def validated(url: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BIN / "openenv", "validate", "--url", url], capture_output=True, text=True, check=False)
+
+
+def test_openenv_validate_passes_and_its_client_plays_with_the_token(peer, tmp_path: Path) -> None:
+    with serving(sys.executable, "-m", "jaxroll", *OURS, f"--token-file={tmp_path / 'token'}") as url:
+        assert validated(url).returncode != 0
+        url = url.replace("//", f"//user:{(tmp_path / 'token').read_text().strip()}@")
+        done = validated(url)
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(done.stdout)
         assert found["passed"] and found["mode"] == "simulation" and found["summary"]["failed_criteria"] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,21 +50,27 @@ class Settings:
         scheme, _, rest = self.url.rstrip("/").partition("://")
         if scheme not in ("http", "https", "ws", "wss") or not rest:
             raise ConfigError(
-                "task.args.url", self.url, "it is not a URL", "Give the server's, such as http://127.0.0.1:8000."
+                "task.args.url",
+                _PASSWORD.sub("//", self.url),
+                "it is not a URL",
+                "Give the server's, such as http://127.0.0.1:8000.",
             )
         return f"{scheme.replace('http', 'ws')}://{rest}/ws"
+
+
+_PASSWORD = re.compile("//[^/]*@")  # of a URL; messages do not show it
 
 
 class Session:
     """A session with the server at `address`. InfraError when it cannot be reached or breaks off."""
 
     def __init__(self, address: str) -> None:
-        self._address, self._open = address, contextlib.ExitStack()
+        self._address, self._open = _PASSWORD.sub("//", address), contextlib.ExitStack()
         try:
             connecting = client.connect(address, open_timeout=OPEN_S, max_size=MAX_BYTES, proxy=None)
             self._socket = self._open.enter_context(connecting)
         except (OSError, TimeoutError, exceptions.WebSocketException) as error:
-            reason = f"the OpenEnv server {address} cannot be reached: {error}"
+            reason = f"the OpenEnv server {self._address} cannot be reached: {_PASSWORD.sub('//', str(error))}"
             raise InfraError(f"{reason}. Start it, or correct task.args.url") from error
 
     def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
