@@ -31,7 +31,6 @@ from jaxroll.run_paths import RunPaths
 TICK_S = 0.1
 READY_S = 180.0
 STOP_ORDER = ("colocated", "learner", "sft", "evaluator", "actor", "sampler", "store")
-LEAVING = "learner, evaluator, actors, samplers, store"
 
 
 class Observer(Protocol):
@@ -187,7 +186,7 @@ class Supervisor:
         finish_by_s: float | None = None
         while True:
             if self._interrupts or self._hung_up:
-                self._observer.say(f"Stopping in order: {LEAVING}. Interrupt again to kill.")
+                self._observer.say(f"Stopping in order: {self._order()}. Interrupt again to kill.")
                 return EXIT_INTERRUPTED
             failure = self._advance()
             if failure is not None:
@@ -308,6 +307,11 @@ class Supervisor:
             f"The last evaluation took longer than supervisor.final_eval_s = {self._config.final_eval_s:g} s."
         )
         return True
+
+    def _order(self) -> str:
+        ranks = [(role, [slot.spec.name for slot in self._slots.values() if slot.spec.role == role])
+                 for role in STOP_ORDER]  # fmt: skip
+        return ", ".join(names[0] if len(names) == 1 else f"{len(names)} {role}s" for role, names in ranks if names)
 
     def _stop_all(self) -> None:
         """Ask every process to leave, in order, each rank with `stop_s` of patience, then kill it."""

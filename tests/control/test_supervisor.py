@@ -328,8 +328,8 @@ def test_an_interrupt_stops_in_order(stage: Stage, signum: signal.Signals) -> No
     stage.start()
     stage.all_up()
     stage.process.send_signal(signum)
-    code, _ = stage.finish()
-    assert code == 130
+    code, out = stage.finish()
+    assert code == 130 and "Stopping in order: learner, evaluator, 2 samplers, store. Interrupt again to kill." in out
     terms = stage.names("term")
     assert terms[:2] == ["learner", "evaluator"] and sorted(terms[2:4]) == ["sampler-0", "sampler-1"]
     assert terms[4:] == ["store"]
