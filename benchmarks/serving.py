@@ -3,12 +3,12 @@
 The engine is a stub: a thread that adds a token to each running request every 10 ms. It has 64 slots, for 64 clients
 that ask again after each answer of 32 to 96 tokens. They are in this process (`in_process`), or in another one and use
 HTTP (`whole`: one response per answer; `stream`: events). Aim: at least 95 % of the tokens per second of `in_process`.
-For the rest, the stub has 256 slots. One client reads its stream alone (`quiet`), beside one client of another address
-with 255 streams (`flood`), and beside 255 clients with a stream each (`crowd`). Aims: no token is lost, the slowest
-stream of the flood gets at least half the tokens of the fastest, and the p99 time between two of the one's tokens is
-at most 2 times that of `quiet`.
+For the rest, the stub has 256 slots. One client reads its stream alone (`quiet`), together with one client of another
+address with 255 streams (`flood`), and with 255 clients with a stream each (`crowd`). Aims: no token is lost, the
+slowest stream of the flood gets at least half the tokens of the fastest, and the p99 time between two of the one's
+tokens is at most 2 times that of `quiet`.
 
-Clients stand for other machines, so their processor time is kept out as far as possible: the flood is read by one
+Clients would run on other machines, so their processor time is kept out as far as possible: the flood is read by one
 process of low priority that only counts, and the one's times are those at which the kernel received its tokens.
 
     python -m benchmarks.serving [--quick] [--rounds=5] [--seconds=10]
