@@ -34,20 +34,38 @@ CLOSE_LIMIT_S = 30.0
 PROJECT = "jaxroll"
 MLFLOW_TAG = "jaxroll_run"
 
-# Names that users of other stacks know, for the metrics that mean the same there. docs/metrics.md has this table.
+# Names that users of other stacks know, for the metrics that mean the same there. docs/metrics.md has this table and the
+# versions of the stacks in which the names were looked up.
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    "learner/step/reward_mean": {"verl": "critic/rewards/mean", "prime-rl": "reward/mean", "nemo-rl": "train/reward"},
+    "learner/step/reward_mean": {"verl": "critic/rewards/mean", "nemo-rl": "train/reward"},
     "learner/step/loss": {"verl": "actor/pg_loss", "prime-rl": "loss/mean", "nemo-rl": "train/loss"},
     "learner/step/grad_norm": {"verl": "actor/grad_norm", "prime-rl": "optim/grad_norm", "nemo-rl": "train/grad_norm"},
     "learner/step/learning_rate": {"verl": "actor/lr", "prime-rl": "optim/lr", "nemo-rl": "train/lr"},
-    "learner/step/entropy": {"verl": "actor/entropy", "prime-rl": "entropy/mean", "nemo-rl": "train/approx_entropy"},
-    "learner/step/clip_share": {"verl": "actor/pg_clipfrac"},
-    "learner/step/kl_behaviour": {"prime-rl": "mismatch_kl/mean", "nemo-rl": "train/gen_kl_error"},
-    "learner/step/age_mean": {"prime-rl": "off_policy/mean"},
-    "learner/step/train_s": {"verl": "timing_s/update_actor", "nemo-rl": "timing/train/policy_training"},
-    "learner/step/wait_s": {"verl": "timing_s/gen", "prime-rl": "time/wait_for_batch"},
+    "learner/step/entropy": {
+        "verl": "actor/entropy", "prime-rl": "entropy/all/mean", "nemo-rl": "train/approx_entropy",
+    },
+    "learner/step/clip_share": {"verl": "actor/pg_clipfrac", "prime-rl": "is_masked/mean"},
+    "learner/step/ess": {"verl": "rollout_corr/rollout_is_eff_sample_size"},
+    "learner/step/kl_behaviour": {
+        "verl": "rollout_corr/kl", "prime-rl": "mismatch_kl/all/mean", "nemo-rl": "train/gen_kl_error",
+    },
+    "learner/step/age_mean": {
+        "verl": "training/off_policy/trajectory_staleness/mean", "prime-rl": "off_policy/mean",
+        "nemo-rl": "train/avg_trajectory_age",
+    },
+    "learner/step/train_s": {
+        "verl": "timing_s/update_actor", "prime-rl": "time/forward_backward",
+        "nemo-rl": "timing/train/policy_training",
+    },
+    "learner/step/wait_s": {
+        "verl": "timing_s/gen", "prime-rl": "time/wait_for_batch", "nemo-rl": "timing/train/exposed_generation",
+    },
+    "learner/step/publish_s": {
+        "verl": "timing_s/update_weights", "prime-rl": "time/broadcast_weights",
+        "nemo-rl": "timing/train/weight_sync",
+    },
     "evaluator/eval/accuracy": {"nemo-rl": "validation/accuracy"},
-}
+}  # fmt: skip
 
 
 class WandbTracker:
