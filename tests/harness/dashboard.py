@@ -24,6 +24,7 @@ FILLED = {
     "system": "table.data td",
     "config": "table.config td",
 }
+DRAWN = "[...document.querySelectorAll('.chart')].every(one => one.querySelector('.uplot, .empty'))"
 SIZES = (1280, 375)
 # Texts that overlap or leave the window: elements of text whose box ends beyond the page, unless a parent scrolls.
 TOO_WIDE = """[...document.querySelectorAll("main *")].filter(node => {
@@ -78,6 +79,7 @@ def tour(
             page.size(width, 900, dark=is_dark)
             for view in FILLED:
                 open_view(page, run, view)
+                page.until(DRAWN)
                 name = f"{re.sub('[^a-z0-9-]', '_', run)}-{view}-{width}-{'dark' if is_dark else 'light'}.png"
                 page.picture(pictures / name)
                 check_view(page, name)

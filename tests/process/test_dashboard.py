@@ -21,7 +21,7 @@ from tests.harness import browser, dashboard
 from tests.harness.train_process import LEARNING, ROOT, START_S, Train, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
-PICTURES = ROOT / "build" / "dashboard"
+PICTURES = ROOT / "build" / "screenshots"
 BUSY = ("LEASED", "CLAIMED")  # states of groups that end without new leases
 
 

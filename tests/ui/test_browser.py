@@ -13,7 +13,7 @@ from tests.harness.dashboard import check_view, open_view, tour
 from tests.ui.conftest import HOSTILE, HOSTILE_NAME, serving
 
 pytestmark = pytest.mark.process
-PICTURES = Path(__file__).parents[2] / "build" / "dashboard"
+PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 FOREIGN = "[...document.querySelectorAll('img')].filter(one => one.getAttribute('src') !== '/static/icon.svg').length"
 
 

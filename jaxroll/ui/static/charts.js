@@ -293,7 +293,8 @@ export class Timeline {
         }
       }
     }
-    const marks = [0, 0.25, 0.5, 0.75, 1].map(share => h("span", {}, short(from + share * (to - from))));
+    const times = [0, 0.25, 0.5, 0.75, 1].map(share => from + share * (to - from));
+    const marks = times.map(at => h("span", {}, short(to - from < 20 ? at : Math.round(at))));
     if (this.ticks) fill(this.ticks, marks);
   }
 

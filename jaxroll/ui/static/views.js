@@ -84,7 +84,7 @@ export class Overview {
       figure(compact(rates.reduce((sum, one) => sum + (one.y[one.y.length - 1] || 0), 0)), "decoded tokens per second, last report"),
       figure(`${number(step.age_mean)} / ${number(step.age_max)}`, `age of trained tokens, mean / largest; bound ${ages.bound}`, step.age_max > ages.bound ? "bad" : ""),
       figure(percent(store.learner_wait_share, 0), "of its time the learner waits for groups"),
-      figure(`${number(store.groups_in_flight)} of ${number(store.in_flight_window)}`, "groups in flight, of the window"),
+      figure(known(store.groups_in_flight) ? `${number(store.groups_in_flight)} of ${number(store.in_flight_window)}` : number(null), "groups in flight, of the window"),
       figure(percent(store.wasted_tokens), "of the sampled tokens are not trained"));
     const waits = found.state === "live" ? Object.entries(store.waits || {}) : [];
     fill(this.waits, waits.length ? card("The run waits for", null, h("ul", { class: "plain" }, waits.map(([who, why]) => h("li", {}, h("b", {}, foreign(who)), " ", foreign(why))))) : null);
