@@ -34,8 +34,8 @@ CLOSE_LIMIT_S = 30.0
 PROJECT = "jaxroll"
 MLFLOW_TAG = "jaxroll_run"
 
-# Names that users of other stacks know, for the metrics that mean the same there. docs/metrics.md has this table and the
-# versions of the stacks in which the names were looked up.
+# Names that users of other stacks know, for the metrics that mean the same there. docs/metrics.md has this table and
+# the versions of the stacks in which the names were looked up.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "learner/step/reward_mean": {"verl": "critic/rewards/mean", "nemo-rl": "train/reward"},
     "learner/step/loss": {"verl": "actor/pg_loss", "prime-rl": "loss/mean", "nemo-rl": "train/loss"},
