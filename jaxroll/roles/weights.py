@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -210,12 +209,12 @@ class Progress:
 
     def start(self, what: str) -> None:
         """Report that the phase `what` begins, which may take long."""
-        self._started[what] = time.monotonic()
+        self._started[what] = unix_s()
         self._report({"kind": "compile", "what": what, "state": "start"}, f"{what} …")
 
     def end(self, what: str) -> None:
         """Report that the phase `what` has ended."""
-        seconds = time.monotonic() - self._started.pop(what, time.monotonic())
+        seconds = (now_s := unix_s()) - self._started.pop(what, now_s)
         self._report({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
 
     def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:

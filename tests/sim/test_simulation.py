@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def test_equal_simulations_with_failures_give_equal_figures() -> None:
     cluster = replace(CLUSTER, workload=laws, failures=(Failure(20.0, "sampler-0", 5.0), Failure(50.0, "learner", 2.0)))
     found = figures(config(alpha=1.0), cluster)
     assert found == figures(config(alpha=1.0), cluster) and found["age_max"] <= 1
+
+
+def rows(config: Config, cluster: Cluster) -> list[str]:
+    return [json.dumps(row) for row in simulate.simulated_rows(config, cluster, Path(), keep=False)]
+
+
+def test_the_rows_of_equal_simulations_are_equal_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    laws = Workload(answer_tokens=Law("normal", mean=10, deviation=5, least=1, most=16))
+    cluster = replace(CLUSTER, workload=laws, failures=(Failure(5.0, "sampler-0", 2.0),))
+    run = configs.parse(configs.override(configs.to_dict(config(alpha=2.0, steps=10)), ["sampler.count=4"]))
+    before = rows(run, cluster)
+    monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # each look at the machine's clock is 1 s later
+    assert rows(run, cluster) == before
 
 
 def test_a_failure_costs_time() -> None:

@@ -9,7 +9,6 @@ commit       answer for all members of the call once the log has them on disk
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,12 +51,13 @@ class PutPipeline:
 
         A call may need seconds of decoding, so it yields to other calls between members.
         """
-        answers, turn_ends = [], time.monotonic() + _TURN_S
+        answers, now_s = [], asyncio.get_running_loop().time
+        turn_ends = now_s() + _TURN_S
         for one in wire.decode(body, msg.PutBodies).members:
             answers.append(await self._answer(caller, one))
-            if time.monotonic() > turn_ends:
+            if now_s() > turn_ends:
                 await asyncio.sleep(0)
-                turn_ends = time.monotonic() + _TURN_S
+                turn_ends = now_s() + _TURN_S
         await self._keeper.log.committed()
         return msg.PutReply(tuple(answers))
 
