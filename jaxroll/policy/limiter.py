@@ -54,7 +54,9 @@ SLOW = "its members take much longer than those of others"
 UNRELIABLE = 0.1  # share of the last members that failed
 BROKEN = 0.3  # share above which DATA failures count too, if other holders do not have them
 _OF_ONE = 0.05  # weight of the newest member in that share
-KEPT_BY_CLAIM = 0.99  # each claim multiplies the share by this, so that a holder without leases is tried again
+# Each claim multiplies them, so that a holder without leases is tried again.
+KEPT_BY_CLAIM = 0.99  # of the share
+MEAN_KEPT_BY_CLAIM = 0.995  # of the mean duration of a holder without leases: a trial of it delays a claim
 
 
 def failing_share(before: float, *, failed: bool) -> float:
@@ -389,7 +391,7 @@ class HolderIndex:
         self._mean_of: dict[str, float] = {}
         self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
         self._good: dict[str, int] = {}  # name → room, of those that delay no claims
-        self._good_room = 0
+        self._room = self._good_room = 0
         self.set_failing(failing)
         for name, at_s in sorted(hungry.items(), key=lambda one: one[1]):
             self.set_room(name, at_s, rooms.get(name, 0))
@@ -415,6 +417,7 @@ class HolderIndex:
         self._drop(name)
         if room is not None:
             self._rooms[name] = at_s, room
+            self._room += room
             self._place(name)
 
     def quickest(self) -> Iterator[tuple[float, str]]:
@@ -428,8 +431,10 @@ class HolderIndex:
         return (name for name in self._good if name != but)
 
     def room_of_others(self, but: str, now_s: float) -> int:
-        """The room of `with_room` in members."""
+        """The room of those that compete with `but`, in members: of `with_room`, or of all if it delays claims too."""
         self._expire(now_s)
+        if self.holds_up(but):
+            return self._room - self._rooms.get(but, (0.0, 0))[1]
         return self._good_room - self._good.get(but, 0)
 
     def _settle(self) -> None:
@@ -455,7 +460,7 @@ class HolderIndex:
             self._drop(next(iter(self._rooms)))
 
     def _drop(self, name: str) -> None:
-        self._rooms.pop(name, None)
+        self._room -= self._rooms.pop(name, (0.0, 0))[1]
         self._good_room -= self._good.pop(name, 0)
 
     def _place(self, name: str) -> None:

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_the_rows_of_equal_simulations_are_equal_however_slow_the_machine_is(mon
     before = rows(run, cluster)
     monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # each look at the machine's clock is 1 s later
     assert rows(run, cluster) == before
+
+
+@pytest.mark.parametrize("train_s", [0.3, 3.0], ids=["sampler", "learner"])
+def test_equal_samplers_with_room_share_the_work_of_a_synchronous_step(train_s: float) -> None:
+    """A decode step takes longer with more sequences, so a sampler that gets all of them delays the step."""
+    costs_ = SamplerCosts(step_overhead_s=0.1, kv_bytes_per_token=0.0005, bytes_per_s=1.0)
+    laws = Workload(answer_tokens=Law("normal", mean=10, deviation=5, least=1, most=16))
+    cluster = replace(CLUSTER, sampler=costs_, workload=laws, learner=LearnerCosts(step_overhead_s=train_s))
+    one = config(alpha=0.0, steps=8, groups_per_step=8, group_size=4)
+    run = configs.parse(configs.override(configs.to_dict(one), ["sampler.count=4", "sampler.slots=16"]))
+    finished = Counter[str]()
+    for row in simulate.simulated_rows(run, cluster, Path(), keep=False):
+        if row["kind"] == "stats" and str(row["role"]).startswith("sampler"):
+            finished[row["role"]] = max(finished[row["role"]], row["episodes"])
+    assert min(finished.values()) > 0.8 * sum(finished.values()) / 4, finished
 
 
 def test_a_failure_costs_time() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxroll.policy.limiter import KEPT_BY_CLAIM, Question, touch
+from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, touch
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
@@ -260,6 +260,9 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     if e.worked_s > 0 and not at_once:
         state.step_s = recent_mean_s(state.step_s, e.worked_s)
     state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
+    for name in state.member_s:
+        if not state.index.leased_to(name):
+            state.member_s[name] *= MEAN_KEPT_BY_CLAIM
     state.by_holder.set_failing(state.failing)
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s

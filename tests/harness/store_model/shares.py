@@ -54,7 +54,7 @@ class Sharing(Holders):
         others = [
             space
             for name, (at, space) in self.rooms.items()
-            if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)
+            if name != r.name and now - at <= ASKS_AGAIN_S and (self.holds_up(r.name) or not self.holds_up(name))
         ]
         if not sum(others):
             return Deal(room, room, Fraction(1), False, False, head, True)

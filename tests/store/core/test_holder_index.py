@@ -57,6 +57,14 @@ def with_room(settings: Settings, state: State, but: str, now_s: float) -> dict[
     }
 
 
+def competing(settings: Settings, state: State, name: str, now_s: float) -> dict[str, int]:
+    """Room of the others that share scarce work with `name`: of all, if it delays claims itself."""
+    if not admission.holds_up(settings, state, name):
+        return with_room(settings, state, name, now_s)
+    hungry = {other for other, at_s in state.hungry.items() if now_s - at_s <= HUNGRY_S}
+    return {other: state.rooms[other] for other in hungry - {name}}
+
+
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
     """The rest of a slow holder, from all means and all leases."""
     recent, health = state.recent_s.get(slot.holder, Recent()), state.holders.get(slot.holder, Health())
@@ -94,10 +102,10 @@ def assert_equal_answers(cluster: Cluster, request: Any) -> None:
     settings, state, now_s = cluster.core.settings, cluster.core.state, cluster.now
     names = {f"s{i}" for i in range(cluster.world.samplers)}
     if isinstance(request, ev.Lease):
-        room = with_room(settings, state, request.name, now_s)
+        room, shared = (find(settings, state, request.name, now_s) for find in (with_room, competing))
         index = admission.by_holder(settings, state)
         assert set(index.with_room(request.name, now_s)) == room.keys()
-        assert index.room_of_others(request.name, now_s) == sum(room.values())
+        assert index.room_of_others(request.name, now_s) == sum(shared.values())
         for name in names:
             assert set(admission.others(settings, state, name, now_s)) == others(settings, state, name, now_s)
             leased = [s for g in state.open.values() for s in g.slots if s.status == LEASED and s.holder == name]

@@ -102,6 +102,32 @@ def test_a_slow_sampler_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_group(m.lease(100, V1, name="A")) == {2: 4, 3: 4}
 
 
+def test_slow_samplers_share_what_no_quicker_one_has_room_for() -> None:
+    m = second_step("together", A=100, B=100)
+    m.state.step_s, m.state.member_s["A"], m.state.member_s["B"] = 1.0, 50.0, 60.0
+    assert by_group(m.lease(100, V1, name="A")) == {2: 4}
+    assert by_group(m.lease(100, V1, name="B")) == {3: 4}
+
+
+def test_a_slow_sampler_without_work_is_tried_again_after_some_claims() -> None:
+    m = Machine(alpha=0.0, batch=1, size=1, steps=100)
+    m.start()
+    m.put(m.lease(1, V0, name="B")[0], V0)
+    m.state.step_s, m.state.member_s["A"] = 1.0, 1.15
+    for step in range(40):
+        m.claim(step)
+        hungry(m, Version(0, step), B=8)
+        m.publish(Version(0, step + 1))
+        try:
+            m.lease(1, Version(0, step + 1), name="A")
+        except NoCredit as refusal:
+            assert "slow: A" in str(refusal)
+        else:
+            break
+        m.put(m.lease(1, Version(0, step + 1), name="B")[0], Version(0, step + 1))
+    assert 20 <= step < 30, f"{step} claims until it gets work again"
+
+
 def test_redundant_members_are_dealt_out_too() -> None:
     m = Machine(alpha=0.0, batch=1, size=3, redundant_members=1, replicate="spread")
     m.start()
