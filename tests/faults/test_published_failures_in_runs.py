@@ -286,7 +286,10 @@ def test_a_resume_with_one_whole_batch_in_the_buffer_generates_the_batch_after_i
             assert not ready(at), "step 5 has its batch, and step 6 nothing"
             await at.kill()
             before = len(at.trained)
-            assert await resumed(at, engine) == 0
+            training = resumed(at, engine, train_s=5.0)
+            await until(lambda: ready(at))
+            assert (acked(at), at.store.keeper.state.next_claim) == (5, 6), "step 6 is sampled while step 5 is trained"
+            assert await training == 0
             assert_each_step_counts_once(at)
             assert [one.step for one in at.trained[before:]] == list(range(5, STEPS))
 
