@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,9 @@ from jaxroll.lifeline import PARENT_ENV
 
 _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
+# Python, C++, XLA and the system, each in its own words.
+_NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|cannot allocate memory|failed to allocate", re.IGNORECASE)
+_CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
 LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
 
@@ -77,6 +81,8 @@ class Child:
         code = self._process.poll()
         if code is not None:
             self._signal_group(signal.SIGKILL)
+        if code and not self.cause:
+            self.cause = out_of_memory(tail(self.log, _CAUSE_LINES))
         return code
 
     def terminate(self) -> None:
@@ -94,6 +100,12 @@ class Child:
             os.killpg(self._process.pid, signum)
         except (ProcessLookupError, PermissionError):
             return  # no process of the group is left
+
+
+def out_of_memory(text: str) -> str:
+    """The last line of a log by which a process had no free memory, with that reason; '' if there is none."""
+    lines = [line.strip() for line in text.splitlines() if _NO_MEMORY.search(line)]
+    return f"out of memory: {lines[-1][:_CAUSE_CHARS]}" if lines else ""
 
 
 def tail(log: Path, lines: int = 20) -> str:

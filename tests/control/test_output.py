@@ -17,7 +17,7 @@ import pytest
 from jaxroll import lifeline, metrics
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import live
-from jaxroll.control.child import tail
+from jaxroll.control.child import out_of_memory, tail
 from jaxroll.control.live import PlainView
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Guarded, Supervisor
@@ -331,3 +331,28 @@ def test_the_view_of_a_run_writes_to_any_terminal(tmp_path: Path) -> None:
     view.say("the reader has left")
     assert outlet.error is not None
     os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("Traceback:\n  File x\nMemoryError: 12 bytes\nended", "out of memory: MemoryError: 12 bytes"),
+        ("terminate called\n  what():  std::bad_alloc", "out of memory: what():  std::bad_alloc"),
+        ("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.",
+         "out of memory: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes."),
+        ("OSError: [Errno 12] Cannot allocate memory", "out of memory: OSError: [Errno 12] Cannot allocate memory"),
+        ("RESOURCE_EXHAUSTED: too many calls", ""),
+    ],
+)  # fmt: skip
+def test_the_log_says_that_memory_was_missing(words: str, cause: str) -> None:
+    assert out_of_memory(words) == cause
+
+
+@pytest.mark.process
+def test_a_process_without_memory_is_reported_with_that_cause(tmp_path: Path) -> None:
+    code = "import os, sys\nif not os.path.exists('again'): open('again', 'w'), bytes(1 << 60)"
+    spec = ProcessSpec("learner", "learner", (sys.executable, "-c", f"import os\nos.chdir({str(tmp_path)!r})\n{code}"))
+    config = SupervisorConfig(max_restarts=1, backoff_s=0.05)
+    assert Supervisor([spec], tmp_path, config, PlainView(tmp_path, 5), leader="learner").run() == 0
+    (row,) = [row for row in metrics.read(tmp_path / "metrics.jsonl") if row["kind"] == "restart"]
+    assert row["cause"] == "out of memory: MemoryError"

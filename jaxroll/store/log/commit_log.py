@@ -62,6 +62,7 @@ class CommitLog(Protocol):
     failure: InfraError | None
 
     def append(self, statements: Sequence[schema.Statement]) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
     async def committed(self) -> None: ...
     def begin(self, state: State) -> None: ...
     def compact(self) -> None: ...
@@ -90,6 +91,10 @@ class MemoryLog:
         if statements:
             _commit(self.connection, statements, self._upkeep)
             self.commits += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Raise it: a simulation has no process that would start again."""
+        raise error
 
     async def committed(self) -> None:
         """Return at once: every append has been committed."""
@@ -166,6 +171,11 @@ class Log:
             self._gathering.add_done_callback(_look_at)
         if not self._busy:
             self._write()
+
+    def fail(self, error: BaseException) -> None:
+        """Write nothing any more and let `committed` raise because of `error`, so that nothing is acknowledged."""
+        if self.failure is None:
+            self._fail(error)
 
     async def committed(self) -> None:
         """Wait until everything appended so far is on disk; InfraError if a commit has failed."""
@@ -253,7 +263,9 @@ class Log:
 
     def _fail(self, error: BaseException, *waiting: asyncio.Future[None] | None) -> None:
         advice = disk.remedy(error, self.path.parent)
-        self.failure = InfraError(f"{self.path}: {error}; nothing can be made durable any more. {advice}".strip())
+        self.failure = InfraError(
+            f"{self.path}: {str(error) or type(error).__name__}; nothing can be made durable any more. {advice}".strip()
+        )
         self.failure.__cause__ = error
         for future in (*waiting, self._gathering):
             if future is not None and not future.done():

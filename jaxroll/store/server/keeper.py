@@ -219,9 +219,15 @@ class Keeper:
             self.tick_due_s += late_s
             self.decide(ev.Tick(stalled_s=late_s))
         before = self.state.position
-        decision = self.core.handle(request, self._clock.now_s())
-        self._log(decision.events, before, payload)
-        self._wake(decision.events)
+        try:
+            decision = self.core.handle(request, self._clock.now_s())
+            self._log(decision.events, before, payload)
+            self._wake(decision.events)
+        except BaseException as error:
+            # Events may be applied that the log lacks: a repeated put would be acknowledged without being on disk.
+            if self.state.position != before or isinstance(error, MemoryError):
+                self.log.fail(error)
+            raise
         if not isinstance(request, ev.Close):
             for event in decision.events:
                 if isinstance(event, ev.RunClosed):

@@ -11,7 +11,7 @@ import pytest
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
 from jaxroll.store.core import events as ev
-from jaxroll.store.log import database
+from jaxroll.store.log import database, schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
@@ -128,3 +128,33 @@ def test_a_file_that_may_not_grow_ends_the_log_with_its_cause(tmp_path: Path) ->
     assert 0 < len(acknowledged) < 8
     there = [(g.id, m) for g in recovered(tmp_path).state.open.values() for m, _ in g.done()]
     assert there[: len(acknowledged)] == acknowledged
+
+
+def test_a_put_that_ran_out_of_memory_is_not_acknowledged_when_it_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has the put and the log has not: the store must end, so that a new one reads the log."""
+
+    async def job() -> None:
+        log = Log(tmp_path)
+        kept = Keeper(SETTINGS, log, ManualClock())
+        version = kept.decide(ev.Begin("L", None))
+        publish(kept, version)
+        (key,) = lease(kept, 1, version, "a")
+        await log.committed()
+
+        def no_memory(*_: object) -> list[schema.Statement]:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "statements", no_memory)
+            with pytest.raises(MemoryError):
+                put(kept, key, version)
+        put(kept, key, version)
+        with pytest.raises(InfraError, match="MemoryError; nothing can be made durable any more"):
+            await log.committed()
+        with pytest.raises(InfraError):
+            await log.close()
+
+    asyncio.run(job())
+    assert recovered(tmp_path).state.tokens_put == 0
