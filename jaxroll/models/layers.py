@@ -221,11 +221,14 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm, and the head (tied to the embedding or separate; a critic has a value head)."""
+    """Embedding, blocks, final norm, and the head (tied to the embedding or separate; a critic has a value head).
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+    `layers` is the number of blocks; the default is that of `spec`.
+    """
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs, layers: int | None = None) -> None:
         self.embed = parameter(rngs, (spec.vocab_size, spec.width), ("vocab", "embed"), 0.02)
-        self.layers = nnx.List([Block(spec, rngs) for _ in range(spec.layers)])
+        self.layers = nnx.List([Block(spec, rngs) for _ in range(spec.layers if layers is None else layers)])
         self.final_norm = RMSNorm(spec, spec.width, rngs)
         if spec.value_head:
             self.value = parameter(rngs, (spec.width, 1), ("embed", "value"), 0.0)

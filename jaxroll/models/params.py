@@ -25,7 +25,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
 from jaxroll.models.hf_config import names, of_experts
 from jaxroll.models.layers import Block, Decoder
-from jaxroll.sharding import Rules, sharding
+from jaxroll.sharding import Rules, replicated, sharding
 
 Params = dict[str, jax.Array]
 
@@ -61,8 +61,18 @@ def shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedShard
 
 def init(spec: ModelSpec, key: PRNGKeyArray, mesh: Mesh, rules: Rules) -> Params:
     """Fresh parameters, created sharded; their values do not depend on the mesh."""
-    create = jax.jit(functools.partial(_created, spec), out_shardings=shardings(spec, mesh, rules))
-    return create(key)
+    # One program creates every layer: a program for all of them compiles in a time that grows with their number.
+    where, prefix = shardings(spec, mesh, rules), "layers.{:02d}."
+    of_layer = {name: where[prefix.format(0) + name] for name in _block_blueprint(spec)[1]}
+    rest = {name: sharding for name, sharding in where.items() if not name.startswith("layers.")}
+    everywhere = replicated(mesh)
+    create = jax.jit(functools.partial(_created, Block, spec), out_shardings=(of_layer, everywhere))
+    found, drawn = {}, jax.device_put(np.uint32(1), everywhere)  # the embedding draws first
+    for number in range(spec.layers):
+        layer, drawn = create(key, drawn)
+        found |= {prefix.format(number) + name: value for name, value in layer.items()}
+    found |= jax.jit(functools.partial(_outer, spec), out_shardings=rest)(key, drawn)
+    return {name: found[name] for name in where}
 
 
 def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
@@ -86,9 +96,21 @@ def block_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     return {name: variable.get_metadata("logical") for name, variable in _block_blueprint(spec)[1].items()}
 
 
-def _created(spec: ModelSpec, key: PRNGKeyArray) -> Params:
-    variables = _named(nnx.state(Decoder(spec, nnx.Rngs(params=key)), nnx.Param))
-    return {name: variable[...] for name, variable in variables.items()}
+def _created(
+    kind: Callable[[ModelSpec, nnx.Rngs], nnx.Module], spec: ModelSpec, key: PRNGKeyArray, drawn: jax.Array
+) -> tuple[Params, jax.Array]:
+    """The fresh parameters of a module by name, from draw number `drawn` on, and the number of the draw after them."""
+    rngs = nnx.Rngs(params=key)
+    rngs.params.count[...] = drawn
+    variables = _named(nnx.state(kind(spec, rngs), nnx.Param))
+    return {name: variable[...] for name, variable in variables.items()}, rngs.params.count[...]
+
+
+def _outer(spec: ModelSpec, key: PRNGKeyArray, drawn: jax.Array) -> Params:
+    """The fresh parameters outside the layers: the embedding has the first draw, the head that after the layers."""
+    outside = functools.partial(Decoder, layers=0)
+    first, _ = _created(outside, spec, key, jnp.zeros_like(drawn))
+    return _created(outside, spec, key, drawn - 1)[0] | {"embed": first["embed"]}
 
 
 @functools.lru_cache(maxsize=32)

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxroll import sharding as layout
 from jaxroll.config import MeshConfig
 from jaxroll.errors import DataError
 from jaxroll.models import families, params, transformer
+from jaxroll.models.layers import Decoder
 
 NANO = families.spec("nano")
 UNTIED = dataclasses.replace(NANO, tied_embeddings=False)
@@ -88,6 +90,18 @@ def test_init_is_sharded_at_birth_and_equal_on_every_mesh():
         for name, sharding in params.shardings(NANO, EIGHT, table).items():
             assert there[name].sharding.is_equivalent_to(sharding, there[name].ndim)
             np.testing.assert_array_equal(here[name], there[name])
+
+
+@pytest.mark.parametrize("spec", [UNTIED, CRITIC], ids=["head", "value head"])
+def test_init_layer_by_layer_is_that_of_the_whole_decoder(spec):
+    """Bit for bit: a seed names the same model as before layers were created by one program."""
+    key = jax.random.key(3)
+    whole = jax.jit(lambda key: nnx.state(Decoder(spec, nnx.Rngs(params=key)), nnx.Param))(key)
+    wanted = {params._name(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(whole)}
+    found = params.init(spec, key, ONE, layout.LEARNER)
+    assert list(found) == sorted(wanted)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def test_init_differs_between_keys_and_between_layers():
