@@ -31,8 +31,8 @@ from jaxroll.learner import packing, step
 from jaxroll.learner import state as states
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
-from jaxroll.learner.state import HOST_MEMORY, Params, TrainState
-from jaxroll.learner.step import Accumulator, AheadOfTime, Recipe, Streams
+from jaxroll.learner.state import HOST_MEMORY, Accumulator, Params, TrainState
+from jaxroll.learner.step import AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
@@ -177,7 +177,7 @@ class Critic:
         return Accumulator(grads, {"loss": accumulator.statistics["loss"] + loss})
 
     def _applied(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        return step.applied(self.recipe.optimizer, state, accumulator)
+        return states.applied(self.recipe.optimizer, state, accumulator)
 
 
 def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Array, "R T"]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import lora as adapters
 from jaxroll.learner.lora import Lora
+from jaxroll.learner.step_metrics import LOADS
+from jaxroll.models import moe, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted
@@ -176,10 +179,19 @@ DECAYED_TO = 0.1  # fraction of the peak at the end of a cosine decay
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`transform` turns gradients into updates; `schedule` maps the number of updates done to a learning rate."""
+    """`transform` turns gradients into updates; `schedule` maps the number of updates done to a learning rate.
 
-    transform: optax.GradientTransformation
+    `transform` clips by global norm, then does `each`, whose update of a parameter depends on no other parameter.
+    """
+
+    each: optax.GradientTransformation
     schedule: optax.Schedule
+    max_grad_norm: float
+
+    @functools.cached_property
+    def transform(self) -> optax.GradientTransformation:
+        """Clipping, then `each`."""
+        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), self.each)
 
 
 def learning_rate(peak: float, warmup_steps: int, decay_steps: int) -> optax.Schedule:
@@ -195,13 +207,8 @@ def learning_rate(peak: float, warmup_steps: int, decay_steps: int) -> optax.Sch
 
 def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -> Optimizer:
     """AdamW after clipping by global norm; weight decay applies to matrices only, not to the scales of norms."""
-    return Optimizer(
-        optax.chain(
-            optax.clip_by_global_norm(max_grad_norm),
-            optax.adamw(schedule, BETA1, BETA2, weight_decay=weight_decay, mask=_decays),
-        ),
-        schedule,
-    )
+    each = optax.adamw(schedule, BETA1, BETA2, weight_decay=weight_decay, mask=_decays)
+    return Optimizer(each, schedule, max_grad_norm)
 
 
 def build(config: LearnerConfig) -> Optimizer:
@@ -217,3 +224,160 @@ def of_critic(config: LearnerConfig) -> Optimizer:
 
 def _decays(params: dict[str, jax.Array]) -> dict[str, bool]:
     return {name: value.ndim > 1 for name, value in params.items()}
+
+
+# --- one step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """Gradients (float32, sharded like the parameters) and statistics, summed over micro-batches.
+
+    An abstract accumulator has ShapeDtypeStructs as leaves.
+    """
+
+    grads: dict[str, Any]
+    statistics: dict[str, Any]
+
+
+def applied(
+    optimizer: Optimizer, state: TrainState, accumulator: Accumulator
+) -> tuple[TrainState, Accumulator, dict[str, Any]]:
+    """The state after one step of `optimizer` with the accumulated gradients, an empty accumulator, the report."""
+    updates, opt_state = optimizer.transform.update(accumulator.grads, state.opt_state, state.params)
+    params = cast(Params, optax.apply_updates(state.params, updates))
+    report = reported(optimizer, accumulator, state.step)
+    return TrainState(params, opt_state, state.step + 1), layouts.zeroed(accumulator), report
+
+
+def reported(optimizer: Optimizer, accumulator: Accumulator, step: Any) -> dict[str, Any]:
+    """The report of a step: statistics, the norm of all gradients, and the learning rate."""
+    return {
+        "statistics": accumulator.statistics,
+        "grad_norm": optax.tree.norm(accumulator.grads),
+        "learning_rate": jnp.asarray(optimizer.schedule(step), jnp.float32),
+    }
+
+
+# --- the same step, a layer at a time
+
+Trees = list[dict[str, Any]]  # parameters, then the moments of the optimizer state, each by name
+
+
+class ByLayer:
+    """The optimizer step of a model whose layers are in a loop: one program for every layer, one for the rest.
+
+    The time to compile them does not grow with the number of layers. Gradients of layers are slices of the stacks in
+    the accumulator, of which `accumulator` has the shapes, as `state` of the state.
+    """
+
+    PROGRAMS = ("report", "layer", "rest")
+
+    def __init__(
+        self, spec: ModelSpec, optimizer: Optimizer, bias_rate: float, state: TrainState, accumulator: Accumulator
+    ) -> None:
+        self._spec, self._optimizer, self._bias_rate = spec, optimizer, bias_rate
+        self._state, self._accumulator = state, accumulator
+        self._rest = {name: name for name in state.params if name in accumulator.grads}
+
+    def applied(
+        self, get: Callable[[str], Callable[..., Any]], state: TrainState, accumulator: Accumulator
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and the report, by the programs that `get` returns; donates state and gradients."""
+        report, layer = get("report")(accumulator, state.step), get("layer")
+        trees, counts = self._opened(state)
+        shared, grads = self._shared(counts, report["grad_norm"], accumulator), accumulator.grads
+        for number, index in enumerate(self._indices):
+            names, stacks = transformer.in_loop(self._spec, number)
+            _write(trees, names, layer(_read(trees, names), _read([grads], stacks)[0], shared, index))
+        part, counts, step = get("rest")(_read(trees, self._rest), _read([grads], self._rest)[0], shared, state.step)
+        _write(trees, self._rest, part)
+        for grad in grads.values():
+            grad.delete()
+        return TrainState(trees[0], _joined(state.opt_state, trees[1:], counts), step), report
+
+    def lowered(self, name: str) -> jax.stages.Lowered:
+        """One of PROGRAMS before compilation."""
+        step, accumulator = self._state.step, self._accumulator
+        if name == "report":
+            report = functools.partial(reported, self._optimizer)
+            return jax.jit(report, out_shardings=step.sharding).lower(accumulator, step)
+        trees, counts = self._opened(self._state)
+        norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=step.sharding)
+        names, grads = transformer.in_loop(self._spec, 0) if name == "layer" else (self._rest, self._rest)
+        part, shared = _read(trees, names), self._shared(counts, norm, accumulator)
+        where = layouts.shardings_of(part)
+        out, of = (where, self._layer) if name == "layer" else ((where, step.sharding, step.sharding), self._others)
+        made = jax.jit(of, donate_argnums=0, out_shardings=out)
+        return made.lower(part, _read([accumulator.grads], grads)[0], shared, step)
+
+    @functools.cached_property
+    def _indices(self) -> list[jax.Array]:
+        """The numbers of the layers in the loop, on the devices."""
+        numbers = [np.array(number, np.int32) for number in range(transformer.layers_in_loop(self._spec))]
+        return [layouts.placed_once(number, self._state.step.sharding) for number in numbers]
+
+    def _opened(self, state: TrainState) -> tuple[Trees, list[Any]]:
+        """The trees of `state`, and the counters of its optimizer."""
+        trees, counts = _divided(state.opt_state)
+        return [dict(state.params), *trees], counts
+
+    def _shared(self, counts: Sequence[Any], norm: Any, accumulator: Accumulator) -> dict[str, Any]:
+        """The arguments of all parts; `norm` is that of all gradients."""
+        return {"counts": counts, "norm": norm, "loads": accumulator.statistics[LOADS] if self._bias_rate else None}
+
+    def _layer(self, trees: Trees, stacks: Params, shared: dict[str, Any], number: jax.Array) -> Trees:
+        """The next trees of layer `number`, by name in a layer."""
+        index, prefix = number // self._spec.period, "layers.00."
+        grads = {name: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for name, stack in stacks.items()}
+        (params, *moments), _ = self._stepped(trees, grads, shared)
+        if self._bias_rate:
+            named = {prefix + name: value for name, value in params.items()}
+            named = moe.with_moved_biases(named, shared["loads"][number][None], self._bias_rate)
+            params = {name.removeprefix(prefix): value for name, value in named.items()}
+        return [params, *moments]
+
+    def _others(
+        self, trees: Trees, grads: Params, shared: dict[str, Any], step: jax.Array
+    ) -> tuple[Trees, list[Any], jax.Array]:
+        """The next trees of the parameters outside the loop, and all counters after the step."""
+        (params, *moments), counts = self._stepped(trees, grads, shared)
+        if self._bias_rate:
+            params = moe.with_moved_biases(params, shared["loads"], self._bias_rate)
+        return [params, *moments], counts, step + 1
+
+    def _stepped(self, trees: Trees, grads: Params, shared: dict[str, Any]) -> tuple[Trees, list[Any]]:
+        norm, limit = shared["norm"], self._optimizer.max_grad_norm
+        clipped = jax.tree.map(lambda grad: jnp.where(norm < limit, grad, grad / norm * limit), grads)
+        _, held = _joined(self._state.opt_state, trees[1:], shared["counts"])
+        updates, held = self._optimizer.each.update(clipped, held, trees[0])
+        moments, counts = _divided(held)
+        return [cast(Params, optax.apply_updates(trees[0], updates)), *moments], counts
+
+
+def _read(trees: Trees, names: Mapping[str, str]) -> Trees:
+    """The entries of every tree with the full `names`, by their short ones."""
+    return [{short: tree[full] for short, full in names.items()} for tree in trees]
+
+
+def _write(trees: Trees, names: Mapping[str, str], part: Trees) -> None:
+    """Replace the entries that `_read` returns."""
+    for tree, found in zip(trees, part, strict=True):
+        tree.update({full: found[short] for short, full in names.items()})
+
+
+def _divided(opt_state: Any) -> tuple[Trees, list[Any]]:
+    """The trees of moments (new dicts), and all other leaves, which are counters."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_tree)
+    return [dict(leaf) for leaf in leaves if _is_tree(leaf)], [leaf for leaf in leaves if not _is_tree(leaf)]
+
+
+def _joined(like: Any, trees: Trees, counts: Sequence[Any]) -> Any:
+    """The optimizer state in the structure of `like`: the inverse of `_divided`."""
+    tree, count = iter(trees), iter(counts)
+    return jax.tree.map(lambda leaf: next(tree) if _is_tree(leaf) else next(count), like, is_leaf=_is_tree)
+
+
+def _is_tree(leaf: Any) -> bool:
+    return isinstance(leaf, dict)

@@ -4,6 +4,12 @@
     logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
+With layers in a loop, three programs replace `apply`, so that its compilation does not grow with their number:
+
+    report      (accumulator, step) → report                         one; it has the norm that clipping needs
+    layer       (parameters and moments of a layer) → the next ones  one, called for every layer; donated
+    rest        the same for all other parameters                    one
+
 R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment. The first
 token of a segment has no log-prob and never carries loss.
 """
@@ -16,13 +22,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -36,7 +41,7 @@ from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import EXPERTS, PROMPT_IDS, SHARE, STREAMS, SUPPORT
-from jaxroll.learner.state import Optimizer, Params, TrainState
+from jaxroll.learner.state import Accumulator, Optimizer, Params, TrainState
 from jaxroll.models import moe, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
@@ -104,18 +109,6 @@ Streams = Mapping[str, jax.Array]
 PROXIMAL, REFERENCE = "proximal", "reference"  # streams that `logprobs` adds to a micro-batch
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Accumulator:
-    """Gradients (float32, sharded like the parameters) and statistics, summed over micro-batches.
-
-    An abstract accumulator has ShapeDtypeStructs as leaves.
-    """
-
-    grads: dict[str, Any]
-    statistics: dict[str, Any]
-
-
 @dataclasses.dataclass(frozen=True)
 class Routers:
     """The training of a model with experts.
@@ -151,6 +144,11 @@ class Recipe:
     rows: SharedRows | None = None  # layout of a row that shares prompts
     support: int = 0  # K of the stream SUPPORT; 0: samples are not truncated
     routers: Routers | None = None  # of a model with experts
+
+    @property
+    def bias_rate(self) -> float:
+        """The step of the biases of routers; 0 if they do not move."""
+        return self.routers.bias_rate if self.routers else 0.0
 
     @property
     def streams(self) -> Mapping[str, np.dtype]:
@@ -274,7 +272,9 @@ class Programs:
         seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
         self.accumulator = described(self._gradients(), seen, layout.mesh)
         self._single = described(self.state.params, seen, layout.mesh)
-        self._stacks = {n: leaf for n, leaf in self.accumulator.grads.items() if n not in self.state.params}
+        loops = self.accumulator.grads.keys() != self.state.params.keys()
+        optimizer = recipe.optimizer, recipe.bias_rate
+        self._by_layer = states.ByLayer(spec, *optimizer, self.state, self.accumulator) if loops else None
         self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
@@ -282,10 +282,8 @@ class Programs:
 
         With `logprobs`, compile that program even if the recipe adds no stream.
         """
-        self._get("zeros", 0, progress)
-        self._get("apply", 0, progress)
-        if self._stacks:
-            self._get("divide", 0, progress)
+        for name in ("zeros", *(states.ByLayer.PROGRAMS if self._by_layer else ("apply",))):
+            self._get(name, 0, progress)
         if self.recipe.lora:
             self._get("merge", 0, progress)
         for rows in buckets:
@@ -337,15 +335,9 @@ class Programs:
 
     def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         """The next state, an empty accumulator, and the step's report; both arguments are donated."""
-        if not self._stacks:
+        if self._by_layer is None:
             return self._get("apply")(state, accumulator)
-        # Divided by a program of its own: slices that XLA fuses into the optimizer's loops compile slowly.
-        grads = dict(accumulator.grads)
-        stacks = {name: grads.pop(name) for name in self._stacks}
-        grads |= self._get("divide")(stacks)
-        for stack in stacks.values():
-            stack.delete()
-        state, _, report = self._get("apply")(state, dataclasses.replace(accumulator, grads=grads))
+        state, report = self._by_layer.applied(self._get, state, accumulator)
         return state, self.zeros(), report
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
@@ -356,13 +348,12 @@ class Programs:
         if name == "merge":
             merge = jax.jit(functools.partial(dense, recipe), out_shardings=layouts.shardings_of(self.params))
             return merge.lower(state.params, self.base)
-        if name == "divide":
-            parts = functools.partial(transformer.unstacked, recipe.spec)
-            where = layouts.shardings_of({part: state.params[part] for part in jax.eval_shape(parts, self._stacks)})
-            return jax.jit(parts, out_shardings=where).lower(self._stacks)
         if name == "apply":
             out = (layouts.shardings_of(state), layouts.shardings_of(self._single), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)
+        if name in states.ByLayer.PROGRAMS:
+            assert self._by_layer is not None  # layers are in a loop
+            return self._by_layer.lowered(name)
         streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
         if recipe.support:
             shape = (rows, recipe.row_tokens, recipe.support)
@@ -390,26 +381,11 @@ class Programs:
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        found, empty, report = applied(self.recipe.optimizer, state, accumulator)
-        if self.recipe.routers and self.recipe.routers.bias_rate:
-            loads = accumulator.statistics[statistics.LOADS]
-            params = moe.with_moved_biases(found.params, loads, self.recipe.routers.bias_rate)
+        found, empty, report = states.applied(self.recipe.optimizer, state, accumulator)
+        if rate := self.recipe.bias_rate:
+            params = moe.with_moved_biases(found.params, accumulator.statistics[statistics.LOADS], rate)
             found = dataclasses.replace(found, params=params)
         return found, empty, report
-
-
-def applied(
-    optimizer: Optimizer, state: TrainState, accumulator: Accumulator
-) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-    """The state after one step of `optimizer` with the accumulated gradients, an empty accumulator, the report."""
-    updates, opt_state = optimizer.transform.update(accumulator.grads, state.opt_state, state.params)
-    report = {
-        "statistics": accumulator.statistics,
-        "grad_norm": optax.tree.norm(accumulator.grads),
-        "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
-    }
-    params = cast(Params, optax.apply_updates(state.params, updates))
-    return TrainState(params, opt_state, state.step + 1), layouts.zeroed(accumulator), report
 
 
 def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:

@@ -32,8 +32,8 @@ from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
-from jaxroll.learner.state import Reference, TrainState
-from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, CompileCounter, Programs, Recipe, Routers
+from jaxroll.learner.state import Accumulator, Reference, TrainState
+from jaxroll.learner.step import PROXIMAL, REFERENCE, CompileCounter, Programs, Recipe, Routers
 from jaxroll.models import families, moe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec

@@ -125,7 +125,7 @@ def forward_with_load(
     given = None if choices is None else jnp.moveaxis(choices, 2, 0)  # [L, B, T, k]
     first = 0
     if spec.scan:
-        first = spec.layers // spec.period * spec.period
+        first = layers_in_loop(spec)
         steps = [layer[window] for window in spec.each_window[: spec.period]]
         stacks = stacked(spec, params, layout) if stacks is None else stacks
         x, load = _scanned(spec, stacks, x, steps, None if given is None else given[:first])
@@ -179,7 +179,7 @@ def stacked(spec: ModelSpec, params: Params, layout: Layout | None) -> dict[str,
     dtype, period = jnp.dtype(spec.compute_dtype), spec.period
 
     def one(at: int, name: str, axes: tuple[str, ...]) -> Array:
-        layers = range(at, spec.layers // period * period, period)
+        layers = range(at, layers_in_loop(spec), period)
         leaves = [params[f"layers.{number:02d}.{name}"] for number in layers]
         if leaves[0].ndim > 1 and not moe.is_router(name):
             leaves = [leaf.astype(dtype) for leaf in leaves]
@@ -201,6 +201,20 @@ def unstacked(spec: ModelSpec, values: Params) -> dict[str, jax.Array]:
             continue
         found |= {f"layers.{n * spec.period + int(at):02d}.{of_layer}": value[n] for n in range(value.shape[0])}
     return dict(sorted(found.items()))
+
+
+def layers_in_loop(spec: ModelSpec) -> int:
+    """The number of layers in the loop: those of whole periods."""
+    return spec.layers // spec.period * spec.period
+
+
+def in_loop(spec: ModelSpec, number: int) -> tuple[dict[str, str], dict[str, str]]:
+    """By name in a layer ("attn.q"): the names of the parameters of layer `number`, and of the stacks they are in."""
+    names = block_axes(spec)
+    return (
+        {name: f"layers.{number:02d}.{name}" for name in names},
+        {name: f"{_LOOP}.{number % spec.period:02d}.{name}" for name in names},
+    )
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

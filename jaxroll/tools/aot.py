@@ -138,6 +138,7 @@ def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[step.
         yield Described("accumulate", str(recipe.attention), programs.lowered("accumulate", rows))
         if recipe.added:
             yield Described("logprobs", str(recipe.attention), programs.lowered("logprobs", rows))
+        # Of layers in a loop, too: there several programs do the same work with smaller temporaries.
         yield Described("apply", "", programs.lowered("apply"))
         yield Described("publish", "", published(programs, config))
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll.learner import critic, minibatch, samples
 from jaxroll.learner.critic import Critic
-from jaxroll.learner.step import Accumulator
+from jaxroll.learner.state import Accumulator
 from jaxroll.models import transformer
 from tests.harness import numpy_losses as plain
 from tests.harness.learner_critic import CUBE, PPO, bits, sample_of

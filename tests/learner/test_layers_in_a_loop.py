@@ -14,9 +14,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch
+from jaxroll.learner import state as states
+from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.step import Programs, Routers
-from jaxroll.models import families
+from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
+from jaxroll.records import Version
 
 NANO = families.spec("nano", vocab_size=24)
 SPECS = {
@@ -31,7 +34,7 @@ def programs(small_config, make_trainer):
     """The programs for a model on `mesh`, and the micro-batches of a claim."""
 
     def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None):
-        trainer = make_trainer(small_config(micro_batch_rows=4, mesh=mesh or MeshConfig()))
+        trainer = make_trainer(small_config(micro_batch_rows=4, mesh=mesh or MeshConfig(), weight_decay=0.1))
         routers = Routers(replay=False, loss=0.1, bias_rate=0.1) if spec.experts else None
         made = Programs(dataclasses.replace(trainer.programs.recipe, spec=spec, routers=routers))
         if claim is None:
@@ -47,8 +50,6 @@ def programs(small_config, make_trainer):
 
 def stepped(made: Programs, batches) -> dict[str, np.ndarray]:
     """The parameters after one step over the micro-batches, each twice."""
-    from jaxroll.learner import state as states
-
     recipe = made.recipe
     params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, sharding.LEARNER)
     state = states.fresh(params, recipe.spec, recipe.layout, recipe.optimizer.transform)
@@ -82,12 +83,66 @@ def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(pr
     assert operations(9) == operations(3)
 
 
-def test_the_optimizer_step_of_layers_in_a_loop_is_that_of_single_layers(programs) -> None:
-    """The stacks are divided by a program of its own: fused into the optimizer, their slices compile slowly."""
-    looped, single = (
-        programs(dataclasses.replace(NANO, scan=scan)).lowered("apply").as_text() for scan in (True, False)
-    )
-    assert looped == single
+def random_like(tree, rng: np.random.Generator, scale: float = 1.0):
+    """Normal numbers instead of every float of an abstract tree, zeros elsewhere."""
+
+    def one(leaf):
+        normal = scale * rng.standard_normal(leaf.shape) if leaf.dtype == np.float32 else np.zeros(leaf.shape)
+        return jax.device_put(normal.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(one, tree)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a pattern and a rest", *(pytest.param(name, marks=pytest.mark.soak) for name in ("one window", "experts"))],
+)
+def test_the_optimizer_step_by_layers_is_that_of_all_parameters_at_once(programs, name: str) -> None:
+    """Equal parameters, moments and counters after three steps: clipped, not clipped, clipped.
+
+    With weight decay, moving biases of routers, and a mesh for the pattern.
+    """
+    mesh, rng = MeshConfig(fsdp=2, tensor=2) if "pattern" in name else None, np.random.default_rng(0)
+    made = programs(dataclasses.replace(SPECS[name], scan=True), mesh)
+    first = jax.device_get(states.fresh(random_like(made.state.params, rng), made.recipe.spec, made.recipe.layout,
+                                        made.recipe.optimizer.transform))  # fmt: skip
+    where = sharding.shardings_of(made.state)
+    found, wanted = (jax.device_put(first, where, may_alias=False) for _ in range(2))
+    whole = jax.jit(made._apply)
+    for scale in (1.0, 1e-4, 0.3):
+        accumulator = random_like(made.accumulator, rng, scale)
+        single = dataclasses.replace(accumulator, grads=transformer.unstacked(made.recipe.spec, accumulator.grads))
+        wanted, _, expected = whole(wanted, single)
+        found, empty, report = made.apply(found, accumulator)
+        np.testing.assert_allclose(report["grad_norm"], expected["grad_norm"], rtol=1e-6)
+        assert float(report["learning_rate"]) == float(expected["learning_rate"])
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(empty))
+    assert sharding.shardings_of(found) == where and int(found.step) == 3
+    (found, tree), (wanted, same) = (jax.tree.flatten(jax.device_get(state)) for state in (found, wanted))
+    assert tree == same and len(found) > 30 * made.recipe.spec.layers
+    for value, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_programs_of_the_optimizer_step_do_not_grow_with_the_number_of_layers(programs) -> None:
+    def operations(layers: int) -> dict[str, int]:
+        made = programs(dataclasses.replace(NANO, layers=layers, scan=True))
+        return {name: made.lowered(name).as_text().count("stablehlo.") for name in states.ByLayer.PROGRAMS}
+
+    assert operations(9) == operations(3)
+
+
+def test_a_checkpoint_of_single_layers_is_restored_into_a_loop_and_back(programs, tmp_path: Path) -> None:
+    single, loop = (programs(dataclasses.replace(NANO, layers=3, scan=scan)).state for scan in (False, True))
+    for number, (before, after) in enumerate(((single, loop), (loop, single))):
+        checkpoints, version = Checkpoints(tmp_path / str(number), 3), Version(0, 1)
+        saved = random_like(before, np.random.default_rng(number))
+        checkpoints.save(version, 0, saved)
+        assert checkpoints.wait() == [version]
+        restored, _ = checkpoints.restore(version, after)
+        (wanted, tree), (found, same) = (jax.tree.flatten(jax.device_get(state)) for state in (saved, restored))
+        assert tree == same and len(found) > 90
+        assert all(np.array_equal(*pair) for pair in zip(wanted, found, strict=True))
 
 
 @pytest.fixture
@@ -103,7 +158,7 @@ def empty_cache(tmp_path: Path):
 
 @pytest.mark.soak
 def test_gradients_of_36_layers_compile_in_at_most_twice_the_time_of_4(programs, empty_cache, capsys) -> None:
-    """Printed: CPU seconds, also of the optimizer step, which has operations for every parameter."""
+    """Printed: CPU seconds, also of the optimizer step."""
 
     def compile_s(layers: int, program: str = "accumulate") -> float:
         spec = dataclasses.replace(families.spec("tiny"), layers=layers, scan=True, remat="layer")
@@ -114,7 +169,7 @@ def test_gradients_of_36_layers_compile_in_at_most_twice_the_time_of_4(programs,
 
     compile_s(1)  # the first compilation of a process starts threads
     few, many = compile_s(4), compile_s(36)
-    apply = [sum(compile_s(layers, program) for program in ("divide", "apply")) for layers in (4, 36)]
+    apply = [sum(compile_s(layers, program) for program in states.ByLayer.PROGRAMS) for layers in (4, 36)]
     with capsys.disabled():
         print(
             f"\ngradients of layers in a loop: 4 layers {few:.2f} s, 36 layers {many:.2f} s; "
