@@ -8,7 +8,8 @@ alternate, compiled beforehand, each arm with its fastest number of threads. Onl
 step starts with the claim (advantages, packing), the peers' with finished padded arrays. In `tunix_shared` our step
 computes the prompt of a group once (`learner.shared_prompt_tokens`); gradient and counted tokens are the same. On a
 GPU, `gpu_0p6b` and `gpu_1p7b` give the share of its peak rate that a step of Qwen3's shapes uses at 4,096 tokens per
-row. The last line is one JSON object with one entry per case.
+row. `compile` compares the CPU seconds until the first step is done, with layers in a loop and no compilation cache,
+of 36 layers and of 4. The last line is one JSON object with one entry per case.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.engine.our_arm import SPEC
 from benchmarks.learner.work import GROUP, Batch
 from benchmarks.lib.arms import Arms, best_threads, raced
 from benchmarks.lib.child import Child, python_of
-from benchmarks.lib.report import Runs, arguments, finish, say, spread
+from benchmarks.lib.report import Runs, arguments, finish, ratio, say, spread
 from jaxroll.control import program
 from jaxroll.models import params
 from jaxroll.models.families import parameter_count
@@ -120,6 +121,26 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
             **{key: found[key] for key in ("device", "devices", "attention", "loss")}}  # fmt: skip
 
 
+COMPILE, COMPILE_ROUNDS, COMPILE_AIM = "compile", 3, 2.0
+
+
+def compilation(layers: tuple[int, int], runs: Runs, rounds: int) -> dict[str, Any]:
+    """CPU seconds of the start and first step of models with few and many layers (`learner.scan_layers`); the ratio."""
+
+    def run(count: int) -> dict[str, Any]:
+        with closing(Child("benchmarks.learner.compile_arm", "ours", 1, str(count))) as child:
+            return child.started
+
+    found = runs.alternate({f"{count} layers": partial(run, count) for count in layers}, rounds)
+    few, many = ([one["cpu_s"] for one in of] for of in found.values())
+    apart = ratio(many, few)
+    parts = {arm: {name: float(np.median([one["parts"][name] for one in of])) for name in of[0]["parts"]}
+             for arm, of in found.items()}  # fmt: skip
+    return {"aim": COMPILE_AIM, "met": apart["value"] <= COMPILE_AIM, "ratio": apart, "parts_cpu_s": parts,
+            "cpu_s": {arm: spread([one["cpu_s"] for one in of]) for arm, of in found.items()},
+            "wall_s": {arm: spread([one["wall_s"] for one in of]) for arm, of in found.items()}}  # fmt: skip
+
+
 def small(case: Case) -> Case:
     """A small version of the case, for --quick."""
     most = 32 if case.sigma else 0
@@ -204,7 +225,7 @@ def _matmul(threads: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure; return 1 if arms do not agree."""
-    names = [case.name for case in (*CASES, *LARGE)]
+    names = [*(case.name for case in (*CASES, *LARGE)), COMPILE]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
     parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
@@ -230,6 +251,10 @@ def main() -> int:
         if chosen.quick or case.name in (chosen.case or names):
             runs = Runs("learner", asdict(case), chosen.runs_file, chosen.resume)
             result[case.name] = large(case, runs)
+    if COMPILE in (chosen.case or names):
+        layers = (1, 2) if chosen.quick else (4, 36)
+        runs = Runs("learner", {"compile": layers}, chosen.runs_file, chosen.resume)
+        result[COMPILE] = compilation(layers, runs, chosen.rounds or (1 if chosen.quick else COMPILE_ROUNDS))
     result["class"] = "R"
     command = " ".join(["python", *sys.orig_argv[1:]])
     finish(result, command=command, started=started)
