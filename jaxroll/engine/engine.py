@@ -268,12 +268,23 @@ class Engine:
         )
         return working
 
+    def stream(self) -> None:
+        """Pass all tokens of the running requests to their `on_tokens`, however few they are."""
+        self._deliver()
+        if self._weight_swap != "restart":
+            self._pieces = self._work.pieces((), at_least=1)
+        self._deliver()
+
     # -------------------------------------------------------------------------------------------------- commands
 
     def _apply_commands(self) -> None:
         while not self._commands.empty():
             match self._commands.get():
                 case requests.Add() as add:
+                    if self._weight_swap == "drain" and not self._is_at_one_version(add.request):
+                        self._leave([add.request.id])
+                        self._deliver_partly(add, None)
+                        continue
                     prompt = np.asarray(add.request.prompt, np.int32)
                     most = len(prompt) + add.request.params.max_tokens
                     self._scheduler.add(self._work.enter(add, Sequence(add.request.id, prompt.tobytes(), most)))
@@ -284,6 +295,9 @@ class Engine:
                     self._swap_if_due()
                 case (requests.Suspend() | requests.Resume()) as command:
                     self._stats = replace(self._stats, suspended=isinstance(command, requests.Suspend))
+
+    def _is_at_one_version(self, request: Request) -> bool:
+        return request.before is None or all(run.version == self.version for run in request.before.versions)
 
     def _swap_if_due(self) -> None:
         swap = self._next

@@ -129,7 +129,7 @@ class Ledger:
         return np.concatenate([np.asarray(before, np.int32), later])
 
     def since(self, slot: int, sent: int) -> Completion:
-        """The tokens after the first `sent` of the request in `slot`, without supports; LookupError without one."""
+        """The tokens after the first `sent` of the request in `slot`; LookupError without one."""
         running = self._running[slot]
         if running is None:
             raise LookupError(f"slot {slot} is empty")
@@ -138,10 +138,12 @@ class Ledger:
         start, count = running.start_row + max(sent - earlier, 0), running.count - max(sent, earlier)
         tokens, logprobs = self._history.column(slot, start, count)
         versions = self._swaps.runs(after(before.versions, sent), start, count)
+        support = self._history.supports(slot, start, count)
         if sent < earlier:
             tokens = np.concatenate([before.tokens[sent:], tokens])
             logprobs = np.concatenate([before.logprobs[sent:], logprobs])
-        return Completion(tokens, logprobs, versions, "")
+            support = supports.joined([before.supports.part(sent, earlier), support])
+        return Completion(tokens, logprobs, versions, "", supports.encoded(support, tokens))
 
     def forget(self, slot: int) -> None:
         """Remove the request in `slot` without a result."""

@@ -35,9 +35,13 @@ class Request:
     runs. Its result must depend on nothing else, otherwise a replay would differ. If it raises or returns an invalid
     mask, the request ends with an error; other requests are not affected.
 
-    `on_tokens` gets the new tokens after every dispatch that does not end the request, from the stepping thread; it
-    must neither block nor raise. The `Result` holds all tokens. It is never called under the policy `restart`, which
-    may discard tokens.
+    `on_tokens` gets the new tokens after every dispatch that does not end the request, once there are `piece_tokens` of
+    them, from the stepping thread; it must neither block nor raise. The `Result` holds all tokens. It is never called
+    under the policy `restart`, which may discard tokens.
+
+    `before` are the first tokens of the completion, sampled earlier by another engine: they count in `max_tokens`, are
+    computed like a part of the prompt, and come first in the `Result`; `on_tokens` gets only later ones. Under the
+    policy `drain` the request ends at once (finish "abort") if they are not of the version in use.
     """
 
     id: int
@@ -48,6 +52,8 @@ class Request:
     keep: bool = False
     allowed: TokenMask | None = None
     on_tokens: OnTokens | None = None
+    piece_tokens: int = 1
+    before: Completion | None = None
 
     @property
     def first_position(self) -> int:
@@ -161,6 +167,16 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
             f"{name}: this engine records supports of at most {able.support_tokens} tokens (sampling.support_tokens): "
             f"top_k must not exceed that, and untruncated_logprobs must be False; got {params}"
         )
+    if (before := request.before) is not None:
+        count = len(before.tokens)
+        if not 0 < count < params.max_tokens:
+            raise DataError(
+                f"{name}: {count} earlier tokens; there must be 1 to max_tokens - 1 = {params.max_tokens - 1}"
+            )
+        if len(before.logprobs) != count or sum(run.count for run in before.versions) != count:
+            raise DataError(f"{name}: {count} earlier tokens, but log-probs or versions of another number")
+        if before.tokens.min() < 0 or before.tokens.max() >= vocab_size:
+            raise DataError(f"{name}: earlier token ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
     if params.seed is not None and not 0 <= params.seed < _KEY_LIMIT:
         raise DataError(f"{name}: a seed must lie in 0..2^31-1; got {params.seed}")
     for wanted, can, what in (

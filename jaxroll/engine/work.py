@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
+from jaxroll import supports
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
@@ -57,7 +58,12 @@ class Work:
 
     def enter(self, add: Add, sequence: Sequence) -> Sequence:
         """Register the request of `sequence`, and return `sequence`."""
-        self._open[add.request.id] = _Open(add)
+        self._open[add.request.id] = one = _Open(add)
+        if (known := add.request.before) is not None:
+            tokens, logprobs = np.asarray(known.tokens, np.int32), np.asarray(known.logprobs, np.float32)
+            support = supports.decoded(known.support, tokens)
+            one.before = Partial(tokens, logprobs, support, known.versions, self._clock())
+            one.sent = sequence.sampled = len(tokens)
         return sequence
 
     # --- before a dispatch
@@ -213,12 +219,17 @@ class Work:
             return None
         return next(n for n in range(1, len(tokens) + 1) if any(s in self._decode(tokens[:n]) for s in strings))
 
-    def pieces(self, ended: Collection[int]) -> list[tuple[OnTokens, Completion]]:
-        """New tokens of the running requests that stream, except those in the slots `ended`."""
+    def pieces(self, ended: Collection[int], at_least: int | None = None) -> list[tuple[OnTokens, Completion]]:
+        """New tokens of the running requests that stream, except those in the slots `ended`.
+
+        A request has none before it has sampled `at_least` (default: its `piece_tokens`).
+        """
         found: list[tuple[OnTokens, Completion]] = []
         for sequence in self._scheduler.running:
             one = self._open[sequence.id]
             if one.add.request.on_tokens is None or sequence.slot is None or sequence.slot in ended:
+                continue
+            if sequence.sampled - one.sent < (at_least or one.add.request.piece_tokens):
                 continue
             piece = self._ledger.since(sequence.slot, one.sent)
             if len(piece.tokens):

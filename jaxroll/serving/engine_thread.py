@@ -142,17 +142,23 @@ class EngineProxy:
         keep: bool = False,
         allowed: TokenMask | None = None,
         on_tokens: OnTokens | None = None,
+        piece_tokens: int = 1,
+        before: Completion | None = None,
     ) -> Completion:
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
 
         With `keep` its KV cache entries are kept, so that the next turn computes only new tokens. `allowed` is the
         request's token mask (`Request`); DataError if it allows no token or fails. `on_tokens` gets new tokens on the
-        event loop while the request runs (`Request`); the completion holds them too. Waits while generation is paused.
+        event loop while the request runs (`Request`); the completion holds them too. It begins with `before`, if given.
+        Waits while generation is paused.
         """
         await self._admitting.wait()
         done: asyncio.Future = self._loop.create_future()
         pass_on = None if on_tokens is None else functools.partial(self._pass_on, on_tokens)
-        request = Request(next(self._ids), prompt, key, params, keep=keep, allowed=allowed, on_tokens=pass_on)
+        request = Request(
+            next(self._ids), prompt, key, params, keep=keep, allowed=allowed, on_tokens=pass_on,
+            piece_tokens=piece_tokens, before=before,
+        )  # fmt: skip
 
         def deliver(result: Result) -> None:
             self._loop.call_soon_threadsafe(_resolve, done, result)
@@ -170,7 +176,8 @@ class EngineProxy:
             del self._open[request.id]
         completion = result.completion
         if params.seed is None:
-            self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, len(completion.tokens)))
+            sampled = len(completion.tokens) - (len(before.tokens) if before is not None else 0)
+            self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, sampled))
         return completion
 
     async def pause(self, mode: PauseMode) -> None:
@@ -194,6 +201,11 @@ class EngineProxy:
         if self.paused == mode:
             self._host.engine.suspend()
             await asyncio.wrap_future(self._host.call(lambda: None))  # a dispatch under way has ended
+
+    async def flush(self) -> None:
+        """Pass all sampled tokens to the `on_tokens` of their requests, however few they are."""
+        await asyncio.wrap_future(self._host.call(self._host.engine.stream))
+        await asyncio.sleep(0)  # lets the pieces arrive
 
     def resume(self) -> None:
         """Continue after `pause`."""
