@@ -123,6 +123,24 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 Outcome = Finished | Failed
 
 
+class Partial(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens of an unfinished member's first answer: T of them, from token `start` on.
+
+    `prompt` is the digest of the tokens that precede the answer (`prompt_digest`); an answer continues only behind the
+    same prompt. `versions` and `support` are those of the T tokens, as in `Finished` and `Segment`.
+    """
+
+    group: Count
+    member: Count
+    attempt: Count
+    start: Count
+    prompt: Label
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    versions: Annotated[tuple[VersionRun, ...], msgspec.Meta(max_length=MAX_RUNS)]
+    support: np.ndarray = UNMARKED  # uint8 [N], or [0] if no token was truncated
+
+
 class Member(msgspec.Struct, frozen=True):
     """Member `member` of group `group`, as produced by lease attempt `attempt`."""
 
@@ -133,13 +151,17 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A lease on members of a group. `members` lists (member, attempt); renew the lease within `ttl_s` seconds."""
+    """A lease on members of a group. `members` lists (member, attempt); renew the lease within `ttl_s` seconds.
+
+    `resumed` lists (member, tokens) for members of which the store has the first tokens (`Partial`).
+    """
 
     group: int
     task: Task
     members: tuple[tuple[int, int], ...]
     ttl_s: float
     key_salt: int = 0
+    resumed: tuple[tuple[int, int], ...] = ()
 
 
 class ClaimedGroup(msgspec.Struct, frozen=True):
@@ -173,6 +195,11 @@ class VersionRef(msgspec.Struct, frozen=True):
 def question_hash(text: str) -> str:
     """The identity of a question: 16 hex digits of its blake2b digest, with white space normalised."""
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).hexdigest()
+
+
+def prompt_digest(prompt: np.ndarray) -> str:
+    """The identity of prompt tokens (int32 [P]): 16 hex digits of their blake2b digest."""
+    return hashlib.blake2b(np.ascontiguousarray(prompt, "<i4").tobytes(), digest_size=8).hexdigest()
 
 
 def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:

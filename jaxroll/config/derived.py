@@ -229,6 +229,17 @@ def sampler_members(config: Config) -> int:
     return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
+def one_version(config: Config) -> bool:
+    """True if an answer has tokens of one version only."""
+    return config.schedule.weight_swap == "drain"
+
+
+def flush_tokens(config: Config) -> int:
+    """Sampled tokens between two flushes of an unfinished answer; 0 if no answer is long enough for one."""
+    tokens = config.sampler.flush_tokens
+    return tokens if tokens < config.sampling.max_tokens else 0
+
+
 def actor_members(config: Config, samplers: int) -> int:
     """Maximum episodes that an actor runs concurrently: an equal share of those of all samplers, rounded up."""
     return math.ceil(samplers * sampler_members(config) / config.placement.actors)

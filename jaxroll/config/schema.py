@@ -296,6 +296,9 @@ class SamplerConfig:
     page_tokens: NonNegativeInt = 0
     # Pages of the KV cache. 0: enough for the longest request in every slot.
     cache_pages: NonNegativeInt = 0
+    # Tokens of an unfinished answer between two flushes to the store, from which another sampler continues if this one
+    # ends. 0: no flushes, members start again.
+    flush_tokens: NonNegativeInt = 0
     # Processes that score answers.
     scoring_workers: PositiveInt = 1
     # Seconds without answers after which these processes end; the next answer starts them again. 0: never.

@@ -42,6 +42,21 @@ def _check_agent(config: Config) -> None:
         raise ConfigError("learner.routing_replay", True, reason, "Set it to False.")
 
 
+def check_flushes(config: Config) -> None:
+    """Raise ConfigError where unfinished answers cannot be continued by another sampler."""
+    tokens = config.sampler.flush_tokens
+    remedy = "Set sampler.flush_tokens to 0, or"
+    if tokens and config.learner.routing_replay:
+        raise ConfigError("sampler.flush_tokens", tokens, "the experts chosen for flushed tokens are not kept",
+                          f"{remedy} learner.routing_replay to False.")  # fmt: skip
+    if tokens and config.placement.actors:
+        raise ConfigError("sampler.flush_tokens", tokens, "members that actors play are not continued elsewhere",
+                          f"{remedy} placement.actors to 0.")  # fmt: skip
+    if tokens and config.schedule.weight_swap == "restart":
+        raise ConfigError("sampler.flush_tokens", tokens, "weight swaps discard the tokens of unfinished answers",
+                          f"{remedy} schedule.weight_swap to another policy.")  # fmt: skip
+
+
 def check_algorithm(config: Config) -> None:
     """Raise ConfigError where the algorithm and what it is given do not go together."""
     name = config.learner.algorithm

@@ -23,13 +23,13 @@ import msgspec
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import cache_tokens, episode_tokens, sampler_members
+from jaxroll.config.derived import cache_tokens, episode_tokens, flush_tokens, sampler_members
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
-from jaxroll.protocols import SamplingParams, Tokenizer, described
-from jaxroll.records import Failed, Grant, Member, Version
+from jaxroll.protocols import described
+from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.session import EngineSession, Session
+from jaxroll.roles.session import EngineSession, Session, training_params, until_one_ends
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
@@ -62,6 +62,8 @@ class Members:
 
     `version` returns, once there are weights, the version to request leases with; every token of the granted members is
     sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
+
+    Their tokens are flushed to the store `flush_tokens` at a time (0: never); `gather` requests the rest of the engine.
     """
 
     def __init__(
@@ -70,8 +72,11 @@ class Members:
         capacity: int,
         version: Callable[[], Awaitable[Version]],
         begin: Callable[[Grant], MemberPlayer],
+        flush_tokens: int = 0,
+        gather: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self.session, self.config, self.store = session, session.config, session.store
+        self._flush_tokens, self._gather = flush_tokens, gather
         self.capacity, self._version, self._begin = capacity, version, begin
         self._group = session.config.schedule.members_per_group
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
@@ -126,10 +131,12 @@ class Members:
                 await asyncio.Event().wait()  # it leases no more
             self._plenty = sum(len(grant.members) for grant in grants) == free
             for grant in grants:
-                play = self._begin(grant)
+                play, resumed = self._begin(grant), dict(grant.resumed)
                 for member, attempt in grant.members:
-                    if (key := (grant.group, member, attempt)) not in self.ended:
-                        self._start(key, play)
+                    key = (grant.group, member, attempt)
+                    before = await self._partial(key) if member in resumed and self._flush_tokens else None
+                    if key not in self.ended:
+                        self._start(key, play, before)
             self.ended.clear()  # later grants are new attempts
 
     async def _free(self) -> int:
@@ -166,8 +173,14 @@ class Members:
             await asyncio.sleep(0.2)
         return []
 
-    def _start(self, key: Key, play: MemberPlayer) -> None:
-        self.playing[key] = Transcript()
+    async def _partial(self, key: Key) -> Partial | None:
+        """The flushed tokens of a member; None if they cannot be read, so that it starts again."""
+        with contextlib.suppress(StoreRefusal, InfraError):
+            return await self.store.partial(key)
+
+    def _start(self, key: Key, play: MemberPlayer, before: Partial | None = None) -> None:
+        stream = self.store.stream(key, self._flush_tokens, before) if self._flush_tokens else None
+        self.playing[key] = Transcript(stream=stream)
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
         task.add_done_callback(
             lambda task: self._over(key, task)
@@ -176,6 +189,8 @@ class Members:
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
         self.open.pop(key, None)
         self._free_capacity(key)
+        if self._flush_tokens:
+            self.store.end_stream(key)
         if task.cancelled():
             if key not in self._cancelled:  # by foreign code that cancels all tasks of the loop
                 self._report_lost(key, "its task was cancelled by other code")
@@ -268,6 +283,11 @@ class Members:
 
     async def give_back(self) -> None:
         """Abort unfinished members, wait `LAST_PUTS_S` for finished ones to be stored, and return the other leases."""
+        if self._gather is not None and self.playing:
+            with contextlib.suppress(InfraError, TimeoutError):
+                async with asyncio.timeout(LAST_PUTS_S):
+                    await self._gather()
+                    await self.store.flushed()
         held = dict(self.open)
         puts = {key: task for key, task in held.items() if key not in self.playing}
         for key in self.playing:
@@ -280,25 +300,6 @@ class Members:
         if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
             with contextlib.suppress(Closed):
                 await self.store.release(unput)
-
-
-async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
-    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
-    loops = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-        for job in done:
-            job.result()
-    finally:
-        for job in loops:
-            job.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
-
-
-def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
-    """The sampling parameters of training rollouts."""
-    s = session.config.sampling
-    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,), min_p=s.min_p)
 
 
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
@@ -424,7 +425,10 @@ class RolloutPlay:
     def __init__(self, session: sessions.EngineSession) -> None:
         self._session = session
         self._manager = session.manager(training_params(session, session.parts.tokenizer))
-        self._members = Members(session, sampler_members(session.config), self._version, self._begin)
+        tokens = flush_tokens(session.config)
+        gather = session.proxy.flush if tokens else None
+        members = sampler_members(session.config)
+        self._members = Members(session, members, self._version, self._begin, tokens, gather)
         self.loops, self.give_back = self._members.loops, self._members.give_back
 
     def counts(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import faulthandler
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -344,3 +344,22 @@ def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()
+
+
+async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
+    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
+    loops = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+        for job in done:
+            job.result()
+    finally:
+        for job in loops:
+            job.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+
+def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
+    """The sampling parameters of training rollouts."""
+    s = session.config.sampling
+    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,), min_p=s.min_p)

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -178,14 +178,32 @@ def _noticed(task: asyncio.Task[Any]) -> None:
 GENERATION_LIMIT_S = 600.0
 
 
+class AnswerStream(Protocol):
+    """The tokens of a first answer on their way to the store, `piece_tokens` at a time."""
+
+    piece_tokens: int
+
+    def begin(self, prompt: np.ndarray) -> Completion | None:
+        """The first tokens of the answer to `prompt` (int32 [P]), if another process has sampled some."""
+        ...
+
+    def add(self, piece: Completion) -> None:
+        """Take further tokens of the answer."""
+        ...
+
+
 @dataclass
 class Transcript:
-    """The conversation so far, as segments; `context()` is the model's next prompt."""
+    """The conversation so far, as segments; `context()` is the model's next prompt.
+
+    A `stream` receives the tokens of the first answer while they are sampled.
+    """
 
     segments: list[Segment] = field(default_factory=list)
     versions: list[VersionRun] = field(default_factory=list)
     length: int = 0
     experts: list[np.ndarray] = field(default_factory=list)  # chosen experts of the first tokens, in pieces [E, X]
+    stream: AnswerStream | None = None
 
     def show(self, ids: list[int]) -> None:
         """Add tokens that the model did not sample."""
@@ -291,7 +309,9 @@ async def run(
         if left is None:
             return _cut(transcript)
         more = turn + 1 < turns
-        completion = await generated(proxy, transcript.context(), key, left, bounds.generation_s, keep=more)
+        stream = transcript.stream if turn == 0 else None
+        prompt = transcript.context()
+        completion = await generated(proxy, prompt, key, left, bounds.generation_s, keep=more, stream=stream)
         transcript.add(completion)
         if completion.finish == "length":
             return _cut(transcript)
@@ -344,13 +364,26 @@ def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]
 
 
 async def generated(
-    proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float, *, keep: bool
+    proxy: LLMProxy,
+    prompt: np.ndarray,
+    key: GenerationKey,
+    sampling: SamplingParams,
+    limit_s: float,
+    *,
+    keep: bool,
+    stream: AnswerStream | None = None,
 ) -> Completion:
-    """The completion. An inconsistent one is an error of the engine (InfraError), not of the item."""
+    """The completion. An inconsistent one is an error of the engine (InfraError), not of the item.
+
+    With a `stream` it continues the tokens that the stream begins with, and the stream gets the others as they come.
+    """
     limit = asyncio.timeout(limit_s)
+    more: dict[str, Any] = {}
+    if stream is not None:
+        more = {"before": stream.begin(prompt), "on_tokens": stream.add, "piece_tokens": stream.piece_tokens}
     try:
         async with limit:
-            completion = await proxy.generate(prompt, key, sampling, keep=keep)
+            completion = await proxy.generate(prompt, key, sampling, keep=keep, **more)
     except TimeoutError as error:
         if limit.expired():
             raise DeadlineExceeded(f"waited {limit_s:g} s for a completion of {len(prompt)} prompt tokens") from error

@@ -17,11 +17,20 @@ from typing import Any, Literal, TypeVar
 
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
-from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Version, VersionRef
+from jaxroll.records import (
+    Claim,
+    ClaimedGroup,
+    Grant,
+    Member,
+    Partial,
+    Version,
+    VersionRef,
+)
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
+from jaxroll.store.flushes import Flushes, Stream, joined_partials
 from jaxroll.store.messages import MAX_PUTS, Joined, Key, PutAnswer, PutCall, PutReply, Welcome
 
 MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
@@ -40,6 +49,7 @@ class StoreClient:
         self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
         self.holders = 1  # processes that request leases, as of the last grant
         self._puts = Puts(lambda call: self._call("Put", call, msg.PutReply))
+        self._flushes = Flushes(lambda call: self._call("Flush", call, msg.FlushReply))
 
     @classmethod
     async def connect(
@@ -108,6 +118,26 @@ class StoreClient:
     async def put(self, member: Member) -> str:
         """Store a member: OK, or SURPLUS if its group ended without it. Raises Conflict, Fenced."""
         return await self._puts.put(wire.encode(member))
+
+    def stream(self, key: Key, tokens: int, before: Partial | None = None) -> Stream:
+        """A stream of the first answer of a leased member, which sends whenever `tokens` new ones have come.
+
+        `before` are its first tokens, if the store has some. `end_stream` ends it.
+        """
+        return self._flushes.begin(key, tokens, before)
+
+    def end_stream(self, key: Key) -> None:
+        """Send no more tokens of this member."""
+        self._flushes.end(key)
+
+    async def flushed(self) -> None:
+        """Wait until the tokens that the streams have gathered are with the store."""
+        await self._flushes.idle()
+
+    async def partial(self, key: Key) -> Partial | None:
+        """The first tokens of a leased member's first answer; None if the store has none."""
+        reply = await self._call("Partial", msg.PartialCall(key), msg.PartialReply)
+        return joined_partials([wire.decode(piece, Partial) for piece in reply.pieces])
 
     async def leave(self) -> None:
         """End all leases of this process, granted ones whose reply was lost included, as its last call."""
@@ -205,6 +235,7 @@ class StoreClient:
 
     async def aclose(self) -> None:
         """Close the connection."""
+        await self._flushes.close()
         await self._puts.close()
         await self._raw.close()
 

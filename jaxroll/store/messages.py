@@ -76,7 +76,10 @@ class PutCall(msgspec.Struct, frozen=True):
 
 
 class PutBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """PutCall as the store decodes it: members are views into the message, so that large ones are not copied."""
+    """PutCall as the store decodes it: members are views into the message, so that large ones are not copied.
+
+    In a Flush call they are the bytes of `records.Partial`.
+    """
 
     members: Annotated[tuple[memoryview, ...], msgspec.Meta(max_length=MAX_PUTS)]
 
@@ -92,6 +95,27 @@ class PutReply(msgspec.Struct, frozen=True):
     """One answer for each member, in the order of the call."""
 
     answers: tuple[PutAnswer, ...]
+
+
+LOST = -1  # answer to a flush: the lease has ended
+
+
+class FlushReply(msgspec.Struct, frozen=True):
+    """For each member of a flush, in order: the number of its tokens that the store has; −1 if the lease has ended."""
+
+    tokens: tuple[int, ...]
+
+
+class PartialCall(msgspec.Struct, frozen=True):
+    """Request for the flushed tokens of a member that the caller leases."""
+
+    member: Key
+
+
+class PartialReply(msgspec.Struct, frozen=True):
+    """The flushed tokens of a member in order, each piece the bytes of a `records.Partial`."""
+
+    pieces: tuple[bytes, ...]
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.config import Config
-from jaxroll.config.derived import age_limiter, support_tokens
+from jaxroll.config.derived import age_limiter, one_version, support_tokens
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
     BROKEN,
@@ -26,6 +26,7 @@ from jaxroll.policy.limiter import (
     groups_ahead,
 )
 from jaxroll.policy.selection import Filter, Pace, adapted
+from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import (
     FREE,
@@ -78,6 +79,7 @@ class Settings:
     curriculum: Curriculum = field(default_factory=Curriculum)
     support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
     holders: int = 0  # samplers or actors that lease members when all of them are ready; 0: unknown
+    one_version: bool = False  # a member is sampled at one version, as long as it is not a conversation
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -102,7 +104,7 @@ class Settings:
             config.learner.row_tokens, config.learner.shared_prompt_tokens,
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
-            support_tokens(config.sampling), config.placement.actors or config.sampler.count,
+            support_tokens(config.sampling), config.placement.actors or config.sampler.count, one_version(config),
         )  # fmt: skip
 
     @property
@@ -331,13 +333,17 @@ def resting(settings: Settings, state: State, now_s: float | None = None) -> dic
 
 
 class MemberChooser:
-    """Predicate for the free members that `name` may lease now."""
+    """Predicate for the free members that `name`, with the weights of `version`, may lease now."""
 
-    def __init__(self, settings: Settings, state: State, name: str, now_s: float) -> None:
+    def __init__(self, settings: Settings, state: State, name: str, version: Version, now_s: float) -> None:
         self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
+        # Where weights change only between members or intervals, a member starts again instead of waiting.
+        self._version = None if settings.one_version or settings.limiter.intervals else version
 
     def takes(self, slot: Slot) -> bool:
-        """True unless the member is reserved for a holder that has not failed it."""
+        """True unless the member waits for newer weights, or is reserved for a holder that has not failed it."""
+        if slot.flushed is not None and self._version is not None and slot.flushed.runs[-1].version > self._version:
+            return False
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
             return True
         others_ = others(self._settings, self._state, self._name, self._now_s)
@@ -458,6 +464,9 @@ def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: 
         "aborted_members": state.aborted_members,
         "wasted_tokens": wasted / state.tokens_put if state.tokens_put else 0.0,
         "tokens_put": state.tokens_put,
+        "members_resumed": state.members_resumed,
+        "tokens_resumed": state.tokens_resumed,
+        "tokens_flushed": state.tokens_flushed,
         "tokens_expired": dict(state.tokens_expired),
         "tokens_masked": state.tokens_masked,
         "retained_bytes": held_bytes(state),

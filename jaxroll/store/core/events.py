@@ -102,6 +102,22 @@ class PutMember:
 
 
 @dataclass(frozen=True)
+class Flush:
+    """Tokens `start` to `start` + `count` of a leased member that goes on. `runs` are their versions.
+
+    Answer: the number of its tokens that the store has now; −1 if the lease has ended.
+    """
+
+    group: int
+    member: int
+    attempt: int
+    start: int
+    count: int
+    runs: tuple[VersionRun, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class ClaimStep:
     """Claim of the batch of `step` by the learner `session`. Answer: Batch.
 
@@ -182,6 +198,7 @@ Request = (
     | Renew
     | Release
     | PutMember
+    | Flush
     | ClaimStep
     | Begin
     | Publish
@@ -227,7 +244,10 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
-    """A holder leased members (member, attempt) of a group."""
+    """A holder leased members (member, attempt) of a group.
+
+    Those in `resumed` (member, tokens) continue after their flushed tokens; flushed tokens of the others are discarded.
+    """
 
     group: int
     members: tuple[tuple[int, int], ...]
@@ -235,6 +255,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     session: str
     request: str
     ttl_s: float
+    resumed: tuple[tuple[int, int], ...] = ()
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):
@@ -243,6 +264,17 @@ class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"
     group: int
     members: tuple[int, ...]
     reason: str
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
+    """Tokens of a member that goes on were stored; those from `start` 0 on replace all earlier ones."""
+
+    group: int
+    member: int
+    attempt: int
+    start: int
+    runs: tuple[VersionRun, ...]
+    size_bytes: int
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -438,6 +470,7 @@ Event = (
     | Skipped
     | Leased
     | LeaseEnded
+    | Flushed
     | Put
     | MemberFailed
     | Shrunk

@@ -6,6 +6,7 @@ Each check returns the reason why a record is impossible, or ''. The checks shar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,11 +85,31 @@ def _leased(seen: Seen, state: State, e: ev.Leased) -> str:
             return f"a lease of member {e.group}.{member}, which is {slot.status}"
         if attempt <= slot.attempt:
             return f"a lease of member {e.group}.{member} as attempt {attempt} after attempt {slot.attempt}"
+    for member, tokens in e.resumed:
+        slot = group.slots[member] if member in dict(e.members) else None
+        there = slot.flushed.tokens if slot is not None and slot.flushed is not None else 0
+        if not 0 < tokens == there:
+            return f"member {e.group}.{member} continues after {tokens} tokens, the store has {there} of them"
     return ""
 
 
 def _lease_ended(seen: Seen, state: State, e: ev.LeaseEnded) -> str:
     return _members_are(state, e.group, e.members, (LEASED,), "the end of a lease")
+
+
+def _flushed(seen: Seen, state: State, e: ev.Flushed) -> str:
+    why = _members_are(state, e.group, (e.member,), (LEASED,), "a flush") or _attempt(state, e)
+    if why:
+        return why
+    known = state.open[e.group].slots[e.member].flushed
+    there = sum(run.count for run in known.runs) if known is not None else 0
+    if e.start not in (0, there) or not e.runs:
+        return f"a flush of member {e.group}.{e.member} from token {e.start} on, the store has {there}"
+    runs = (*(known.runs if known is not None and e.start else ()), *e.runs)
+    for before, after in itertools.pairwise(runs):
+        if after.version < before.version:
+            return f"member {e.group}.{e.member} goes from version {before.version} back to {after.version}"
+    return next(filter(None, (_run(state, e, run) for run in e.runs)), "")
 
 
 def _put(seen: Seen, state: State, e: ev.Put) -> str:
@@ -100,7 +121,7 @@ def _put(seen: Seen, state: State, e: ev.Put) -> str:
     return next(filter(None, (_run(state, e, run) for run in e.runs)), "")
 
 
-def _run(state: State, e: ev.Put, run: VersionRun) -> str:
+def _run(state: State, e: ev.Put | ev.Flushed, run: VersionRun) -> str:
     if not was_published(state.lineages, run.version):
         return f"member {e.group}.{e.member} was sampled at {run.version}, which was never published"
     if not on_line(state.lineages, run.version):
@@ -240,13 +261,14 @@ def _members_are(state: State, gid: int, members: Iterable[int], allowed: tuple[
     return ""
 
 
-def _attempt(state: State, e: ev.Put | ev.MemberFailed) -> str:
+def _attempt(state: State, e: ev.Put | ev.MemberFailed | ev.Flushed) -> str:
     attempt = state.open[e.group].slots[e.member].attempt
     return "" if e.attempt == attempt else f"attempt {e.attempt} of member {e.group}.{e.member}, {attempt} was granted"
 
 
 _CHECKS: dict[type, Callable[[Seen, State, Any], str]] = {
     ev.Issued: _issued, ev.Leased: _leased, ev.LeaseEnded: _lease_ended, ev.Put: _put, ev.MemberFailed: _failed,
+    ev.Flushed: _flushed,
     ev.Shrunk: _shrunk, ev.Aborted: _aborted, ev.Expired: _expired, ev.Died: _died, ev.Claimed: _claimed,
     ev.Acked: _acked, ev.MadeDurable: _durable, ev.Published: _published, ev.Began: _began,
 }  # fmt: skip

@@ -26,6 +26,7 @@ from jaxroll.store.core.admission import (
 from jaxroll.store.core.state import (
     DONE,
     LEASED,
+    FlushedTokens,
     Group,
     Slot,
     State,
@@ -96,7 +97,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
     if admission.on_trial(state, r.name):
         r = replace(r, max_members=1)
-    taker = admission.MemberChooser(settings, state, r.name, now_s)
+    taker = admission.MemberChooser(settings, state, r.name, r.version, now_s)
     share = share_of(settings, state, r, now_s, taker)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     used = 0
@@ -143,7 +144,8 @@ def _granted_again(settings: Settings, state: State, r: ev.Lease, members: Itera
     grants = []
     for group, numbers in kept.items():
         slots = state.open[group].slots
-        grants += _grants(settings, state.open[group], [(m, slots[m].attempt) for m in numbers])
+        resumed = [(m, flushed.tokens) for m in numbers if (flushed := slots[m].flushed) is not None]
+        grants += _grants(settings, state.open[group], [(m, slots[m].attempt) for m in numbers], resumed)
     return grants
 
 
@@ -170,10 +172,28 @@ def _lease_open(
             return events, grants, room, "window"
         count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=True)
         members = [(m, s.attempt + 1) for m, s in free[:count]]
-        events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
-        grants += _grants(settings, group, members)
+        resumed = tuple(
+            (m, s.flushed.tokens)
+            for m, s in free[:count]
+            if s.flushed and _resumes(settings, state, s.flushed, r, ahead)
+        )
+        events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s, resumed))
+        grants += _grants(settings, group, members, resumed)
         room -= len(members)
     return events, grants, room, ""
+
+
+def _resumes(settings: Settings, state: State, flushed: FlushedTokens, r: ev.Lease, ahead: int) -> bool:
+    """True if the caller may continue after these tokens; otherwise it starts the member again.
+
+    Tokens that would be too old when their group is trained are discarded, unless the rule is to mask them.
+    """
+    first, last = flushed.runs[0].version, flushed.runs[-1].version
+    if last > r.version or (settings.one_version and first < r.version):
+        return False
+    in_force, newest = window_in_force(settings, state), _published_step(state)
+    fresh = settings.limiter.admits(ahead, newest, first.step, in_force, state.next_claim - newest)
+    return fresh or settings.on_stale == "mask"
 
 
 def _lease_prompts(
@@ -273,12 +293,25 @@ def _hunger(state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
     return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
 
 
-def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) -> list[Grant]:
+def _grants(
+    settings: Settings, group: Group, members: list[tuple[int, int]], resumed: Iterable[tuple[int, int]] = ()
+) -> list[Grant]:
     """One grant for each salt among `members` (each DATA failure gives a member a new salt)."""
     by_salt: dict[int, list[tuple[int, int]]] = {}
     for member, attempt in members:
         by_salt.setdefault(group.slots[member].salt, []).append((member, attempt))
-    return [Grant(group.id, group.task, tuple(some), settings.lease_s, salt) for salt, some in by_salt.items()]
+    tokens = dict(resumed)
+    return [
+        Grant(
+            group.id,
+            group.task,
+            tuple(some),
+            settings.lease_s,
+            salt,
+            tuple((m, tokens[m]) for m, _ in some if m in tokens),
+        )
+        for salt, some in by_salt.items()
+    ]
 
 
 def renew(settings: Settings, state: State, r: ev.Renew, now_s: float) -> Decision:

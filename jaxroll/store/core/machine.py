@@ -40,6 +40,7 @@ _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
     ev.Renew: leases.renew,
     ev.Release: leases.release,
     ev.PutMember: puts.put,
+    ev.Flush: puts.flush,
     ev.Tick: leases.tick,
     ev.ClaimStep: training.claim,
     ev.Begin: training.begin,
@@ -175,8 +176,14 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
     group = state.open[e.group]
     if group.leased_at_s is None:
         group.leased_at_s = now_s
+    resumed = dict(e.resumed)
+    state.members_resumed, state.tokens_resumed = (
+        state.members_resumed + len(resumed),
+        state.tokens_resumed + sum(resumed.values()),
+    )
     for member, attempt in e.members:
         slot = group.slots[member]
+        slot.flushed = slot.flushed if member in resumed else None
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
     note_seen(state, e.holder, now_s)
@@ -198,7 +205,7 @@ def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
 def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
     group = state.open[e.group]
     for member in e.dropped:
-        group.slots[member].status = DROPPED
+        group.slots[member].status, group.slots[member].flushed = DROPPED, None
     group.note = e.reason
     state.shrunk += 1
     state.index.changed(group)
@@ -208,7 +215,7 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
 def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
     group = state.open[e.group]
     for member in e.members:
-        group.slots[member].status = DROPPED
+        group.slots[member].status, group.slots[member].flushed = DROPPED, None
     state.aborted_members += len(e.members)
     state.index.changed(group)
     puts.note_ready(state, group)
@@ -332,7 +339,7 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
         group.acked = group.step is not None and group.step < e.version.step
     for group in state.open.values():
         for _, slot in group.missing():  # the holder samples in a lineage that has ended
-            slot.status, slot.fenced = FREE, slot.attempt
+            slot.status, slot.fenced, slot.flushed = FREE, slot.attempt, None
         state.index.changed(group)
     state.receipts.clear()
 
@@ -427,6 +434,7 @@ _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.Skipped: _skipped,
     ev.Leased: _leased,
     ev.LeaseEnded: _lease_ended,
+    ev.Flushed: puts.apply_flush,
     ev.Put: puts.apply_put,
     ev.MemberFailed: puts.apply_failure,
     ev.Shrunk: _shrunk,

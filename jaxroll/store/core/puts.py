@@ -19,6 +19,8 @@ from jaxroll.store.core.state import (
     DONE,
     DROPPED,
     FREE,
+    LEASED,
+    FlushedTokens,
     Group,
     Slot,
     State,
@@ -59,6 +61,35 @@ def put(settings: Settings, state: State, r: ev.PutMember, now_s: float) -> Deci
     counts = not rest_s and (health is None or not health.is_of_older_wave(slot.leased_at_s))
     put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s, counts)
     return Decision([put, *after_put(settings, state, group, put)], "OK")
+
+
+def flush(settings: Settings, state: State, r: ev.Flush, now_s: float) -> Decision:
+    """Take further tokens of a leased member, in order and within the budget of retention (promise 6).
+
+    Tokens from 0 on replace earlier ones: their holder started the member again. Tokens that do not follow those in
+    the store are not taken; the answer says where the holder continues.
+    """
+    group = state.open.get(r.group)
+    slot = slot_of(group, r.member)
+    if group is None or slot is None or slot.status != LEASED or slot.attempt != r.attempt:
+        return Decision(reply=-1)
+    known = slot.flushed
+    have = 0 if known is None else known.tokens
+    if r.start not in (0, have):
+        return Decision(reply=have)
+    kept = known if r.start else None
+    invalid = _invalid_runs(state, r.runs)
+    if not invalid and kept is not None and r.runs[0].version < kept.runs[-1].version:
+        invalid = f"version {r.runs[0].version} after {kept.runs[-1].version}"
+    if not invalid and sum(run.count for run in r.runs) != r.count:
+        invalid = f"versions of {sum(run.count for run in r.runs)} tokens, {r.count} are flushed"
+    if invalid:
+        return refuse(StaleClient(f"flush {r.group}.{r.member}.{r.attempt}: {invalid}"))
+    size = r.size_bytes + (0 if kept is None else kept.size_bytes)
+    held = state.index.put_bytes + state.index.leased * max(state.member_bytes, size)
+    if held > settings.retention_bytes or 0 < settings.row_tokens < r.start + r.count:
+        return Decision(reply=have)
+    return Decision([ev.Flushed(r.group, r.member, r.attempt, r.start, r.runs, r.size_bytes)], r.start + r.count)
 
 
 def by_key(state: State, group: int, member: int, attempt: int) -> str | StoreRefusal | None:
@@ -219,7 +250,22 @@ def _why_over(settings: Settings, state: State, rejected: int, reason: str, brok
     )
 
 
-# --- the effects of `Put` and `MemberFailed` on the state
+# --- the effects of `Flushed`, `Put` and `MemberFailed` on the state
+
+
+def apply_flush(state: State, e: ev.Flushed, now_s: float) -> None:
+    """Add the tokens to those that the store has of the member."""
+    slot = state.open[e.group].slots[e.member]
+    before = slot.flushed if e.start else None
+    runs, first = (() if before is None else before.runs), e.runs[0]
+    if runs and runs[-1].version == first.version:
+        runs, first = runs[:-1], VersionRun(first.version, runs[-1].count + first.count)
+    slot.flushed = FlushedTokens(
+        (*runs, first, *e.runs[1:]), e.size_bytes + (0 if before is None else before.size_bytes)
+    )
+    state.tokens_flushed += sum(run.count for run in e.runs)
+    state.member_bytes = max(state.member_bytes, slot.flushed.size_bytes)
+    note_seen(state, slot.holder, now_s)
 
 
 def apply_put(state: State, e: ev.Put, now_s: float) -> None:
@@ -228,7 +274,7 @@ def apply_put(state: State, e: ev.Put, now_s: float) -> None:
     slot = group.slots[e.member]
     slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
     slot.runs, slot.reward = e.runs, e.reward
-    slot.rests_until_s, slot.failed_by = 0.0, ()
+    slot.rests_until_s, slot.failed_by, slot.flushed = 0.0, (), None
     note_seen(state, slot.holder, now_s)
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
     _note_end(state, slot.holder, failed=False)
@@ -253,6 +299,7 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     group = state.open[e.group]
     slot = group.slots[e.member]
     slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
+    slot.flushed = None
     slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
     if e.kind == "DATA":
         slot.data_failures, slot.data_spared = slot.data_failures + (not e.spared), slot.data_spared + e.spared

@@ -15,6 +15,18 @@ from jaxroll.store.core.events import Cut
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 
 
+class FlushedTokens(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of an unfinished member that the store has: their versions, and their bytes on disk."""
+
+    runs: tuple[VersionRun, ...]
+    size_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return sum(run.count for run in self.runs)
+
+
 class Slot(msgspec.Struct, gc=False):
     """One member of a group. `attempt` counts its leases; a put must carry the current attempt.
 
@@ -39,6 +51,7 @@ class Slot(msgspec.Struct, gc=False):
     data_failures: int = 0
     data_spared: int = 0  # DATA failures that count against the holder alone
     failed_by: tuple[str, ...] = ()  # holders
+    flushed: FlushedTokens | None = None  # its first tokens, from which the next holder continues
     avoided_until_s: float = 0.0  # until then the holders in `failed_by` do not get it while others are present
 
     @property
@@ -125,7 +138,8 @@ class Group(msgspec.Struct, gc=False):
 class Index:
     """`lacking` are the open groups that miss members, in order of issue; `pending` of them have none leased.
 
-    `leased` counts the leased members, and `put_bytes` sums the finished ones, over all groups alive. Groups are issued
+    `leased` counts the leased members over all groups alive, and `put_bytes` sums the bytes of finished members and the
+    flushed ones of free members (a lease reserves the space of its member's). Groups are issued
     with rising ids and a complete group never misses a member again. So `lacking` is filled in the order of issue, and
     an open group is ready exactly if it is not in `lacking`.
     """
@@ -215,6 +229,7 @@ class Index:
             self.edges[group.id] = group.oldest_step, group.newest_step
         leased = len(held)
         put_bytes = sum(slot.size_bytes for slot in group.slots if slot.status == DONE)
+        put_bytes += sum(slot.flushed.size_bytes for slot in group.slots if slot.flushed and slot.status == FREE)
         if group.id in self._shares:
             self._add(self._shares[group.id], -1)
         share = self._shares[group.id] = (int(is_open and group.id in self._free and not leased), leased, put_bytes)
@@ -327,9 +342,12 @@ class State(msgspec.Struct, dict=True):
     shrunk: int = 0
     aborted_members: int = 0  # redundant ones that were not needed in the end
     tokens_put: int = 0
+    members_resumed: int = 0  # leases that continued after flushed tokens, which are counted in the next line
+    tokens_resumed: int = 0
+    tokens_flushed: int = 0
     tokens_expired: dict[str, int] = {}
     tokens_masked: int = 0
-    member_bytes: int = 4096  # the largest member seen: what an open lease reserves
+    member_bytes: int = 4096  # the largest member seen, flushed ones included: what an open lease reserves
     moved_at_s: float = 0.0  # time of the last progress
     pace: Pace = Pace()  # the window in force
     step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known

@@ -67,6 +67,7 @@ class CommitLog(Protocol):
     def begin(self, state: State) -> None: ...
     def compact(self) -> None: ...
     async def payloads(self, group: int) -> dict[int, bytes]: ...
+    async def partials(self, group: int, member: int) -> list[bytes]: ...
     async def recorded(self, group: int, member: int) -> Recorded | None: ...
     async def facts(self) -> dict[str, int | str]: ...
     async def close(self) -> None: ...
@@ -108,6 +109,10 @@ class MemoryLog:
     async def payloads(self, group: int) -> dict[int, bytes]:
         """Read the bytes of the group's members, by member number."""
         return dict(_fetch(self.connection, _SELECT_PAYLOADS, (group,)))
+
+    async def partials(self, group: int, member: int) -> list[bytes]:
+        """Read the flushed tokens of a member, in order."""
+        return [body for (body,) in _fetch(self.connection, _SELECT_PARTIALS, (group, member))]
 
     async def recorded(self, group: int, member: int) -> Recorded | None:
         """Read the last finished attempt of a member whose group has ended; None if there is none."""
@@ -209,6 +214,11 @@ class Log:
         """Read the bytes of the group's members, by member number; call after `committed()`."""
         return dict(await self._read(_SELECT_PAYLOADS, (group,)))
 
+    async def partials(self, group: int, member: int) -> list[bytes]:
+        """Read the flushed tokens of a member, in order."""
+        await self.committed()
+        return [body for (body,) in await self._read(_SELECT_PARTIALS, (group, member))]
+
     async def recorded(self, group: int, member: int) -> Recorded | None:
         """Read the last finished attempt of a member whose group has ended; None if there is none."""
         await self.committed()
@@ -289,6 +299,7 @@ class Log:
 
 
 _SELECT_PAYLOADS = "SELECT member, body FROM payloads WHERE group_id = ? ORDER BY member"
+_SELECT_PARTIALS = "SELECT body FROM partials WHERE group_id = ? AND member = ? ORDER BY start"
 _SELECT_RECORDED = "SELECT attempt, digest FROM members WHERE group_id = ? AND member = ? AND digest != ''"
 
 

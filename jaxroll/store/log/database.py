@@ -251,6 +251,8 @@ def prepared(connection: sqlite3.Connection, path: Path) -> None:
         migrate(connection)
     elif version != schema.SCHEMA_VERSION:
         raise ConfigError("RUN", str(path), *unreadable(version))
+    elif not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'partials'").fetchone():
+        connection.execute(definitions()["table"]["partials"])  # the other tables of version 2 did not change
 
 
 def unreadable(version: int) -> tuple[str, str]:

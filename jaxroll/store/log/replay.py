@@ -236,7 +236,7 @@ def replay_log(db: sqlite3.Connection) -> Replayed:
         pass
     else:
         for disagreement in table_checks(db, state, found.tables):
-            found.violations.append(_of_table(disagreement))
+            found.violations.append(Violation(None, disagreement.table, disagreement.why))
     found.last, found.largest_age = state.position, seen.largest_age
     return found
 
@@ -346,10 +346,6 @@ def differences(left: Any, right: Any, path: str = "state") -> Iterator[str]:
         yield f"{path} is {left!r:.80} in the log, {right!r:.80} in the snapshot"
 
 
-def _of_table(found: Disagreement) -> Violation:
-    return Violation(None, found.table, found.why)
-
-
 # --- comparison of the tables of RUN/store.db with the state, and of payloads with their digests
 
 
@@ -363,7 +359,7 @@ class Disagreement:
 
 def table_checks(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
     """Yield every disagreement; `checked` counts the compared rows by table."""
-    for check in (_pages, _groups, _members, _payloads, _claims, _lines, _cursor, _questions):
+    for check in (_pages, _groups, _members, _payloads, _partials, _claims, _lines, _cursor, _questions):
         yield from check(db, state, checked)
 
 
@@ -428,6 +424,18 @@ _SELECT_PAYLOADS = (
     "SELECT p.group_id, p.member, p.body, m.digest, m.bytes FROM payloads p LEFT JOIN members m"
     " ON m.group_id = p.group_id AND m.member = p.member"
 )
+
+
+def _partials(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'partials'").fetchone():
+        return
+    sql = "SELECT group_id, member, MIN(start), MAX(start + tokens), SUM(tokens) FROM partials GROUP BY 1, 2"
+    rows = {(gid, m): sizes for gid, m, *sizes in db.execute(sql)}
+    wanted = {(g.id, m): s.flushed.tokens for g in _alive(state) for m, s in enumerate(g.slots) if s.flushed}
+    checked["partials"] += len(rows)
+    for key in sorted(rows.keys() | wanted.keys()):
+        if rows.get(key) != [0, wanted.get(key), wanted.get(key)]:
+            yield Disagreement("partials", f"{key} has (start, end, tokens) {rows.get(key)}, not {wanted.get(key)}")
 
 
 def _claims(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:

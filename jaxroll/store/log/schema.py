@@ -6,6 +6,7 @@ The other tables follow the log in the same transaction; docs/store_schema.md de
     groups       one row per group: question, state, claim, reason of its end
     members      one row per member leased or put; the view `leases` shows the leased ones
     payloads     the member's bytes (MessagePack of records.Member); tasks: the prompt of its group
+    partials     the flushed tokens of unfinished members (MessagePack of records.Partial), in order of `start`
     retired      groups that ended, in that order, whose payloads and tasks are still kept (`commit_log.Maintenance`)
     claims       one row for each step of the lineage that claimed it (a fork claims its steps again): the lineages that
                  trained it and made it durable, and the fork that dropped it before it was durable
@@ -189,6 +190,9 @@ CREATE VIEW leases AS SELECT group_id, member, attempt, holder, leased_unix_s FR
   WHERE state = 'leased' AND group_id IN (SELECT id FROM groups WHERE ended_unix_s IS NULL);
 CREATE TABLE payloads (
   group_id INTEGER NOT NULL, member INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (group_id, member));
+CREATE TABLE partials (
+  group_id INTEGER NOT NULL, member INTEGER NOT NULL, start INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  body BLOB NOT NULL, PRIMARY KEY (group_id, member, start));
 CREATE TABLE retired (
   place INTEGER PRIMARY KEY AUTOINCREMENT, group_id INTEGER NOT NULL UNIQUE, bytes INTEGER NOT NULL);
 CREATE TABLE failures (
@@ -240,6 +244,17 @@ def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
     return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
 
 
+def partial(request: ev.Flush, body: bytes | memoryview) -> Statement:
+    """The SQL that stores the flushed tokens of a member."""
+    values = (request.group, request.member, request.start, request.count, body)
+    return ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", values)
+
+
+def _without_partials(group: int, members: Iterable[int]) -> list[Statement]:
+    sql = "DELETE FROM partials WHERE group_id = ? AND member = ?"
+    return [(sql, (group, member)) for member in members]
+
+
 def task(group: int, task: Task) -> Statement:
     """The SQL that stores a group's task; the messages are JSON."""
     messages = msgspec.json.encode(task.messages).decode()
@@ -266,7 +281,9 @@ def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
     columns = "group_id, member, state, attempt, holder, leased_unix_s"
     sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
     rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
-    return rows + _group_state(e.group, state)
+    resumed = {member for member, _ in e.resumed}
+    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
+    return rows + _without_partials(e.group, again) + _group_state(e.group, state)
 
 
 def _group_state(gid: int, state: State) -> list[Statement]:
@@ -299,7 +316,7 @@ def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
         "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
         " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
     )
-    rows: list[Statement] = [(sql, (*values, e.group, e.member))]
+    rows: list[Statement] = [(sql, (*values, e.group, e.member)), *_without_partials(e.group, [e.member])]
     group = state.find(e.group)
     return rows + (_group_state(e.group, state) if group is None or group.state != "LEASED" else [])
 
@@ -310,6 +327,7 @@ def _member_failed(e: ev.MemberFailed, state: State, unix_s: float) -> list[Stat
     rows: list[Statement] = [
         (sql, (unix_s, e.group, e.member)),
         ("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?)", failure),
+        *_without_partials(e.group, [e.member]),
     ]
     return rows + _group_state(e.group, state)
 
@@ -317,6 +335,7 @@ def _member_failed(e: ev.MemberFailed, state: State, unix_s: float) -> list[Stat
 def _shrunk(e: ev.Shrunk, state: State, unix_s: float) -> list[Statement]:
     sql = "UPDATE members SET state = 'dropped', ended_unix_s = ? WHERE group_id = ? AND member = ?"
     rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in e.dropped]
+    rows += _without_partials(e.group, e.dropped)
     rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.dropped), e.group)))
     return rows + _group_state(e.group, state)
 
@@ -325,6 +344,7 @@ def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
     sql = "UPDATE members SET state = 'surplus', ended_unix_s = ? WHERE group_id = ? AND member = ?"
     surplus = e.members if e.reason == "enough" else ()  # the rows of the others already record their failure
     rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in surplus]
+    rows += _without_partials(e.group, e.members)
     rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.members), e.group)))
     return rows + _group_state(e.group, state)
 
@@ -340,6 +360,7 @@ def _ended(gid: int, name: str, reason: str, unix_s: float) -> list[Statement]:
     return [
         ("UPDATE groups SET state = ?, reason = ?, ended_unix_s = ? WHERE id = ?", (name, reason, unix_s, gid)),
         ("UPDATE members SET state = 'ended' WHERE group_id = ? AND state = 'leased'", (gid,)),
+        ("DELETE FROM partials WHERE group_id = ?", (gid,)),
         (_RETIRE.format("groups.id = ?"), (gid,)),
     ]
 
@@ -430,6 +451,7 @@ def _began(e: ev.Began, state: State, unix_s: float) -> list[Statement]:
             (unix_s,),
         ),
         (f"UPDATE groups SET state = 'PENDING' WHERE state = 'LEASED' AND {_ALIVE}", ()),
+        ("DELETE FROM partials", ()),
     ]
 
 
@@ -456,6 +478,7 @@ _FOLLOW: dict[type, Callable[[Any, State, float], list[Statement]]] = {
     ev.Skipped: _skipped,
     ev.Leased: _leased,
     ev.LeaseEnded: _lease_ended,
+    ev.Flushed: lambda e, state, unix_s: [] if e.start else _without_partials(e.group, [e.member]),
     ev.Put: _put,
     ev.MemberFailed: _member_failed,
     ev.Shrunk: _shrunk,

@@ -178,7 +178,7 @@ class RecentMap(OrderedDict[str, V], Generic[V]):
 
 COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records and bytes between compactions, which bound a restart
 _STALLED_S = 1.0  # a tick this late means that the process or machine was suspended
-_QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev.Arrived)
+_QUIET = (ev.Leased, ev.Flushed, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev.Arrived)
 
 
 class Keeper:
@@ -209,7 +209,7 @@ class Keeper:
     def decide(self, request: ev.Request, payload: schema.Statement | None = None) -> Any:
         """Decide and apply `request`, pass its events to the log and return the answer, which is not yet on disk.
 
-        `payload` is committed with the events if one of them is a Put.
+        `payload` is committed with the events if one of them is a Put or Flushed.
 
         After a suspension of the process or machine, all leases are extended first: this request may come before the
         tick.
@@ -270,7 +270,7 @@ class Keeper:
             statements += rows
             self._records += 1
             self._bytes += schema.record_bytes(rows[0])
-            if isinstance(event, ev.Put) and payload is not None:
+            if isinstance(event, (ev.Put, ev.Flushed)) and payload is not None:
                 statements.append(payload)
         self.log.append(statements)
         if self._records >= COMPACT_EVERY or self._bytes >= COMPACT_BYTES:

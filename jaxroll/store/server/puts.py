@@ -19,13 +19,14 @@ import numpy as np
 
 from jaxroll import supports, wire
 from jaxroll.config.rules import MAX_MEMBER_MB
-from jaxroll.errors import DataError, StoreRefusal
-from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Segment
+from jaxroll.errors import DataError, StaleClient, StoreRefusal
+from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Partial, Segment
 from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller
 from jaxroll.store import messages as msg
 from jaxroll.store.core import puts
-from jaxroll.store.core.events import PutMember, Recorded
+from jaxroll.store.core.events import Flush, PutMember, Recorded
+from jaxroll.store.core.state import slot_of
 from jaxroll.store.log import schema
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import Keeper
@@ -107,6 +108,27 @@ class PutPipeline:
             self._audit.record(caller, "dead-letter", f"group {request.group}: {kind}: {error}", reply)
         return reply
 
+    async def flush(self, caller: Caller, body: bytes) -> msg.FlushReply:
+        """RPC method Flush: take tokens of members that go on. It does not wait for the disk (store_contract.md)."""
+        known = []
+        for one in wire.decode(body, msg.PutBodies).members:
+            settings = self._keeper.settings
+            partial = flush_request(one, self._vocab_size(), settings.support_tokens)
+            statement = schema.partial(partial, one)
+            reply = self._keeper.decide(partial, statement)
+            if isinstance(reply, StoreRefusal):
+                raise reply
+            known.append(reply)
+        return msg.FlushReply(tuple(known))
+
+    async def partial(self, caller: Caller, body: bytes) -> msg.PartialReply:
+        """RPC method Partial: the flushed tokens of a member that the caller leases."""
+        group, member, attempt = wire.decode(body, msg.PartialCall).member
+        slot = slot_of(self._keeper.state.open.get(group), member)
+        if slot is None or slot.session != caller.session or slot.attempt != attempt:
+            raise StaleClient(f"member {group}.{member}: the caller does not lease attempt {attempt}")
+        return msg.PartialReply(tuple(await self._keeper.log.partials(group, member)))
+
     def close(self) -> None:
         """Stop the thread that decodes large members."""
         self._large_puts.shutdown(wait=False, cancel_futures=True)
@@ -167,6 +189,21 @@ def put_request(
     if outcome.kind not in FAILURE_KINDS:
         raise StoreRefusal(f"put {key}: a failure is {' or '.join(FAILURE_KINDS)}, not {outcome.kind!r}")
     return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
+
+
+_SHOWN = Segment(np.zeros(1, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32))
+
+
+def flush_request(body: bytes | memoryview, vocab_size: int = 0, support_tokens: int = 0) -> Flush:
+    """Decode the bytes of a `records.Partial` into a request; raises as `put_request` does."""
+    if len(body) > MAX_MEMBER_MB * 2**20:
+        raise StoreRefusal(f"flush: {len(body)} bytes of one member; at most {MAX_MEMBER_MB} MB are accepted")
+    part = wire.decode(body, Partial)
+    key = (part.group, part.member, part.attempt)
+    segment = Segment(part.tokens, np.ones(part.tokens.shape, np.uint8), part.logprobs, support=part.support)
+    _check(Finished((_SHOWN, segment), "", 0.0, {}, part.versions), key, vocab_size)
+    _check_support(segment, f"flush {key}", vocab_size, support_tokens)
+    return Flush(*key, part.start, part.tokens.size, part.versions, len(body))
 
 
 def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> None:

@@ -152,7 +152,13 @@ _NEXT: Literal["next"] = "next"  # the next claim that is delivered
 _PAUSED_ASK_S = 1.0
 MAX_REPORT_BYTES = 4 * 2**20
 _MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
-_LARGE = {"Put": None, "Report": MAX_REPORT_BYTES + 2**20, "Renew": 2**22, "Release": 2**22}  # 65,536 keys
+_LARGE = {
+    "Put": None,
+    "Flush": None,
+    "Report": MAX_REPORT_BYTES + 2**20,
+    "Renew": 2**22,
+    "Release": 2**22,
+}  # 65,536 keys
 
 
 class StoreService:
@@ -194,6 +200,8 @@ class StoreService:
             "Renew": (self._renew, WORKERS),
             "Ended": (self._ended, WORKERS),
             "Put": (self._put, WORKERS),
+            "Flush": (self._put.flush, WORKERS),
+            "Partial": (self._put.partial, WORKERS),
             "Release": (self._release, WORKERS),
             "Claim": (self._claim, LEARNERS),
             "Begin": (self._begin, LEARNERS),

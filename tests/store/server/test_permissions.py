@@ -37,7 +37,8 @@ TRAIN = {"learner", "admin"}
 ALL = {"sampler", "learner", "admin", "observer"}
 RIGHTS = {
     "Hello": ALL, "Published": ALL, "Report": ALL, "Status": ALL,
-    "Join": WORK, "Leave": WORK, "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK, "Ended": WORK,
+    "Join": WORK, "Leave": WORK, "Lease": WORK, "Renew": WORK,
+    "Put": WORK, "Flush": WORK, "Partial": WORK, "Release": WORK, "Ended": WORK,
     "Claim": TRAIN, "Begin": TRAIN, "Publish": TRAIN, "Ack": TRAIN, "Durable": TRAIN, "Close": TRAIN,
     "Control": {"admin"},
 }  # fmt: skip
@@ -59,7 +60,8 @@ def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: Simpl
     """With a token of each role, and under every name that a role can be claimed by."""
     config, secret = small.configured(), rpc_protocol.create(tmp_path)
     parts = {"handshake": SimpleNamespace(answering=lambda *_: None), "_workers": SimpleNamespace(leave=None)}
-    methods = StoreService.methods(SimpleNamespace(**parts, **_handlers()))
+    parts["_put"] = SimpleNamespace(flush=None, partial=None)
+    methods = StoreService.methods(SimpleNamespace(**_handlers() | parts))
     assert {name: set(method.rights) for name, method in methods.items()} == RIGHTS
 
     async def tries() -> None:

@@ -1,0 +1,143 @@
+"""Flushes: the tokens of members that go on, sent to the store so that another sampler can continue them.
+
+A flush only saves work: errors end the stream of a member and nothing else. The store answers how many tokens it has;
+after its restart these may be fewer than it had acknowledged, so a stream keeps all of its pieces until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from jaxroll import supports, wire
+from jaxroll.errors import InfraError, StoreRefusal
+from jaxroll.protocols import Completion
+from jaxroll.records import Partial, prompt_digest
+from jaxroll.store import messages as msg
+from jaxroll.store.messages import MAX_PUTS, Key, PutCall
+
+MAX_CALL_BYTES = 2**20  # of pieces in one call, unless a single one has more
+
+
+def joined_partials(pieces: Sequence[Partial]) -> Partial | None:
+    """One partial of `pieces`, which follow one another from token 0 on; None if there are none or they do not."""
+    tokens = 0
+    for piece in pieces:
+        if piece.start != tokens or piece.prompt != pieces[0].prompt:
+            return None
+        tokens += len(piece.tokens)
+    if not tokens:
+        return None
+    ids = np.concatenate([piece.tokens for piece in pieces])
+    support = supports.joined([supports.decoded(piece.support, piece.tokens) for piece in pieces])
+    return msgspec.structs.replace(
+        pieces[-1],
+        start=0,
+        tokens=ids,
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        versions=tuple(run for piece in pieces for run in piece.versions),
+        support=supports.encoded(support, ids),
+    )
+
+
+class Stream:
+    """The first answer of one member on its way to the store (`rollout.episode.AnswerStream`)."""
+
+    def __init__(self, flushes: Flushes, key: Key, piece_tokens: int, before: Partial | None) -> None:
+        self.key, self.piece_tokens = key, piece_tokens
+        self._flushes, self._before, self._prompt = flushes, before, ""
+        self._end = self.sent = 0  # tokens of the answer so far; those of them that the store has
+        self._pieces: list[Partial] = []
+
+    def begin(self, prompt: np.ndarray) -> Completion | None:
+        """The first tokens of the answer, if the store has some for this prompt."""
+        self._prompt, known = prompt_digest(prompt), self._before
+        if known is None or known.prompt != self._prompt:
+            return None
+        self._end = self.sent = len(known.tokens)
+        return Completion(known.tokens, known.logprobs, known.versions, "", known.support)
+
+    def add(self, piece: Completion) -> None:
+        """Send these tokens as soon as the flush under way has ended."""
+        part = Partial(*self.key, self._end, self._prompt, piece.tokens, piece.logprobs, piece.versions, piece.support)
+        self._pieces.append(part)
+        self._end += len(piece.tokens)
+        self._flushes.due(self)
+
+    def unsent(self) -> list[Partial]:
+        """The pieces that the store does not have."""
+        return [piece for piece in self._pieces if piece.start >= self.sent]
+
+    def answered(self, piece: Partial, known: int) -> bool:
+        """Take the store's answer to `piece`; return False if it takes no more of this member."""
+        lost_with_store = known < piece.start and any(one.start == known for one in self._pieces)
+        self.sent = known
+        return known == piece.start + len(piece.tokens) or lost_with_store
+
+
+class Flushes:
+    """The streams of the members in flight, sent by `call`, one call at a time. Belongs to one event loop."""
+
+    def __init__(self, call: Callable[[PutCall], Awaitable[msg.FlushReply]]) -> None:
+        self._call = call
+        self._open: dict[Key, Stream] = {}
+        self._due: dict[Key, Stream] = {}
+        self._sending: asyncio.Task[None] | None = None
+
+    def begin(self, key: Key, piece_tokens: int, before: Partial | None) -> Stream:
+        """A stream for the member, until `end`."""
+        stream = self._open[key] = Stream(self, key, piece_tokens, before)
+        return stream
+
+    def end(self, key: Key) -> None:
+        """Send no more tokens of the member."""
+        self._open.pop(key, None)
+        self._due.pop(key, None)
+
+    def due(self, stream: Stream) -> None:
+        """Send what is unsent of the stream."""
+        if self._open.get(stream.key) is not stream:
+            return
+        self._due[stream.key] = stream
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send_all())
+
+    async def idle(self) -> None:
+        """Wait until nothing is due."""
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+
+    async def close(self) -> None:
+        """Cancel the call under way."""
+        self._open.clear()
+        self._due.clear()
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.wait([self._sending])
+
+    async def _send_all(self) -> None:
+        while self._due:
+            batch: list[tuple[Stream, Partial]] = []
+            bodies: list[bytes] = []
+            while self._due and len(bodies) < MAX_PUTS and sum(map(len, bodies)) < MAX_CALL_BYTES:
+                stream = self._due.pop(next(iter(self._due)))
+                pieces = stream.unsent()[:MAX_PUTS]
+                batch += [(stream, piece) for piece in pieces]
+                bodies += [wire.encode(piece) for piece in pieces]
+            await self._send(batch[:MAX_PUTS], bodies[:MAX_PUTS])
+
+    async def _send(self, batch: list[tuple[Stream, Partial]], bodies: list[bytes]) -> None:
+        try:
+            known = (await self._call(PutCall(tuple(bodies)))).tokens
+        except (StoreRefusal, InfraError):
+            known = (msg.LOST,) * len(batch)
+        ended = {stream.key for (stream, piece), tokens in zip(batch, known, strict=True)
+                 if not stream.answered(piece, tokens)}  # fmt: skip
+        for key in {stream.key: stream for stream, _ in batch}:
+            if key in ended:
+                self.end(key)
+            elif (stream := self._open.get(key)) is not None and stream.unsent():
+                self.due(stream)

@@ -1,0 +1,168 @@
+"""Flush and Partial over RPC: pieces, their checks, who may read them, and their rows in the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxroll import wire
+from jaxroll.errors import StaleClient, StoreRefusal
+from jaxroll.protocols import Completion
+from jaxroll.records import Failed, Member, Partial, Version, VersionRef, VersionRun, prompt_digest
+from jaxroll.sim.network import run
+from jaxroll.store import messages as msg
+from jaxroll.store.client import StoreClient
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.state import FlushedTokens
+from jaxroll.store.log import schema
+from jaxroll.store.log.replay import replay_log
+from tests.harness.store import recorded_log
+from tests.harness.store.builders import configured
+from tests.harness.virtual_run import VirtualRun
+
+V0 = Version(0, 0)
+PROMPT = np.arange(3, dtype=np.int32)
+Job = Callable[[VirtualRun, StoreClient], Awaitable[None]]
+
+
+def piece(first: int, count: int) -> Completion:
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    return Completion(tokens, -tokens.astype(np.float32), (VersionRun(V0, count),), "")
+
+
+def played(folder: Path, job: Job) -> None:
+    """Run `job` with a sampler's client, after the first weights; then the log and the tables must agree."""
+
+    async def whole() -> None:
+        async with VirtualRun(configured(steps=5, lease_s=10.0), folder) as at:
+            learner = await at.client("learner")
+            await learner.begin(None)
+            await learner.publish(VersionRef(V0, "tcp", "here", "d"))
+            await job(at, await at.client("sampler", "sampler-0"))
+            assert not (found := replay_log(at.store._log.connection)).violations, found.violations
+
+    run(whole())
+
+
+async def first_lease(store: StoreClient) -> tuple[int, int, int]:
+    grant = (await store.lease(V0, 1, 5.0))[0]
+    return (grant.group, *grant.members[0])
+
+
+def rows(at: VirtualRun) -> list[tuple]:
+    return at.store.sql("SELECT member, start, tokens FROM partials ORDER BY group_id, member, start")
+
+
+def test_another_sampler_reads_what_was_flushed(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await first_lease(store)
+        stream = store.stream(key, 4)
+        assert stream.begin(PROMPT) is None
+        for first in (0, 4):
+            stream.add(piece(first, 4))
+            await store.flushed()
+        assert rows(at) == [(key[1], 0, 4), (key[1], 4, 4)]
+        other = await at.client("sampler", "sampler-1")
+        with pytest.raises(StaleClient, match="does not lease"):
+            await other.partial(key)
+        await store.leave()
+        grant = (await other.lease(V0, 1, 5.0))[0]
+        assert grant.resumed == ((key[1], 8),)
+        again = (*key[:2], 2)
+        found = await other.partial(again)
+        assert found is not None and found.tokens.tolist() == list(range(8))
+        assert found.logprobs.tolist() == [-float(i) for i in range(8)]
+        assert found.versions == (VersionRun(V0, 4), VersionRun(V0, 4))
+        stream.add(piece(8, 4))
+        await store.flushed()
+        assert len(rows(at)) == 2, "a sampler that left still flushes"
+        mine = other.stream(again, 4, found)
+        assert mine.begin(PROMPT + 1) is None, "the answer to another prompt is continued"
+        mine.add(piece(0, 4))
+        await other.flushed()
+        assert rows(at) == [(key[1], 0, 4)], "the member was started again"
+
+    played(tmp_path, job)
+
+
+async def flushed(store: StoreClient) -> tuple[int, int, int]:
+    """A leased member with four flushed tokens."""
+    key = await first_lease(store)
+    stream = store.stream(key, 4)
+    stream.begin(PROMPT)
+    stream.add(piece(0, 4))
+    await store.flushed()
+    return key
+
+
+def test_a_member_that_a_lease_starts_again_leaves_no_rows(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await flushed(store)
+        await store.release([key])
+        core = at.store.keeper.core
+        core.settings = replace(core.settings, one_version=True)
+        core.state.open[key[0]].slots[key[1]].flushed = FlushedTokens((VersionRun(Version(0, 1), 4),), 100)
+        assert rows(at) and (await store.lease(V0, 1, 5.0))[0].resumed == ()
+        assert not rows(at)
+
+    played(tmp_path, job)
+
+
+def test_failed_dropped_and_stored_members_leave_no_rows(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        failed, finished = await flushed(store), await flushed(store)
+        assert len(rows(at)) == 2
+        await store.put(Member(*failed, Failed("DATA", "it broke")))
+        assert [row[0] for row in rows(at)] == [finished[1]]
+        await store.put(recorded_log.finished(finished, V0))
+        assert not rows(at)
+        dropped = await flushed(store)
+        for event in (ev.Shrunk(dropped[0], (dropped[1],), "x"), ev.Aborted(dropped[0], (dropped[1],), "failed")):
+            deletes = [row for row in schema.statements(event, at.store.keeper.state, 1, 0.0) if "partials" in row[0]]
+            assert [values for _, values in deletes] == [dropped[:2]]
+
+    played(tmp_path, job)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"logprobs": np.zeros(3, np.float32)}, "shapes"),
+        ({"tokens": np.zeros(4, np.int64)}, "is int64"),
+        ({"tokens": np.array([-1, 0, 0, 0], np.int32)}, "token id -1"),
+        ({"logprobs": np.array([0, 0, 0, np.nan], np.float32)}, "not a finite number"),
+        ({"versions": (VersionRun(V0, 3),)}, "versions cover 3"),
+        ({"support": np.ones(4, np.uint8)}, "does not truncate"),
+    ],
+)
+def test_malformed_pieces_are_refused(tmp_path: Path, change: dict, why: str) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await first_lease(store)
+        made = Partial(*key, 0, prompt_digest(PROMPT), *msgspec.structs.astuple(piece(0, 4))[:3])
+        body = wire.encode(msgspec.structs.replace(made, **change))
+        with pytest.raises(StoreRefusal, match=why):
+            await store._call("Flush", msg.PutCall((body,)), msg.FlushReply)
+        assert rows(at) == []
+        assert (await store._call("Flush", msg.PutCall((wire.encode(made),)), msg.FlushReply)).tokens == (4,)
+
+    played(tmp_path, job)
+
+
+def test_a_piece_of_a_version_that_does_not_exist_ends_the_stream_only(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await first_lease(store)
+        stream = store.stream(key, 4)
+        stream.begin(PROMPT)
+        stream.add(msgspec.structs.replace(piece(0, 4), versions=(VersionRun(Version(0, 7), 4),)))
+        await store.flushed()
+        stream.add(piece(4, 4))
+        await asyncio.wait_for(store.flushed(), 5.0)
+        assert rows(at) == [] and await store.renew([key]) == []
+
+    played(tmp_path, job)
