@@ -11,16 +11,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxroll import wire
 from jaxroll.clock import ManualClock
 from jaxroll.errors import ConfigError, Unauthorized
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
+from jaxroll.transfer import channels
+from jaxroll.transfer.channel_shm import host_key
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
 from jaxroll.transfer.ends import Exposure, Publisher
 
 VERSION = Version(0, 1)
 TOKEN = "sampler." + "0" * 64
+_ALERT = 21  # content type of a TLS record
 SHAPE = (1024, 1031)  # several chunks, none of a round size
 
 
@@ -84,6 +88,29 @@ def test_another_address_is_refused_in_plain_text_and_without_token(kit, certifi
     if host == "0.0.0.0":
         for exposure in (Exposure(insecure=True), Exposure(tls=certified.server)):
             Publisher(config, kit.folder, host, token=TOKEN, exposure=exposure).close()
+
+
+@pytest.mark.parametrize("channel", ["tcp", "auto", "shm"])
+def test_a_tls_sender_never_falls_back_to_plain_text(kit, certified: SimpleNamespace, channel: str) -> None:
+    """Every question, with the right token but in plain text, is answered by a TLS alert or by nothing."""
+    publisher = Publisher(kit.config(channel), kit.folder, token=TOKEN, exposure=Exposure(tls=certified.server))
+    kit.stack.callback(publisher.close)
+    announced = publisher.offer(kit.host_snapshot(VERSION, {"a": np.arange(64, dtype=np.float32)}))
+    host, _, port = announced.address.rpartition(":")
+    head = (wire.PROTOCOL_VERSION, TOKEN, VERSION)
+    for question in (
+        channels.AskManifest(*head),
+        channels.AskSlices(*head, (channels.Slice(0, 0, ((0, 64),), False),)),
+        channels.AskShared(*head, host_key()),
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as plain:
+            plain.sendall(channels.frame(question))
+            answer = bytearray()
+            with contextlib.suppress(ConnectionResetError):
+                while data := plain.recv(4096):
+                    answer += data
+        assert not answer or answer[0] == _ALERT, bytes(answer)
+        assert len(answer) < 16, "more than an alert"
 
 
 def test_silent_unauthenticated_readers_make_room_for_others(kit, certified: SimpleNamespace) -> None:
