@@ -8,8 +8,10 @@ boxes that contain one of its own boxes are not copied at all.
 - Nothing can be left behind: a memfd has no name in any folder, and the kernel frees it with its last user, also after
   `kill -9`. Its size is not limited by /dev/shm, which is 64 MB in many containers.
 - The first use of a page costs about ten times a copy, so segments are reused. A reader holds a shared `flock` as long
-  as anything refers to its mapping, arrays on a CPU device included; the sender takes the exclusive one before it
+  as anything refers to the content, arrays on a CPU device included; the sender takes the exclusive one before it
   writes. The kernel releases the lock of a reader that dies.
+- Mapping costs a reader about as much as a copy, so it keeps its mappings until the sender has given the segment back,
+  or another publisher comes.
 - The file cannot shrink (F_SEAL_SHRINK), so a reader cannot get SIGBUS.
 - Readers compute no digests: they read the memory that the sender wrote, which nothing changes while it is locked.
 - Access is the kernel's: a reader opens /proc/PID/fd/FD, which needs the publisher's user and PID namespace.
@@ -18,16 +20,15 @@ boxes that contain one of its own boxes are not copied at all.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
 import secrets
 import stat
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class _Segment:
             os.close(self.fd)
             raise
         weakref.finalize(self, os.close, self.fd)
-        self.stamp = b""
+        self.stamp, self.inode = b"", os.fstat(self.fd).st_ino
         self._content: weakref.ref[np.ndarray] | None = None
         self.address = _address(np.frombuffer(self._mapping, np.uint8))
 
@@ -175,7 +176,7 @@ class SharedSegments:
         """The files of `snapshot` and the place of each piece; no files for a reader of another host."""
         if not host or host != self.host:
             self._remote = True
-            return channels.SharedReply(snapshot.version, (), ())
+            return channels.SharedReply(snapshot.version)
         self._local = True
         used: dict[_Segment, int] = {}
         places = []
@@ -184,11 +185,12 @@ class SharedSegments:
             if not piece.nbytes:
                 places.append((0, _START))
             elif found is None:
-                return channels.SharedReply(snapshot.version, (), ())
+                return channels.SharedReply(snapshot.version)
             else:
                 places.append((used.setdefault(found, len(used)), _address(piece) - found.address))
-        files = tuple(SharedFile(os.getpid(), segment.fd, segment.capacity, segment.stamp) for segment in used)
-        return channels.SharedReply(snapshot.version, files, tuple(places))
+        files = tuple(SharedFile(one.inode, one.fd, one.capacity, one.stamp) for one in used)
+        alive = tuple(segment.inode for segment in self._segments)
+        return channels.SharedReply(snapshot.version, os.getpid(), files, tuple(places), alive)
 
     def close(self) -> None:
         """Forget all segments. Readers keep what they map."""
@@ -253,7 +255,11 @@ class ShmReader(TcpReader):
     def __init__(
         self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
     ) -> None:
-        super().__init__(address, version, token, deadline, tls)
+        try:
+            super().__init__(address, version, token, deadline, tls)
+        except TransferError:
+            _MAPPINGS.clear()  # the publisher is gone; the next one needs the memory
+            raise
         self._files: list[np.ndarray] = []
         self._places: tuple[tuple[int, int], ...] = ()
         self._firsts: list[int] = []  # number of the first piece of each leaf
@@ -266,7 +272,7 @@ class ShmReader(TcpReader):
         try:
             if not reply.files:
                 raise TransferError("the publisher is on another host, or shares no memory")
-            self._files = [_mapped(file) for file in reply.files]
+            self._files = _MAPPINGS.contents(reply)
             self._places = reply.places
         except (OSError, ValueError, TransferError) as error:
             self._files = []
@@ -319,34 +325,65 @@ class AutoReader(ShmReader):
     required = False
 
 
-def _mapped(file: SharedFile) -> np.ndarray:
-    """The bytes of the publisher's segment; its lock lasts as long as views of them.
+class _Mappings:
+    """The mappings of one publisher's segments in this process, by inode."""
 
-    TransferError if the file is no segment of the announced content; OSError if this process may not open it.
-    """
-    path = f"/proc/{file.pid}/fd/{file.fd}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise TransferError(f"{path} is no shared memory of a publisher")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(fd)
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not stat.S_ISREG(found.st_mode) or not sealed or found.st_size != file.size_bytes or found.st_size < _START:
-            raise TransferError(f"{path} is not the announced shared memory")
+    def __init__(self) -> None:
+        self._guard, self._pid = threading.Lock(), 0
+        self._kept: dict[int, mmap.mmap] = {}
+
+    def contents(self, reply: channels.SharedReply) -> list[np.ndarray]:
+        """The bytes of each file; it is locked as long as views of them exist.
+
+        TransferError if a file is no segment of the announced content; OSError if this process may not open it.
+        """
+        with self._guard:
+            alive = reply.alive if reply.pid == self._pid else ()
+            self._pid, self._kept = reply.pid, {key: kept for key, kept in self._kept.items() if key in alive}
+            return [self._content(reply.pid, file) for file in reply.files]
+
+    def clear(self) -> None:
+        """Forget all mappings; the memory is freed when no array uses it."""
+        with self._guard:
+            self._kept.clear()
+
+    def _content(self, pid: int, file: SharedFile) -> np.ndarray:
+        path = f"/proc/{pid}/fd/{file.fd}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise TransferError(f"{path} is no shared memory of a publisher")
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise
-            raise VersionGone(f"the shared memory of {path} is being written for another version") from error
-        # The mapping duplicates the descriptor and with it the lock, so `fd` may be closed.
-        mapping: Any = mmap.mmap(fd, file.size_bytes, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    content = np.frombuffer(mapping, np.uint8)
-    if content[:_STAMP_BYTES].tobytes() != file.stamp:
-        raise VersionGone(f"the shared memory of {path} holds another version")
-    return content
+            _check_file(lock, path, file)
+            if file.inode not in self._kept:
+                # A descriptor of its own: the mapping duplicates it, and would hold a lock taken on it.
+                with open(path, "rb") as opened:
+                    if os.fstat(opened.fileno()).st_ino != file.inode:
+                        raise VersionGone(f"the shared memory of {path} is gone")
+                    self._kept[file.inode] = mmap.mmap(
+                        opened.fileno(), file.size_bytes, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ
+                    )
+            content = np.frombuffer(self._kept[file.inode], np.uint8)
+            if content[:_STAMP_BYTES].tobytes() != file.stamp:
+                raise VersionGone(f"the shared memory of {path} holds another version")
+        except BaseException:
+            os.close(lock)
+            raise
+        weakref.finalize(content, os.close, lock)
+        return content
 
 
+def _check_file(fd: int, path: str, file: SharedFile) -> None:
+    """Lock the segment for reading and check that it is the announced one."""
+    found = os.fstat(fd)
+    sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    facts = (found.st_ino, found.st_size)
+    if not stat.S_ISREG(found.st_mode) or not sealed or facts != (file.inode, file.size_bytes) or facts[1] < _START:
+        raise TransferError(f"{path} is not the announced shared memory")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise VersionGone(f"the shared memory of {path} is being written for another version") from error
+
+
+_MAPPINGS = _Mappings()
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one call instead of a page fault every few pages

@@ -220,10 +220,8 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 class VersionShelf:
-    """The newest `keep` snapshots, by version. A connection keeps the snapshot that it uses alive.
-
-    With `shared`, they are in memory that readers of this host can map.
-    """
+    """The newest `keep` snapshots, by version, `shared` with readers of this host if possible. A connection keeps the
+    snapshot that it uses alive."""
 
     def __init__(self, keep: int, shared: Shared | None = None) -> None:
         self._keep, self._shared, self._lock = keep, shared, threading.Lock()
@@ -252,10 +250,10 @@ class VersionShelf:
 
     def located(self, snapshot: HostSnapshot, host: str) -> SharedReply:
         """The shared memory of `snapshot` for a reader on `host`; empty if there is none."""
-        return self._shared.located(snapshot, host) if self._shared else SharedReply(snapshot.version, (), ())
+        return self._shared.located(snapshot, host) if self._shared else SharedReply(snapshot.version)
 
     def clear(self) -> None:
-        """Drop all snapshots and their shared memory; readers keep what they map."""
+        """Drop all snapshots; readers keep what they map."""
         with self._lock:
             self._kept.clear()
         if self._shared is not None:
@@ -280,10 +278,8 @@ class SlicePart(NamedTuple):
 
 
 class Sender(Protocol):
-    """The publishing end. `offer` returns the address for Readers; newer versions replace old ones.
-
-    `hold` moves arrays to the memory from which the sender serves them, before their digests are computed.
-    """
+    """The publishing end. `offer` returns the address for Readers; newer versions replace old ones. `hold` moves arrays
+    to the memory from which the sender serves them, before their digests are computed."""
 
     name: str
 
@@ -412,20 +408,23 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class SharedFile(msgspec.Struct, frozen=True, array_like=True):
-    """Descriptor `fd` of process `pid`: a file in memory that begins with `stamp`."""
+    """Descriptor `fd` of the publisher's process: a file in memory that begins with `stamp`."""
 
-    pid: Annotated[int, msgspec.Meta(ge=1)]
+    inode: int
     fd: Annotated[int, msgspec.Meta(ge=0)]
     size_bytes: Annotated[int, msgspec.Meta(ge=0)]
     stamp: bytes
 
 
 class SharedReply(msgspec.Struct, frozen=True, tag="shared_reply"):
-    """The files of a version, none if it is not shared, and (file, offset) of each source box, in manifest order."""
+    """The files of a version, none if it is not shared, and (file, offset) of each source box, in manifest order.
+    `alive`: the inodes of all files of process `pid` that are still in use."""
 
     version: Version
-    files: tuple[SharedFile, ...]
-    places: tuple[tuple[int, int], ...]
+    pid: int = 0
+    files: tuple[SharedFile, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+    alive: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

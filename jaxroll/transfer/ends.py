@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import pathlib
-from collections.abc import Callable, Container, Mapping
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -228,13 +231,47 @@ class Staged:
         return manifests.cast(arrays, {leaf.manifest.name: leaf.dtype for leaf in leaves})
 
 
+_ALIGNMENT = 64  # XLA on CPU uses host memory at such addresses without a copy
+
+
+class _Buffers:
+    """Memory of earlier versions that is used again: the first use of new memory costs more than receiving into it.
+
+    Memory returns when no array refers to it, arrays that share it on a CPU device included. As much is kept as one
+    version needs. There is no lock, because the garbage collector may return memory on any thread at any time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[np.ndarray]] = {}
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Drop memory of other sizes than those of the buffers of a version."""
+        counts = Counter(sizes)
+        self._free = {size: self._free.get(size, deque(maxlen=count)) for size, count in counts.items()}
+
+    def take(self, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
+        """An uninitialised array."""
+        size = math.prod(shape) * kind.itemsize
+        free = self._free.get(size, deque(maxlen=1))
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size + _ALIGNMENT, np.uint8)
+        # The base of every view, so it ends with the last one. Of an array itself, that array would be the base.
+        content = np.frombuffer(memory.data, np.uint8)
+        weakref.finalize(content, free.append, memory).atexit = False
+        start = -content.__array_interface__["data"][0] % _ALIGNMENT
+        return content[start : start + size].view(kind).reshape(shape)
+
+
 class Receiver:
-    """Receiver of snapshots. It has no mutable state, so several threads may call `fetch` at the same time."""
+    """Receiver of snapshots. Several threads may call `fetch` at the same time."""
 
     def __init__(
         self, config: TransferConfig, *, token: str = "", clock: Clock | None = None, tls: Material | None = None
     ) -> None:
         self._limit_s, self._token, self._clock, self._tls = config.deadline_s, token, clock, tls
+        self._buffers = _Buffers()
 
     def fetch(
         self,
@@ -262,11 +299,12 @@ class Receiver:
             published = manifests.decode(reader.manifest(), snapshot)
             manifests.check(published, shapes)
             here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
+            self._buffers.expect(_buffer_sizes(published, target))
             leaves, fetched = [], []
             for number, leaf in enumerate(published.leaves):
                 known = held[leaf.name].buffers if leaf.name in here else None
                 views = functools.partial(reader.view, published, number)
-                staged = _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, views, known)
+                staged = _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, views, self._buffers, known)
                 leaves.append(staged)
                 if known is None:
                     fetched.append((number, staged))
@@ -298,11 +336,19 @@ def _is_held(leaf: manifests.Leaf, sharding: jax.sharding.Sharding, held: Held) 
     return (known.manifest.shape, known.manifest.dtype, known.manifest.total) == (leaf.shape, leaf.dtype, leaf.total)
 
 
+def _buffer_sizes(published: manifests.Manifest, target: Mapping[str, jax.sharding.Sharding]) -> Iterator[int]:
+    for leaf in published.leaves:
+        itemsize = manifests.DTYPES[leaf.dtype].itemsize
+        for box in manifests.unique(manifests.local_boxes(target[leaf.name], leaf.shape)):
+            yield manifests.size_of(box) * itemsize
+
+
 def _staged_leaf(
     leaf: manifests.Leaf,
     sharding: jax.sharding.Sharding,
     dtype: Any,
     view: Callable[[int], np.ndarray | None],
+    memory: _Buffers,
     held: Mapping[Box, np.ndarray] | None,
 ) -> StagedLeaf:
     """The leaf with the buffers of `held`, or else with views of source boxes where `view` has one that contains the
@@ -316,7 +362,7 @@ def _staged_leaf(
         source = next((n for n, outer in enumerate(leaf.boxes) if manifests.contains(outer, box)), None)
         whole = None if source is None else view(source)
         if source is None or whole is None:
-            buffers[box] = np.empty(manifests.shape_of(box), kind)
+            buffers[box] = memory.take(manifests.shape_of(box), kind)
         else:
             buffers[box] = whole[(*manifests.within(box, leaf.boxes[source]), ...)]
             filled.add(box)
