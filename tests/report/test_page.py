@@ -263,3 +263,24 @@ def test_the_extracted_answer_is_shown_if_it_is_a_part_of_the_text():
     for shown, row in ((True, example), (False, example | {"text": "8"}), (False, example | {"extracted": None})):
         page = str(sections.table(sections.questions([{"examples": [row]}]), 0, 0))
         assert ("scored: " in page) == shown
+
+
+def test_the_scales_of_a_plot_give_the_values_of_its_lines(run_dir):
+    """The page's script reads values from the drawing, so that the page holds them once."""
+    run = record.load(run_dir)
+    rewards = [row["reward_mean"] for row in plots.view_of(run, summary.summary(run)).steps]
+    drawn = Page(page_of(run_dir))
+    lines = [line for line in drawn.all("path") if "data-name" in line]
+    assert {"reward", "moving mean", "held-out accuracy", "sampler-0", "learner", "age 0", "age 1", ""} == {
+        line["data-name"] for line in lines
+    }
+    plot = next(one for one in drawn.all("svg") if one.get("class") == "plot")
+    (x_low, x_high, left, right), (low, high, bottom, top) = (
+        map(float, plot[key].split()) for key in ("data-x", "data-y")
+    )
+    points = [[float(at) for at in point.split()] for point in lines[0]["d"][1:].split("L")]
+    read = [low + (high - low) * (y - bottom) / (top - bottom) for _, y in points]
+    assert read == pytest.approx(rewards, abs=1e-3)
+    assert [round(x_low + (x_high - x_low) * (x - left) / (right - left)) for x, _ in points] == list(
+        range(1, len(rewards) + 1)
+    )

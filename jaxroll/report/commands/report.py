@@ -137,7 +137,10 @@ h1 .gain.down { color: var(--bad); background: var(--bad-soft); }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
   vertical-align: -1px; }
 .plot { display: block; width: 100%; max-width: 680px; height: auto; overflow: visible; }
-.plot text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--muted); }
+.plot { touch-action: pan-y pinch-zoom; outline-offset: 3px; }
+.plot .cursor { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 2 3; pointer-events: none; }
+.values { min-height: 1.5em; font-size: 12.5px; color: var(--muted); overflow-wrap: anywhere; }
+.plot text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--muted); }
 .plot .end { text-anchor: end; } .plot .mid { text-anchor: middle; }
 .plot .note { font-size: 12px; font-weight: 600; fill: var(--ink); }
 .plot .note.muted { fill: var(--muted); font-weight: 400; }
@@ -241,15 +244,68 @@ details[open] summary { margin-bottom: 10px; }
 .events td:nth-child(2) { white-space: nowrap; width: 1%; }
 .events td { font-size: 13px; overflow-wrap: anywhere; }
 footer { color: var(--muted); font-size: 12.5px; margin-top: 24px; }
-@media (max-width: 620px) { main { padding: 20px 12px 40px; } .card { padding: 14px; } }
+@media (max-width: 620px) {
+  main { padding: 20px 12px 40px; } .card { padding: 14px; }
+  .plot text, .plot .note { font-size: 21px; } .plot .tick.mid { transform: translateY(7px); }
+  .plot .tick.name { transform: translateY(18px); } .plot { margin-bottom: 16px; }
+  .plot .note.muted { font-size: 20px; letter-spacing: -.04em; }
+  .lane-names { max-width: 84px; overflow-wrap: anywhere; } .ticks span:nth-child(even) { display: none; }
+}
 @media print { .card { box-shadow: none; break-inside: avoid; } }
 """
 )
 
 
-# --- script: moves the timeline's window; the page's policy allows no other
+# --- script: shows the values of plots and moves the timeline's window; the page's policy allows no other
 
 SCRIPT = """
+for (const plot of document.querySelectorAll(".plot")) {
+  const lines = [...plot.querySelectorAll("[data-name]")].map(path =>
+    [path.dataset.name, path.getAttribute("d").slice(1).split("L").map(point => point.split(" ").map(Number))]);
+  if (!lines.length && !plot.querySelector("title")) continue;
+  const values = document.createElement("p"), cursor = document.createElementNS(plot.namespaceURI, "path");
+  const data = (name, at) => {
+    const [low, high, start, end] = plot.dataset[name].split(" ").map(Number);
+    return low + (high - low) * (at - start) / (end - start);
+  };
+  const share = plot.querySelector(".tick.end")?.textContent.endsWith("%");
+  const shown = y => share ? (100 * y).toFixed(1) + " %" : +y.toPrecision(3) + "";
+  const axis = (plot.querySelector(".name")?.textContent ?? "step").split(" ")[0];
+  const nearest = (points, x) =>
+    points.reduce((best, one) => Math.abs(one[0] - x) < Math.abs(best[0] - x) ? one : best);
+  values.className = "values";
+  cursor.setAttribute("class", "cursor");
+  plot.append(cursor);
+  plot.after(values);
+  const read = x => {
+    const at = nearest(lines[0][1], x)[0];
+    cursor.setAttribute("d", `M${at} 0V${plot.viewBox.baseVal.height}`);
+    const near = lines.map(([name, points]) => [name, nearest(points, at)]);
+    const said = near.map(([name, point]) => `${name} ${shown(data("y", point[1]))}`.trim());
+    const where = data("x", at);
+    values.textContent = `${axis} ${axis === "step" ? Math.round(where) : +where.toPrecision(4)}: ${said.join(", ")}`;
+    plot.setAttribute("aria-label", values.textContent);
+    return at;
+  };
+  const point = event => {
+    const note = event.target.querySelector?.(":scope > title");
+    const area = plot.getBoundingClientRect();
+    if (note) values.textContent = note.textContent;
+    else if (lines.length) read((event.clientX - area.left) * plot.viewBox.baseVal.width / area.width);
+  };
+  plot.addEventListener("pointermove", point);
+  plot.addEventListener("pointerdown", point);
+  if (!lines.length) continue;
+  let place = -1;
+  plot.tabIndex = 0;
+  plot.addEventListener("keydown", event => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key], points = lines[0][1];
+    if (!move) return;
+    event.preventDefault();
+    place = Math.min(Math.max(place + move, 0), points.length - 1);
+    read(points[place][0]);
+  });
+}
 (() => {
   const box = document.querySelector(".timeline");
   if (!box) return;
@@ -287,34 +343,46 @@ SCRIPT = """
     const area = node.getBoundingClientRect();
     return (event.clientX - area.left) / area.width;
   };
+  const zoom = (at, by) => {  // the second under `at` stays there
+    const pinned = from + span * at;
+    span = clamp(span * by, Math.min(0.2, end), end);
+    from = pinned - span * at;
+  };
   detail.addEventListener("wheel", event => {
+    if (!event.ctrlKey && !event.metaKey) return;  // the page scrolls
     event.preventDefault();
-    const at = from + span * share(event, detail);
-    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      from += span * (event.deltaX || event.deltaY) / 800;
-    } else {
-      const wider = clamp(span * Math.exp(event.deltaY / 400), Math.min(0.2, end), end);
-      from = at - (at - from) * wider / span;
-      span = wider;
-    }
+    zoom(share(event, detail), Math.exp(event.deltaY / 400));
     draw();
   }, { passive: false });
   detail.addEventListener("keydown", event => {
-    const move = { ArrowLeft: -0.2, ArrowRight: 0.2 }[event.key], zoom = { "+": 0.7, "-": 1.4 }[event.key];
+    const move = { ArrowLeft: -0.2, ArrowRight: 0.2 }[event.key], by = { "+": 0.7, "-": 1.4 }[event.key];
     if (move) from += move * span;
-    if (zoom) { from += span * (1 - zoom) / 2; span *= zoom; }
-    if (move || zoom) { event.preventDefault(); draw(); }
+    if (by) zoom(0.5, by);
+    if (move || by) { event.preventDefault(); draw(); }
   });
-  const drag = (node, moved) => node.addEventListener("pointerdown", event => {
-    node.setPointerCapture(event.pointerId);
-    let last = share(event, node);
-    moved(last, 0);
-    node.onpointermove = next => { const at = share(next, node); moved(at, at - last); last = at; draw(); };
-    node.onpointerup = node.onpointercancel = () => { node.onpointermove = null; };
+  const fingers = new Map();
+  detail.addEventListener("pointerdown", event => fingers.set(event.pointerId, share(event, detail)));
+  for (const kind of ["pointerup", "pointercancel", "pointerleave"]) {
+    detail.addEventListener(kind, event => fingers.delete(event.pointerId));
+  }
+  detail.addEventListener("pointermove", event => {
+    if (!fingers.has(event.pointerId)) return;
+    const at = share(event, detail), before = fingers.get(event.pointerId);
+    const other = [...fingers].find(([id]) => id !== event.pointerId)?.[1];
+    if (other === undefined) from -= (at - before) * span;
+    else if (Math.abs(at - other) > 0.02) zoom(other, Math.abs(before - other) / Math.abs(at - other));
+    fingers.set(event.pointerId, at);
     draw();
   });
-  drag(detail, (at, by) => { from -= by * span; });
-  drag(overview, at => { from = at * end - span / 2; });
+  const center = event => {
+    from = share(event, overview) * end - span / 2;
+    draw();
+  };
+  overview.addEventListener("pointerdown", event => {
+    overview.setPointerCapture(event.pointerId);
+    center(event);
+  });
+  overview.addEventListener("pointermove", event => event.buttons && center(event));
   draw();
 })();
 """

@@ -107,9 +107,10 @@ def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
 
 
 def plot(frame: Frame, *children: object, label: str) -> Markup:
-    """The frame as a figure's drawing; `label` is read to those who cannot see it."""
+    """The frame as a figure's drawing; `label` is read to those who cannot see it, its scales by the page's script."""
     size = f"0 0 {frame.width:g} {frame.height:g}"
-    return tag("svg", tag("title", label), *children, class_="plot", viewBox=size, role="img")
+    x, y = (f"{of.low:.6g} {of.high:.6g} {of.start:g} {of.end:g}" for of in (frame.x, frame.y))
+    return tag("svg", *children, class_="plot", viewBox=size, role="img", aria_label=label, data_x=x, data_y=y)
 
 
 def axes(
@@ -135,11 +136,12 @@ def axes(
     return joined(parts)
 
 
-def line(frame: Frame, points: Sequence[Point], class_: str) -> Markup:
-    """The points joined; a single point becomes a dot."""
+def line(frame: Frame, points: Sequence[Point], class_: str, name: str | None = None) -> Markup:
+    """The points joined; a single point becomes a dot. The values of a line with a `name` are shown at the pointer."""
     if len(points) == 1:
         return dot(frame, points[0], 2.5, class_ + " dot")
-    return tag("path", class_=f"line {class_}", d=_path(frame, thinned(points))) if points else raw("")
+    drawn = thinned(points)
+    return tag("path", class_=f"line {class_}", d=_path(frame, drawn), data_name=name) if points else raw("")
 
 
 def area(frame: Frame, points: Sequence[Point], class_: str, floor: float = 0.0) -> Markup:
@@ -318,9 +320,9 @@ def learning(steps: Sequence[Row], evals: Sequence[Row], place: Place, x_name: s
     return plot(
         frame,
         axes(frame, lambda y: percent(y, 0), x_name=x_name),
-        line(frame, rewards, "reward faint"),
-        line(frame, smoothed(rewards, max(1, len(rewards) // 24)), "reward"),
-        line(frame, held, "heldout thin"),
+        line(frame, rewards, "reward faint", "reward"),
+        line(frame, smoothed(rewards, max(1, len(rewards) // 24)), "reward", "moving mean"),
+        line(frame, held, "heldout thin", "held-out accuracy"),
         *(error_bar(frame, x, low, high, "heldout") for x, _, low, high in scores),
         *dots,
         *_ends(frame, scores),
@@ -421,7 +423,7 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
     for row in stats:
         if row.get("tokens_per_s") is not None and str(row.get("role", "")).startswith("sampler"):
             samplers.setdefault(row["role"], []).append((place(row), row["tokens_per_s"]))
-    decoded = [_calmed(line) for line in samplers.values()]
+    decoded = {role: _calmed(line) for role, line in samplers.items()}
     trained = _calmed(
         [
             (place(b), b["tokens_trained"] / (b["t1"] - a["t1"]))
@@ -429,14 +431,15 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
             if b["t1"] > a["t1"] and b.get("tokens_trained") is not None
         ]
     )
-    every = [point for line in (*decoded, trained) for point in line]
+    every = [point for line in (*decoded.values(), trained) for point in line]
     if not every:
         return NOTHING
     busy_from = min((x for x, y in every if y > 0), default=0.0)
     frame = Frame.of(_from_start([busy_from, max(x for x, _ in every)]), (0.0, max(y for _, y in every) * 1.08 or 1.0))
-    decoded = [[point for point in line if point[0] >= frame.x.low] for line in decoded]
-    drawn = [joined([area(frame, points, "sampler"), line(frame, points, "sampler")]) for points in decoded]
-    learner = line(frame, trained, "learner")
+    decoded = {role: [point for point in line if point[0] >= frame.x.low] for role, line in decoded.items()}
+    drawn = [joined([area(frame, points, "sampler"), line(frame, points, "sampler", role)])
+             for role, points in decoded.items()]  # fmt: skip
+    learner = line(frame, trained, "learner", "learner")
     return plot(frame, axes(frame, _short, x_name=x_name), *drawn, learner, label="Tokens per second")
 
 
@@ -489,4 +492,4 @@ def spark(values: Sequence[Point]) -> Markup:
     ranges = (values[0][0], values[-1][0]), padded([y for _, y in values], 0.1)
     frame = Frame.of(*ranges, width=220, height=54, left=2, right=5, top=4, bottom=4)
     smooth = smoothed(values, len(values) // 40)
-    return plot(frame, line(frame, smooth, "learner"), dot(frame, smooth[-1], 2.6, "learner dot"), label="")
+    return plot(frame, line(frame, smooth, "learner", ""), dot(frame, smooth[-1], 2.6, "learner dot"), label="")

@@ -35,8 +35,9 @@ def overlap(view: View) -> Markup:
     if not ends or view.clock(max(ends)) <= 0:
         return NOTHING
     hint = (
-        "A few steps close up, and the whole run under them. Scroll to zoom, drag to move, or drag the frame over the"
-        " whole run. The numbers are steps; the last lane shows when learner and samplers computed at the same time."
+        "A few steps close up, and the whole run under them. Zoom with two fingers, with Ctrl and the wheel, or with"
+        " + and −; drag to move, or drag the frame over the whole run. The numbers are steps; the last lane shows when"
+        " learner and samplers computed at the same time."
     )
     deaths = [(str(row.get("process")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
     figure = timeline(view.lanes, view.steps, view.clock, view.clock(max(ends)), deaths)
@@ -231,7 +232,10 @@ def plot(steps: Sequence[Row], name: str, words: str) -> Markup:
     low, high = svg.padded([y for _, y in every], 0.08)
     xs = [x for x, _ in every]
     frame = Frame.of((min(xs), max(xs)), (max(low, 0.0), high), height=210)
-    drawn = [svg.line(frame, svg.smoothed(line, len(line) // 40), _colour(age)) for age, line in sorted(lines.items())]
+    drawn = [
+        svg.line(frame, svg.smoothed(line, len(line) // 40), _colour(age), f"age {age}")
+        for age, line in sorted(lines.items())
+    ]
     figure = svg.plot(frame, svg.axes(frame, tick, x_name="step"), *drawn, label=f"{words} by age")
     return tag("div", tag("h3", words), figure)
 
