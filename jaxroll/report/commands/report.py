@@ -281,9 +281,9 @@ for (const plot of document.querySelectorAll(".plot")) {
     const at = nearest(lines[0][1], x)[0];
     cursor.setAttribute("d", `M${at} 0V${plot.viewBox.baseVal.height}`);
     const near = lines.map(([name, points]) => [name, nearest(points, at)]);
-    const said = near.map(([name, point]) => `${name} ${shown(data("y", point[1]))}`.trim());
+    const found = near.map(([name, point]) => `${name} ${shown(data("y", point[1]))}`.trim());
     const where = data("x", at);
-    values.textContent = `${axis} ${axis === "step" ? Math.round(where) : +where.toPrecision(4)}: ${said.join(", ")}`;
+    values.textContent = `${axis} ${axis === "step" ? Math.round(where) : +where.toPrecision(4)}: ${found.join(", ")}`;
     plot.setAttribute("aria-label", values.textContent);
     return at;
   };
