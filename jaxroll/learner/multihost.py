@@ -434,6 +434,7 @@ def run_follower_steps(
             case "write":
                 checkpoints.write(_version(command), command.position, trainer.state, command.text)
             case "read":
+                trainer.release()
                 trainer.state = checkpoints.read(_version(command), trainer.abstract_state())
             case "warmup":
                 _meet()

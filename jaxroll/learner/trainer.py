@@ -127,10 +127,20 @@ class Trainer:
         return self._base_digest
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
-        """Start from `params` (host arrays) with a fresh optimizer; they also become the reference."""
+        """Start from `params` (host arrays) with a fresh optimizer; they also become the reference.
+
+        The old state is released first, so the trainer has none if this raises.
+        """
+        self.release()
+        self.reference, self.base = None, {}
         placed = states.placed(params, self.spec, self.layout)
         self.reference = Reference.of(self.config.learner, placed)
         self.state = self._fresh(placed)
+
+    def release(self) -> None:
+        """Give up the state's arrays, before another state is put on the devices; `state` is abstract until then."""
+        # Otherwise two states would exist at once, 24 bytes per parameter: more than a step needs.
+        self.state = self.abstract_state()
 
     def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
         """Set the reference to `params` (host arrays): a resumed run passes its initial parameters."""

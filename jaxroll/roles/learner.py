@@ -352,6 +352,7 @@ class LearnerSession:
         if trainer.lora and (start := self._initial_params(trainer)) is not None:
             trainer.set_params(start)  # the base of the adapters, which no checkpoint contains
         while self._durable is not None:
+            trainer.release()
             try:
                 trainer.state, _ = self.checkpoints.restore(
                     self._durable, trainer.abstract_state(), trainer.base_digest(),

@@ -342,6 +342,9 @@ class SimulatedTrainer:
     def abstract_state(self) -> None:
         """No state."""
 
+    def release(self) -> None:
+        """Do nothing: there is no state."""
+
     def base_digest(self) -> str:
         """No adapters."""
         return ""

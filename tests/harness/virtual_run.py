@@ -140,6 +140,8 @@ class DelayTrainer:
 
     def abstract_state(self) -> None: ...
 
+    def release(self) -> None: ...
+
     def base_digest(self) -> str:
         return ""
 

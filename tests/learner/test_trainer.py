@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from dataclasses import replace
 
 import jax
@@ -15,6 +16,7 @@ from jaxroll.algorithms import advantages
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
+from jaxroll.learner import state as states
 from jaxroll.learner.step import CompileCounter, Programs
 from jaxroll.records import Claim, Segment, Version, VersionRun
 
@@ -329,6 +331,21 @@ def test_parameters_of_another_model_are_refused(small_config, make_trainer):
         trainer.set_params(params | {"embed": params["embed"][:-8]})
     with pytest.raises(ConfigError, match=r"lack.*embed"):
         trainer.set_params({name: value for name, value in params.items() if name != "embed"})
+
+
+def test_the_old_state_is_released_before_new_parameters_are_placed(small_config, make_trainer, monkeypatch):
+    """Two states at once would need 24 bytes per parameter."""
+    trainer, place, alive = make_trainer(small_config()), states.placed, []
+    params = {name: np.array(value) for name, value in jax.device_get(trainer.state.params).items()}
+    old = [weakref.ref(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+    def placed(*given):
+        alive.append(sum(leaf() is not None for leaf in old))
+        return place(*given)
+
+    monkeypatch.setattr(states, "placed", placed)
+    trainer.set_params(params)
+    assert alive == [0] and len(old) > 60
 
 
 def test_host_arrays_given_as_parameters_survive_the_donation(small_config, make_claim, make_trainer):

@@ -33,11 +33,15 @@ def state_of(step: int) -> TrainState:
 class Bare:
     """As much of a trainer as a restored state needs."""
 
-    lora = reference = state = None
+    lora = reference = None
+    state: TrainState | None = state_of(9)
 
     def abstract_state(self) -> TrainState:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state_of(0))
+
+    def release(self) -> None:
+        self.state = None
 
     def base_digest(self) -> str:
         return ""
@@ -60,7 +64,13 @@ def test_a_checkpoint_without_checksums_is_restored_unless_it_was_durable(
         welcome=SimpleNamespace(lineages=(Lineage(),))
     )
     session.progress = said.append  # type: ignore[assignment]
-    trainer = Bare()
+    trainer, restore = Bare(), checkpoints.restore
+
+    def restored_into_nothing(*given, **named):
+        assert trainer.state is None, "two states are in memory at once"
+        return restore(*given, **named)
+
+    checkpoints.restore = restored_into_nothing  # type: ignore[method-assign]
     status = {"durable": durable_steps, "claims": 6}
     assert session._restore(trainer, status) == Version(0, restored)  # type: ignore[arg-type]
     assert isinstance(trainer.state, TrainState)
