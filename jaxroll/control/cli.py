@@ -36,6 +36,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll sim --config=configs/demo.py --cluster=cluster.toml --sweep=schedule.alpha=0,1,2"),
         Command("plan", "compile a config for described hardware: does it fit, and how fast can it be",
                 "jaxroll plan --config=configs/rlvr_qwen3_8b.py --topology=v5p:4x4x4"),
+        Command("place", "choose placement and schedule for a cluster", "jaxroll place --cluster=cluster.toml"),
         Command("init", "write a first config for a model, a task and hardware",
                 "jaxroll init mine.py --model=models/Qwen3-0.6B --task=data/train.jsonl --hardware=gpu:8"),
         Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
@@ -263,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
         _role_options(role, known[role])
     for name in ("report", "inspect", "replay", "export", "checkpoints", "tls"):
         known[name].add_argument("folder", metavar="RUN", help="the folder of the run")
-    for name in ("report", "inspect", "replay", "checkpoints"):
+    for name in ("report", "inspect", "replay", "checkpoints", "sim", "place"):
         known[name].add_argument("--json", action="store_true", help="print one JSON object")
     known["inspect"].add_argument(
         "--group", type=int, metavar="ID", help="show this group: text, rewards, versions, events"
@@ -287,6 +288,13 @@ def parser() -> argparse.ArgumentParser:
     tinker_serve.add_options(known["tinker-serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
+    for name, page in (("sim", "simulation"), ("place", "placement")):
+        known[name].add_argument("--config", metavar="FILE", help="a config file (see configs/)")
+        known[name].add_argument("--cluster", metavar="FILE", help=f"a TOML file of a cluster (docs/{page}.md)")
+    known["place"].add_argument("--objective", choices=("throughput", "cost", "time"), default="throughput")
+    known["place"].add_argument(
+        "--simulate", type=int, default=0, metavar="N", help="simulate the N best, take the best"
+    )
     _sim_options(known["sim"])
     _plan_options(known["plan"])
     _init_options(known["init"])
@@ -464,16 +472,7 @@ def _sim_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll sim [RUN] --config=FILE --cluster=FILE [OPTIONS]\n       jaxroll sim calibrate RUN"
     one.add_argument("targets", nargs="*", metavar="RUN", help="the folder of the simulated run; `calibrate RUN` "
                      "prints the cluster on which RUN was recorded")  # fmt: skip
-    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
-    one.add_argument("--cluster", metavar="FILE", help="a TOML file of costs and workload (docs/simulation.md)")
-    one.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="simulate each value of a key of the config, repeatable; `schedule=` takes names",
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate each value of a key")
 
 
 def _plan_options(one: argparse.ArgumentParser) -> None:

@@ -324,8 +324,7 @@ def run_weights(options: argparse.Namespace) -> int:
     if not options.child:
         source = _absolute(options.source)
         if options.direction == "import" and not (source / "config.json").is_file():
-            raise ConfigError("HF_FOLDER", str(source), "holds no config.json",
-                              "Give the folder of a Hugging Face checkpoint.")  # fmt: skip
+            raise ConfigError("HF_FOLDER", str(source), "holds no config.json", "Give a Hugging Face checkpoint.")
         if options.direction == "export" and RunPaths(source).run_file.is_file():
             _check_trained(source)
         env = program.common_env(str(program.default_cache_dir(RUNS, os.environ))) | program.cpu_env()
@@ -480,6 +479,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "compile": run_compile,
     "sim": run_sim,
     "plan": run_plan,
+    "place": init.run_place,
     "init": lambda options: init.run(options, init.asker()),
     "config": run_config,
     "ui": run_ui,

@@ -1,6 +1,6 @@
 """Search over placements: which role gets which devices, in which order they work, and with how many replicas.
 
-Pure functions over tables of costs. A vector counts devices by type. Four searches, each for what it is exact on:
+Pure functions over tables of costs. A vector counts devices by type. Four searches:
 
 - `workflow_plan`: dynamic programming over the cuts of a workflow graph (RLinf, arXiv 2509.15965, algorithm 1). Roles
   share devices in turn, work on separate devices in a pipeline of chunks, or overlap at the price of staleness.
@@ -8,15 +8,13 @@ Pure functions over tables of costs. A vector counts devices by type. Four searc
   arXiv 2511.00796, whose integer programme has the same optimum).
 - `partition`: devices of several types, divided between training and rollout by a graph partition whose share of the
   compute is found by bisection, and refined by exchanges (AReaL-Hex). `divided` tries all divisions.
-- `allocate` and `dispatch`: x + y ≤ n, and the instances that get the longest answers (StreamRL, arXiv 2504.15930,
-  algorithms 1 and 2). `LengthRanker` predicts the order of lengths.
+- `allocate`: x + y ≤ n (StreamRL, arXiv 2504.15930, algorithm 1). Its algorithm 2 is `policy.selection.dispatch`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -199,7 +197,7 @@ class _Cuts:
             one, other = self._table[first, early], self._table[second, late]
             vectors = [devices] if kind == "shared" else itertools.product(*(range(count + 1) for count in devices))
             for vector in vectors:
-                rest = devices if kind == "shared" else tuple(a - b for a, b in zip(devices, vector, strict=True))
+                rest = devices if kind == "shared" else minus(devices, vector)
                 seconds = combined(kind, float(one[vector]), float(other[rest]), self._workflow)
                 yield seconds, early + late, kind, (first, vector, early), (second, rest, late)
 
@@ -250,7 +248,7 @@ def rollout_plan(kinds: Sequence[Replica], available: Vector, rollouts: int) -> 
 
 
 def _finished(kind: Replica, seconds: float) -> int:
-    return math.floor(seconds * kind.rate * (1 + 1e-12) + 1e-9)
+    return math.floor(seconds * kind.rate * (1 + 1e-12) + 1e-9)  # rounding must not lose a whole rollout
 
 
 def _knapsack(kinds: Sequence[Replica], available: Vector, seconds: float) -> tuple[int, tuple[int, ...]]:
@@ -296,6 +294,11 @@ class Division:
     tried: int
 
 
+def minus(a: Vector, b: Vector) -> Vector:
+    """The devices of `a` that are not in `b`."""
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
 class _Divisions:
     """The seconds of divisions, each computed once."""
 
@@ -303,12 +306,9 @@ class _Divisions:
         self.counts, self._train_s, self._rollout_s = counts, train_s, rollout_s
         self.sides: dict[Vector, tuple[float, float]] = {}
 
-    def rest(self, training: Vector) -> Vector:
-        return tuple(a - b for a, b in zip(self.counts, training, strict=True))
-
     def both(self, training: Vector) -> tuple[float, float]:
         if training not in self.sides:
-            rest = self.rest(training)
+            rest = minus(self.counts, training)
             self.sides[training] = (
                 self._train_s(training) if any(training) else math.inf,
                 self._rollout_s(rest) if any(rest) else math.inf,
@@ -320,7 +320,7 @@ class _Divisions:
 
     def best(self, divisions: Iterable[Vector]) -> Division:
         training = min(divisions, key=self.seconds)
-        return Division(training, self.rest(training), self.seconds(training), len(self.sides))
+        return Division(training, minus(self.counts, training), self.seconds(training), len(self.sides))
 
 
 def divided(counts: Vector, train_s: Cost, rollout_s: Cost) -> Division:
@@ -418,7 +418,7 @@ def _exchanged(known: _Divisions, start: Vector, step: int) -> Vector:
             size = max(step, size // 2)
 
 
-# --- one type of device: x + y ≤ n, and the instances of long answers
+# --- one type of device: x + y ≤ n
 
 
 def allocate(devices: int, generation_s: Callable[[int], float], training_s: Callable[[int], float]) -> tuple[int, int]:
@@ -427,72 +427,74 @@ def allocate(devices: int, generation_s: Callable[[int], float], training_s: Cal
     return min(pairs, key=lambda pair: (max(generation_s(pair[0]), training_s(pair[1])), sum(pair)))
 
 
+# --- seconds of generation: closed forms over drawn rollouts
+
+StepCost = Callable[[int, float], float]  # seconds of a decode step by its sequences and their tokens of context
+Range = tuple[float, float, float]  # a mean and the 10th and 90th percentile
+
+
 @dataclass(frozen=True)
-class Dispatch:
-    """Instances for the longest answers and for the others, the answers of both by index, and the seconds in all."""
+class Rollouts:
+    """Drawn rollouts: tokens that each samples, and seconds in which its environment keeps it waiting.
 
-    long_instances: int
-    other_instances: int
-    long: tuple[int, ...]
-    others: tuple[int, ...]
-    seconds: float
-
-
-def dispatch(
-    lengths: Sequence[float],
-    instances: int,
-    token_s: Callable[[int], float],
-    slots: int,
-    *,
-    share: float = 0.2,
-    combine: Callable[[Sequence[float]], float] = max,
-) -> Dispatch:
-    """The instances that get the `share` longest answers by predicted `lengths`; none if one group is faster.
-
-    An instance of m answers with s slots takes token_s(min(m, s)) · length · ⌈m / s⌉, with the 90th percentile of all
-    lengths for the long answers and the median for the others. Both groups run at once, so `combine` is max; StreamRL's
-    text can be read as their sum.
+    `prompt` and `context`: mean tokens before the answer, and over all decode steps. `draws`: independent rollouts of a
+    step, of which the longest counts.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # longest first
-    ranked = [lengths[index] for index in order]
-    cut = math.ceil(share * len(order))
-    at = [ranked[min(len(ranked) - 1, math.floor(part * len(ranked)))] for part in (0.1, 0.5)]
 
-    def group_s(members: int, number: int, length: float) -> float:
-        each = math.ceil(members / number)
-        return token_s(min(each, slots)) * length * math.ceil(each / slots)
+    answers: np.ndarray
+    waits: np.ndarray
+    prompt: float
+    context: float
+    draws: float
 
-    # Without a split an instance decodes long and short answers together, until the longest ends.
-    best = Dispatch(0, instances, (), tuple(order), group_s(len(order), instances, at[0]))
-    for number in range(1, instances) if 0 < cut < len(order) else ():
-        both = (group_s(cut, number, at[0]), group_s(len(order) - cut, instances - number, at[1]))
-        if (seconds := combine(both)) < best.seconds:
-            best = Dispatch(number, instances - number, tuple(order[:cut]), tuple(order[cut:]), seconds)
-    return best
+    def longest(self, values: np.ndarray, draws: float) -> Range:
+        """The largest of `draws` values."""
+        ranked = np.sort(values)
+        below = (np.arange(len(ranked) + 1) / len(ranked)) ** draws
+        low, high = np.searchsorted(below[1:], (0.1, 0.9)).clip(0, len(ranked) - 1)
+        return float(ranked @ np.diff(below)), float(ranked[low]), float(ranked[high])
 
+    def drained(self, step: StepCost, members: float, slots: int) -> Range:
+        """Seconds from the start of `members` rollouts on one engine to the end of the longest of the step."""
+        rounds = members / (batch := max(1.0, min(members, slots))) - 1
+        if not self.waits.any():
+            return self._shrinking(step, batch, rounds)
+        share, step_s = 1.0, 0.0
+        for _ in range(8):  # the share of the time in which a rollout decodes instead of waiting
+            step_s = step(max(1, round(batch * share)), batch * share * self.context)
+            share = float((self.answers * step_s).sum() / (self.answers * step_s + self.waits).sum())
+        lasting = self.answers * step_s + self.waits
+        mean, low, high = (rounds * float(lasting.mean()) + each for each in self.longest(lasting, self.draws))
+        return mean, low, high
 
-class LengthRanker:
-    """Order of answer lengths by their prompts: ridge regression of log lengths on hashed parts of the prompt."""
+    def _shrinking(self, step: StepCost, batch: float, rounds: float) -> Range:
+        """Decode steps of a batch whose answers end one after another."""
+        ranked, ends = np.sort(self.answers), self.longest(self.answers, self.draws)
+        grid = np.unique(np.concatenate([[0.0], np.quantile(ranked, np.linspace(0, 1, 65)), ends]))
+        alive = batch * (1 - np.searchsorted(ranked, (grid[1:] + grid[:-1]) / 2) / len(ranked))
+        seconds = [
+            step(max(1, round(n)), max(1.0, n) * (self.prompt + at)) for n, at in zip(alive, grid[:-1], strict=True)
+        ]
+        passed = np.concatenate([[0.0], np.cumsum(np.diff(grid) * seconds)])
+        before = rounds * float(ranked.mean()) * seconds[0]
+        mean, low, high = (before + float(np.interp(end, grid, passed)) for end in ends)
+        return mean, low, high
 
-    def __init__(self, features: int = 256, ridge: float = 1.0) -> None:
-        self._features, self._ridge = features, ridge
-        self._weights = np.zeros(features)
+    def overlapped(
+        self, step: StepCost, members: float, slots: int, alpha: float, least_s: float, lost: float
+    ) -> Range:
+        """Seconds in which one engine generates its `members` rollouts of a step under an age bound.
 
-    def _row(self, prompt: str) -> np.ndarray:
-        row = np.zeros(self._features)
-        row[0], row[1], row[2] = 1.0, math.log1p(len(prompt)), math.log1p(len(prompt.split()))
-        for size in (1, 2, 3):
-            for start in range(len(prompt) - size + 1):
-                row[3 + zlib.crc32(prompt[start : start + size].encode()) % (self._features - 3)] += 1.0 / size
-        return row
-
-    def fit(self, prompts: Sequence[str], lengths: Sequence[float]) -> LengthRanker:
-        """Fit to answers that were generated; return self."""
-        rows = np.array([self._row(prompt) for prompt in prompts])
-        normal = rows.T @ rows + self._ridge * np.eye(self._features)
-        self._weights = np.linalg.solve(normal, rows.T @ np.log1p(np.asarray(lengths, float)))
-        return self
-
-    def predict(self, prompts: Sequence[str]) -> list[float]:
-        """Predicted lengths in tokens. Their order is what counts."""
-        return [float(np.expm1(self._row(prompt) @ self._weights)) for prompt in prompts]
+        Little's law gives the number that decodes, for steps of at least `least_s`. Failures add the share `lost`.
+        """
+        batch, work, tail = float(slots), 0.0, (0.0, 0.0, 0.0)
+        for _ in range(12):
+            step_s = step(max(1, round(batch)), batch * self.context)
+            lasting = self.answers * step_s + self.waits
+            full = max(1.0, slots * float((self.answers * step_s).sum() / lasting.sum()))  # the others wait
+            work = members * float(self.answers.mean()) * step(round(full), full * self.context) / full * (1 + lost)
+            mean, low, high = (each / (alpha + 1) for each in self.longest(lasting, (alpha + 1) * self.draws))
+            tail = mean * (1 + lost), low, high * (1 + 2 * lost)
+            decoding = members * float(self.answers.mean()) * step_s / max(math.hypot(work, tail[0]), least_s)
+            batch = (batch + min(max(decoding, 1.0), full)) / 2
+        return math.hypot(work, tail[0]), max(work, tail[1]), work + tail[2]

@@ -21,9 +21,12 @@ import importlib
 import math
 import random
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
@@ -320,3 +323,77 @@ def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pac
 def _settling(groups: int, batch: int) -> int:
     """The number of claims until the groups that are in flight now have been claimed."""
     return math.ceil(groups / batch) + 1
+
+
+# --- Instances for long answers (StreamRL, arXiv 2504.15930, algorithm 2), and a predictor of the order of lengths
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Instances for the longest answers and for the others, the answers of both by index, and the seconds in all."""
+
+    long_instances: int
+    other_instances: int
+    long: tuple[int, ...]
+    others: tuple[int, ...]
+    seconds: float
+
+
+def dispatch(
+    lengths: Sequence[float],
+    instances: int,
+    token_s: Callable[[int], float],
+    slots: int,
+    *,
+    share: float = 0.2,
+    combine: Callable[[Sequence[float]], float] = max,
+) -> Dispatch:
+    """The instances that get the `share` longest answers by predicted `lengths`; none if one group is faster.
+
+    An instance of m answers with s slots takes token_s(min(m, s)) · length · ⌈m / s⌉, with the 90th percentile of all
+    lengths for the long answers and the median for the others. Both groups run at once, so `combine` is max; StreamRL's
+    text can be read as their sum.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # longest first
+    ranked = [lengths[index] for index in order]
+    cut = math.ceil(share * len(order))
+    at = [ranked[min(len(ranked) - 1, math.floor(part * len(ranked)))] for part in (0.1, 0.5)]
+
+    def group_s(members: int, number: int, length: float) -> float:
+        each = math.ceil(members / number)
+        return token_s(min(each, slots)) * length * math.ceil(each / slots)
+
+    # Without a split an instance decodes long and short answers together, until the longest ends.
+    best = Dispatch(0, instances, (), tuple(order), group_s(len(order), instances, at[0]))
+    for number in range(1, instances) if 0 < cut < len(order) else ():
+        both = (group_s(cut, number, at[0]), group_s(len(order) - cut, instances - number, at[1]))
+        if (seconds := combine(both)) < best.seconds:
+            best = Dispatch(number, instances - number, tuple(order[:cut]), tuple(order[cut:]), seconds)
+    return best
+
+
+class LengthRanker:
+    """Order of answer lengths by their prompts: ridge regression of log lengths on hashed parts of the prompt."""
+
+    def __init__(self, features: int = 256, ridge: float = 1.0) -> None:
+        self._features, self._ridge = features, ridge
+        self._weights = np.zeros(features)
+
+    def _row(self, prompt: str) -> np.ndarray:
+        row = np.zeros(self._features)
+        row[0], row[1], row[2] = 1.0, math.log1p(len(prompt)), math.log1p(len(prompt.split()))
+        for size in (1, 2, 3):
+            for start in range(len(prompt) - size + 1):
+                row[3 + zlib.crc32(prompt[start : start + size].encode()) % (self._features - 3)] += 1.0 / size
+        return row
+
+    def fit(self, prompts: Sequence[str], lengths: Sequence[float]) -> LengthRanker:
+        """Fit to answers that were generated; return self."""
+        rows = np.array([self._row(prompt) for prompt in prompts])
+        normal = rows.T @ rows + self._ridge * np.eye(self._features)
+        self._weights = np.linalg.solve(normal, rows.T @ np.log1p(np.asarray(lengths, float)))
+        return self
+
+    def predict(self, prompts: Sequence[str]) -> list[float]:
+        """Predicted lengths in tokens. Their order is what counts."""
+        return [float(np.expm1(self._row(prompt) @ self._weights)) for prompt in prompts]

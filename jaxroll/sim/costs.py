@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ from jaxroll.run_paths import RunPaths
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(gt=0)]
 NORMAL = statistics.NormalDist()
 
 
@@ -179,11 +180,102 @@ class Cluster:
     rpc_s: NotNegative = 0.001
     rpc_bytes_per_s: Positive = math.inf
     failures: tuple[Failure, ...] = ()
+    samplers: tuple[SamplerCosts, ...] = ()  # of samplers 0, 1, …, instead of `sampler`
+
+    def sampler_costs(self, index: int) -> SamplerCosts:
+        """The costs of a sampler."""
+        return self.samplers[index] if index < len(self.samplers) else self.sampler
 
 
-def load(path: Path) -> Cluster:
+@dataclass(frozen=True)
+class DeviceType:
+    """A type of device. Its rates are reached in part (`flops_share`, `bytes_share`).
+
+    A device that generates is lost every `lost_every_s` seconds in the mean, for `down_s` seconds.
+    """
+
+    name: str
+    count: Count
+    machine: Count = 8
+    flops: Positive = math.inf
+    bytes_per_s: Positive = math.inf
+    memory_bytes: Positive = math.inf
+    link_bytes_per_s: Positive = math.inf
+    flops_share: Share = 0.4
+    bytes_share: Share = 0.7
+    price_per_hour: NotNegative = 0.0
+    accelerator: str = ""
+    lost_every_s: Positive = math.inf
+    down_s: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model: parameters, bytes of KV cache per token, and bytes per parameter of weights and of training."""
+
+    parameters: Positive
+    kv_bytes_per_token: NotNegative = 0.0
+    weight_bytes: Positive = 2.0
+    training_bytes: Positive = 16.0
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role of a workflow: the roles it depends on, and its seconds by type of device and number of devices.
+
+    With `rollouts`, `rates` has instead the rollouts per second of one replica, by type and devices of the replica.
+    `spread` is the relative uncertainty of these numbers.
+    """
+
+    name: str
+    after: tuple[str, ...] = ()
+    seconds: Mapping[str, Mapping[int, Positive]] = field(default_factory=dict)
+    rates: Mapping[str, Mapping[int, Positive]] = field(default_factory=dict)
+    rollouts: int = 0
+    spread: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates, and the rules of a step.
+
+    `parallel_share`: the share of the speed that is kept when the devices of a role double. `steps_per_age`: the steps
+    that an age of 1 adds, relative to all, for the objective `time`. `sampler_devices`: devices of a sampler.
+    """
+
+    schedules: tuple[str, ...] = ("shared", "sync", "one_step", "bounded", "interval")
+    alphas: tuple[NotNegative, ...] = (1.0, 2.0)
+    sampler_devices: tuple[Count, ...] = (1, 2, 4, 8)
+    learner_devices: tuple[Count, ...] = ()
+    parallel_share: Share = 0.95
+    steps_per_age: NotNegative = 0.0
+    between_bytes_per_s: Positive = math.inf
+    chunks: Count = 1
+    switch_s: NotNegative = 0.0
+    unit: Count = 1
+
+
+@dataclass(frozen=True)
+class Hardware(Cluster):
+    """Devices, and the costs of work on them: of a model, of a plan (`plan`), or as measured ([sampler], [learner])."""
+
+    devices: tuple[DeviceType, ...] = ()
+    model: ModelCosts | None = None
+    plan: str = ""
+    roles: tuple[Role, ...] = ()
+    search: Space = field(default_factory=Space)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of devices by type."""
+        return tuple(each.count for each in self.devices)
+
+
+C = TypeVar("C", bound=Cluster)
+
+
+def load(path: Path, kind: type[C] = Cluster, remedy: str = "docs/simulation.md lists the keys of a cluster.") -> C:
     """The cluster that a TOML file describes. ConfigError if it cannot be read or has an unknown or wrong value."""
-    remedy = "docs/simulation.md lists the keys of a cluster."
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -191,10 +283,10 @@ def load(path: Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--cluster", str(path), f"is no TOML: {error}", remedy) from error
     try:
-        cluster = msgspec.convert(values, Cluster)
+        cluster = msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise ConfigError("--cluster", str(path), str(error), remedy) from error
-    if unknown := _unknown(values, msgspec.to_builtins(cluster)):
+    if unknown := _unknown(values, msgspec.to_builtins(cluster, str_keys=True)):
         raise ConfigError("--cluster", str(path), f"has the unknown key {unknown}", remedy)
     return cluster
 
@@ -223,8 +315,9 @@ def text(cluster: Cluster) -> str:
     for table in ("sampler", "learner", "transfer", "workload"):
         changed = {key: value for key, value in values[table].items() if value != defaults[table][key]}
         lines += [f"\n[{table}]", *(f"{key} = {_toml(value)}" for key, value in changed.items())] if changed else []
-    for failure in values["failures"]:
-        lines += ["\n[[failures]]", *(f"{key} = {_toml(value)}" for key, value in failure.items())]
+    for table in ("failures", "samplers"):
+        for row in values[table]:
+            lines += [f"\n[[{table}]]", *(f"{key} = {_toml(value)}" for key, value in row.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -75,7 +75,8 @@ class SimulatedEngine:
     """An engine with its thread, proxy and weight receiver. Its work runs in a task that `close` ends."""
 
     def __init__(self, cluster: Cluster, config: Config, role: str) -> None:
-        self._costs, self._workload, self._transfer = cluster.sampler, cluster.workload, cluster.transfer
+        self._costs, self._workload = cluster.sampler_costs(int(role.rpartition("-")[2])), cluster.workload
+        self._transfer = cluster.transfer
         self._config, self._role = config, role
         self._slots, self._chunk = config.sampler.slots, config.sampler.decode_chunk
         self.in_force_s = config.transfer.deadline_s if config.schedule.rolling_updates else 0.0

@@ -215,7 +215,8 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         "sampler_busy": busy_s / elapsed_s / config.sampler.count,
     }  # fmt: skip
     if cluster is not None:
-        per_s = (cluster.sampler.price_per_hour * config.sampler.count + cluster.learner.price_per_hour) / 3600
+        prices = [cluster.sampler_costs(index).price_per_hour for index in range(config.sampler.count)]
+        per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600
         found["cost_per_million_tokens"] = per_s / found["tokens_per_s"] * 1e6 if found["tokens_per_s"] else math.inf
     return found
 

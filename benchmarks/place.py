@@ -1,0 +1,213 @@
+"""The planner's pick, judged by the simulator: four workloads, AReaL-Hex's clusters, 1,024 devices.
+
+    python -m benchmarks.place [--quick] [--rounds=N]
+
+- `workloads`: on four devices every candidate is simulated on the workloads of benchmarks/schedules/compare.py. `gap`:
+  how much longer a step of the pick takes than one of the candidate that is fastest in the simulation.
+- `hetero`: three clusters of equal price with the constants that AReaL-Hex publishes (arXiv 2511.00796): 24 H800 and 24
+  H20, 32 H800, 88 H20. The planner picks for each, and the simulator gives the ratios. `null` gives both types the same
+  rates and price, and answers of equal length.
+- `large`: seconds of a search on 1,024 devices of two types.
+- `dispatch`: seconds of generation with the longest answers on instances of their own, over a random assignment, by the
+  formula of the engine; the lengths are ranked by a model that was fitted to other prompts.
+
+Class S, one core. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.lib.report import arguments, finish, say, spread
+from benchmarks.schedules import compare
+from jaxroll import config as configs
+from jaxroll.config import Config
+from jaxroll.policy import selection
+from jaxroll.sim import place
+from jaxroll.sim.costs import DeviceType, Hardware, Law, ModelCosts, SamplerCosts, Space, Workload
+
+WORKLOADS = ("long tail", "balanced", "agentic latency", "spot")
+MODEL = ModelCosts(7.6e9, 57344.0)
+# AReaL-Hex: TFLOP/s, TB/s and $ per hour; 5 GB/s between machines of a type, 1.5 GB/s between types.
+H800 = DeviceType("H800", 32, 8, 756e12, 2e12, 80e9, 5e9, price_per_hour=5.28)
+H20 = DeviceType("H20", 88, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
+LONG = Workload(Law(mean=256), Law("lognormal", 4000, 4000, 1, 16384), answers_alike=0.5)
+EVEN = Workload(Law(mean=256), Law("normal", 1000, 20, 1))
+PUBLISHED = {"over H800": (1.31, 1.50), "over H20": (2.29, 2.80)}
+
+
+def config(steps: int, groups: int = compare.GROUPS, size: int = compare.GROUP_SIZE) -> Config:
+    """The run of benchmarks/schedules/compare.py, whose samplers and schedule the planner chooses."""
+    base = configs.to_dict(compare.config(1, steps, 0, compare.SCHEDULES["bounded"]))
+    return configs.parse(configs.override(base, [f"schedule.groups_per_step={groups}", f"schedule.group_size={size}"]))
+
+
+def four(workload: str) -> Hardware:
+    """Four devices of benchmarks/schedules/compare.py and a workload of that page."""
+    device = compare.DEVICE
+    every_s, down_s = (compare.LOST_EVERY_S, compare.LOST_FOR_S) if workload == "spot" else (math.inf, 0.0)
+    one = DeviceType(
+        "H800", compare.DEVICES, 8, device.flops, device.bytes_per_s, link_bytes_per_s=device.link_bytes_per_s,
+        flops_share=device.flops_share, bytes_share=device.bytes_share, price_per_hour=device.price_per_hour,
+        lost_every_s=every_s, down_s=down_s,
+    )  # fmt: skip
+    space = Space(("shared", "sync", "one_step", "interval", "bounded", "pure"), (2.0,), (1, 2), (1, 2), 1.0)
+    return Hardware(
+        "published constants", workload=compare.WORKLOADS[workload], devices=(one,), model=MODEL, search=space
+    )
+
+
+def judged(workload: str, steps: int, rounds: int, most: int) -> dict[str, Any]:
+    """The pick, the simulated best, and the errors of all predictions."""
+    planner = place.Planner(config(steps), four(workload))
+    found = [(one, predicted) for one, predicted in place.ranked(planner, "throughput") if _complete(planner, one)]
+    rows = []
+    for one, predicted in found[:most]:
+        runs = [place.simulated(planner, one, seed)["step_s"] for seed in range(rounds)]
+        rows.append((statistics.median(runs), predicted, one))
+        say(f"{workload}: {one} predicted {predicted.step_s:.1f} ({predicted.low_s:.1f} to {predicted.high_s:.1f}), "
+            f"simulated {spread(runs)}")  # fmt: skip
+    best, pick = min(rows, key=lambda row: row[0]), rows[0]
+    errors = [predicted.step_s / step_s - 1 for step_s, predicted, _ in rows]
+    inside = [predicted.low_s <= step_s <= predicted.high_s for step_s, predicted, _ in rows]
+    return {
+        "candidates": len(rows), "pick": _named(pick[2]), "best": _named(best[2]), "gap": pick[0] / best[0] - 1,
+        "pick_step_s": pick[0], "predicted_step_s": pick[1].step_s, "low_s": pick[1].low_s, "high_s": pick[1].high_s,
+        "error_median": statistics.median(map(abs, errors)), "error_max": max(map(abs, errors)),
+        "inside_share": statistics.mean(inside),
+    }  # fmt: skip
+
+
+def _complete(planner: place.Planner, one: place.Candidate) -> bool:
+    """True if a candidate uses all devices: with fewer, none is faster."""
+    return sum(one.used()) + one.sampler_devices > sum(planner.hardware.counts)
+
+
+def _named(one: place.Candidate) -> str:
+    samplers = f"{sum(one.samplers)} of {one.sampler_devices}"
+    return f"{one.schedule}, alpha {one.alpha:g}, learner {one.learner_devices}, samplers {samplers}"
+
+
+def hetero(steps: int, rounds: int, null: bool) -> dict[str, Any]:
+    """Tokens per second of three clusters of equal price, each with the planner's pick, and their ratios."""
+    fast, slow = (
+        (replace(H800, price_per_hour=1.0), replace(H800, name="H20", price_per_hour=1.0)) if null else (H800, H20)
+    )
+    sizes = (
+        {"both": (24, 24), "H800": (48, 0), "H20": (0, 48)}
+        if null
+        else {"both": (24, 24), "H800": (32, 0), "H20": (0, 88)}
+    )
+    found: dict[str, Any] = {}
+    for name, counts in sizes.items():
+        types = tuple(replace(each, count=n) for each, n in zip((fast, slow), counts, strict=True) if n)
+        between = H800.link_bytes_per_s if null else 1.5e9
+        space = Space(("bounded",), (2.0,), (1, 2, 4), (), 1.0, between_bytes_per_s=between)
+        work = EVEN if null else LONG
+        hardware = Hardware("AReaL-Hex", workload=work, devices=types, model=MODEL, search=space)
+        planner = place.Planner(config(steps, 32, 16), hardware)
+        one, predicted = place.ranked(planner, "throughput")[0]
+        runs = [place.simulated(planner, one, seed)["tokens_per_s"] for seed in range(rounds)]
+        prices = sum(each.price_per_hour * each.count for each in types)
+        found[name] = {
+            "tokens_per_s": statistics.median(runs), "runs": spread(runs), "predicted": predicted.tokens_per_s,
+            "learner": {planner.hardware.devices[one.learner_type].name: one.learner_devices}, "price_per_hour": prices,
+            "samplers": {each.name: n for each, n in zip(planner.hardware.devices, one.samplers, strict=True)},
+            "sampler_devices": one.sampler_devices,
+        }  # fmt: skip
+        say(f"{'null ' * null}{name}: {found[name]}")
+    rate = {name: row["tokens_per_s"] for name, row in found.items()}
+    return found | {"over H800": rate["both"] / rate["H800"], "over H20": rate["both"] / rate["H20"]}
+
+
+def large(count: int) -> dict[str, Any]:
+    """Seconds of a search on `count` devices, half of each type."""
+    types = (replace(H800, count=count // 2), replace(H20, count=count // 2))
+    hardware = Hardware("AReaL-Hex", workload=LONG, devices=types, model=MODEL, search=Space(between_bytes_per_s=1.5e9))
+    started = time.monotonic()
+    planner = place.Planner(config(10, 256, 16), hardware)
+    one, predicted = place.ranked(planner, "throughput")[0]
+    return {"devices": count, "search_s": time.monotonic() - started, "pick": _named(one), "step_s": predicted.step_s}
+
+
+def dispatched(rounds: int, answers: int, scale: float) -> dict[str, Any]:
+    """Makespan of a random assignment over that of `selection.dispatch`, for lengths with a tail and for equal ones.
+
+    A prompt of n digits has an answer of `scale` · 1.25ⁿ tokens with log-normal noise; the ranker saw other prompts.
+    """
+    costs, instances = place.Planner(config(10), four("long tail")).sampler_costs(0, 1), 8
+    ratios, same, recalls = [], [], []
+    for seed in range(rounds):
+        chance = random.Random(seed)
+
+        def drawn(chance: random.Random = chance) -> tuple[str, float]:
+            digits = chance.randint(1, 24)
+            noise = chance.lognormvariate(0, 0.3)
+            return f"add {''.join(chance.choices('0123456789', k=digits))}", scale * 1.25**digits * noise
+
+        seen, held = [drawn() for _ in range(512)], [drawn() for _ in range(answers)]
+        predicted = selection.LengthRanker().fit(*zip(*seen, strict=True)).predict([prompt for prompt, _ in held])
+        lengths, most = [length for _, length in held], answers // 5
+        top = set(sorted(range(answers), key=lambda index: -lengths[index])[:most])
+        recalls.append(len(top & set(sorted(range(answers), key=lambda index: -predicted[index])[:most])) / most)
+        ratios.append(_over_random(lengths, predicted, instances, costs, chance))
+        equal = [statistics.mean(lengths)] * answers
+        same.append(_over_random(equal, equal, instances, costs, chance))
+    return {"ratio": spread(ratios), "null": spread(same), "recall_of_top_fifth": spread(recalls)}
+
+
+def _over_random(
+    lengths: list[float], predicted: list[float], instances: int, costs: SamplerCosts, chance: random.Random
+) -> float:
+    def drain_s(members: list[int]) -> float:
+        """Decode steps of all members at once, until the longest ends."""
+        ranked, total, before = sorted(lengths[index] for index in members), 0.0, 0.0
+        for rank, length in enumerate(ranked):
+            alive = len(ranked) - rank
+            total += (length - before) * costs.step_s(alive, alive * (length + before) / 2)
+            before = length
+        return total
+
+    def makespan(groups: list[list[int]]) -> float:
+        return max(drain_s(group) for group in groups if group)
+
+    order, mean = list(range(len(lengths))), statistics.mean(lengths)
+    chance.shuffle(order)
+    found = selection.dispatch(predicted, instances, lambda batch: costs.step_s(batch, batch * mean / 2), len(lengths))
+    groups = [list(found.long[i :: found.long_instances]) for i in range(found.long_instances)]
+    groups += [list(found.others[i :: found.other_instances]) for i in range(found.other_instances)]
+    return makespan([order[i::instances] for i in range(instances)]) / makespan(groups)
+
+
+def main() -> int:
+    """All parts."""
+    parser = arguments(str(__doc__).splitlines()[0])
+    parser.add_argument("--only", action="append", choices=("workloads", "hetero", "large", "dispatch"))
+    chosen, started = parser.parse_args(), time.monotonic()
+    steps, rounds, most = (8, 1, 3) if chosen.quick else (14, chosen.rounds or 2, 100)
+    parts = chosen.only or ["workloads", "hetero", "large", "dispatch"]
+    found: dict[str, Any] = {"class": "S", "steps": steps, "rounds": rounds}
+    if "dispatch" in parts:
+        seeds = 3 if chosen.quick else 20
+        found["dispatch"] = {
+            "weights bound": dispatched(seeds, 512, 16.0),
+            "cache bound": dispatched(seeds, 2048, 64.0),
+        }
+    if "large" in parts:
+        found["large"] = [large(count) for count in ((1024,) if chosen.quick else (64, 256, 1024))]
+    if "hetero" in parts and not chosen.quick:
+        found["hetero"] = {"null": hetero(8, 1, True), "AReaL-Hex": hetero(8, rounds, False), "published": PUBLISHED}
+    if "workloads" in parts:
+        found["workloads"] = {name: judged(name, steps, rounds, most) for name in WORKLOADS}
+    finish(found, command=" ".join(["python", *sys.orig_argv[1:]]), started=started)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
