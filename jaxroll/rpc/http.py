@@ -46,8 +46,10 @@ async def serve(app: ASGIApp, listening: socket.socket, *, sockets: bool = False
         timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
     )
-    gc.freeze()  # a collection of the imported modules' objects would stop all streams for 100 ms
-    gc.set_threshold(10_000, 20, 20)
+    if not gc.get_freeze_count():  # a collection of the imported modules' objects would stop all streams for 100 ms
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
     server = _Server(config)
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:

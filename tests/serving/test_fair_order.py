@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 
 import numpy as np
@@ -93,6 +94,20 @@ def test_a_flood_cannot_take_the_open_answers_of_others() -> None:
             engine.go.set()
             assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
             assert not front.counts.of_client
+
+    run(check())
+
+
+def test_servers_freeze_the_objects_of_the_imports_once() -> None:
+    async def check() -> None:
+        counts = []
+        for _ in range(2):
+            kept = [[] for _ in range(1000)]
+            async with served(Engine()) as (url, _), connect(url, TOKEN) as api:
+                assert (await api.get("/health")).status_code == 200
+                counts.append(gc.get_freeze_count())
+            del kept
+        assert counts[0] == counts[1] > 10_000
 
     run(check())
 
