@@ -50,6 +50,7 @@ _UNAUTHORIZED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERM
 Metadata = tuple[tuple[str, str], ...]
 _UNREAD = (0, 0)
 _OVERDUE_S = 5  # a working gRPC is late by milliseconds
+_NO_MEMORY = "MemoryError"  # in gRPC's text for an exception of a handler
 _TOO_LARGE = "larger than max"  # in gRPC's text for a reply over this side's limit; the only exhaustion that is final
 
 
@@ -181,7 +182,8 @@ class RawClient:
             raise Unauthorized(f"{where}: {details}") from error
         if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
             raise StoreRefusal(f"{where}: {details}") from error
-        if code not in _RETRYABLE and not _broke_off(error):
+        no_memory = code is grpc.StatusCode.UNKNOWN and _NO_MEMORY in details  # such a server ends and starts again
+        if code not in _RETRYABLE and not no_memory and not _broke_off(error):
             raise InfraError(f"{where}: {code.name}: {details}") from error
         if is_over:
             kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError

@@ -47,12 +47,18 @@ class Service:
             raise InfraError("not now")
         return b"at last"
 
+    async def without_memory(self, caller: Caller, body: bytes) -> bytes:
+        self.failures_left -= 1
+        if self.failures_left >= 0:
+            raise MemoryError
+        return b"of the next server"
+
     async def hang(self, caller: Caller, body: bytes) -> bytes:
         await asyncio.Event().wait()
         return b""
 
     def methods(self) -> dict[str, Method]:
-        names = ("echo", "refuse", "malformed", "flaky", "hang")
+        names = ("echo", "refuse", "malformed", "flaky", "without_memory", "hang")
         return {name: Method(getattr(self, name), ALL) for name in names} | {
             "learners": Method(self.echo, frozenset({"learner"}))
         }
@@ -345,6 +351,19 @@ def test_patience_outlives_failures_and_ends() -> None:
                 await raw.call("flaky", b"", 5.0, patience_s=0.3)
             with pytest.raises(DeadlineExceeded, match="patience is over"):
                 await raw.call("hang", b"", 0.2, patience_s=0.3)
+
+    run(calls())
+
+
+def test_a_call_outlives_a_server_without_memory() -> None:
+    async def calls() -> None:
+        service = Service()
+        async with server(service) as port, client(f"127.0.0.1:{port}") as raw:
+            service.failures_left = 2
+            assert await raw.call("without_memory", b"", 5.0) == b"of the next server"
+            service.failures_left = 10**6
+            with pytest.raises(InfraError, match=r"MemoryError.*patience is over"):
+                await raw.call("without_memory", b"", 5.0, patience_s=0.3)
 
     run(calls())
 

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ async def serve(
     log = Log(run_dir, history_bytes=kept.history_mb * 2**20, keep_bytes=kept.keep_trajectories_mb * 2**20)
     try:
         sys.setswitchinterval(_SWITCH_S)
+        asyncio.get_running_loop().set_exception_handler(partial(_on_loop_error, log))
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(RunPaths(run_dir).metrics)
         try:
@@ -101,6 +103,14 @@ async def serve(
     finally:
         sys.setswitchinterval(before_s)
         await log.close()
+
+
+def _on_loop_error(log: Log, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the store by its log if a callback had no memory, which would fail again and again; report all else."""
+    if isinstance(error := context.get("exception"), MemoryError):
+        log.fail(error)
+    else:
+        loop.default_exception_handler(context)
 
 
 class _Store:

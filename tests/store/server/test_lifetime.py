@@ -138,6 +138,19 @@ def test_a_failing_feeder_ends_the_store_by_name(tmp_path: Path, small: SimpleNa
         run(serve(small.configured(), tmp_path, Broken(), host="127.0.0.1", port=0, ready=lambda address: None))
 
 
+def test_a_callback_without_memory_ends_the_store(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """Otherwise it would fail again and again, for example at each byte of the feeder's pipe."""
+
+    def callback() -> None:
+        raise MemoryError
+
+    def ready(address: str) -> None:
+        asyncio.get_running_loop().call_soon(callback)
+
+    with pytest.raises(InfraError, match="MemoryError; nothing can be made durable"):
+        run(serve(small.configured(), tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=ready))
+
+
 def test_the_data_ends(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured()
 
