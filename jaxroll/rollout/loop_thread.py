@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import queue
 import sys
 import threading
@@ -20,12 +21,13 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from jaxroll.errors import InfraError
+from jaxroll.errors import EXIT_FAILURE, InfraError
 from jaxroll.protocols import described
 
 T = TypeVar("T")
 BLOCKED_S = 60.0
 _WATCH_EVERY_S = 1.0
+_START_S = 20.0  # in which a thread has started, also on a machine that swaps
 _FRAMES = 12  # of the blocked thread, for its error
 
 
@@ -95,13 +97,20 @@ class LoopThread:
     def _watch(self) -> None:
         """Fail the jobs when the loop has not answered for `blocked_s`.
 
-        Only seconds in which this thread ran count, so that a process that was suspended does not fail.
+        Only seconds in which this thread ran count, so that a process that was suspended does not fail. The process
+        ends if its main thread starts a thread that never runs.
         """
-        silent_s, last_s, seen_s = 0.0, time.monotonic(), self._alive_s
+        silent_s, starting_s, last_s, seen_s = 0.0, 0.0, time.monotonic(), self._alive_s
+        starting: threading.Thread | None = None
         while not self._closing.wait(_WATCH_EVERY_S) and self._thread.is_alive():
             now_s = time.monotonic()
-            silent_s = silent_s + min(now_s - last_s, 2 * _WATCH_EVERY_S) if self._alive_s == seen_s else 0.0
-            last_s, seen_s = now_s, self._alive_s
+            watched_s = min(now_s - last_s, 2 * _WATCH_EVERY_S)
+            silent_s = silent_s + watched_s if self._alive_s == seen_s else 0.0
+            last_s, seen_s, before, starting = now_s, self._alive_s, starting, _starting_thread()
+            starting_s = starting_s + watched_s if starting is not None and starting is before else 0.0
+            if starting is not None and starting_s >= _START_S:
+                print(f"{self._name}: the thread {starting.name} did not start, as if out of memory", flush=True)
+                os._exit(EXIT_FAILURE)
             if silent_s >= self._blocked_s:
                 self._fail(f"{self._name}: {self._blocked(silent_s)}")
                 return
@@ -134,6 +143,18 @@ class LoopThread:
                 future.set_exception(InfraError(cause))
             if inspect.getcoroutinestate(job) == inspect.CORO_CREATED:  # the loop will not start it any more
                 job.close()
+
+
+def _starting_thread() -> threading.Thread | None:
+    """The thread that the main thread starts now, if any.
+
+    `Thread.start` waits without end for a thread that dies for want of memory before its first line, which nothing
+    reports (seen with Python 3.11).
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 class DeviceThread:

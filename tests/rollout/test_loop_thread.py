@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
 import sys
 import threading
 import time
@@ -111,3 +112,17 @@ def test_a_session_that_foreign_code_cancels_ends_with_that_cause() -> None:
     with pytest.raises(InfraError, match="cancelled the session"):
         ended(session, DEADLINE_S)
     closed(thread)
+
+
+def test_a_process_ends_whose_main_thread_starts_a_thread_that_never_runs() -> None:
+    """As without memory: the new thread dies before its first line, and `Thread.start` waits for it without end."""
+    code = (
+        "import threading\n"
+        "from jaxroll.rollout import loop_thread\n"
+        "loop_thread._WATCH_EVERY_S, loop_thread._START_S = 0.05, 0.3\n"
+        "loop = loop_thread.LoopThread('learner')\n"
+        "threading._start_new_thread = lambda *_: 1\n"
+        "threading.Thread(target=print, name='late').start()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "learner: the thread late did not start, as if out of memory\n")
