@@ -26,6 +26,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 ROLES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 INSTANT_S = 15.0  # time for which a fault waits for the instant that it needs
 POLL_S = 0.002
+MEMORY_GONE_S = 20.0  # as in hooks/sitecustomize.py
 
 
 class Skipped(Exception):
@@ -227,6 +228,26 @@ class LittleMemory:
 
 
 @dataclass(frozen=True)
+class NoMemory:
+    """Every allocation of a role fails (`hooks/sitecustomize.py`)."""
+
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        target = chance.choice(("store", "learner", "sampler", "evaluator"))
+        order, noted = run.memory / target, set(run.memory.iterdir())
+        order.touch()
+        taken = until(lambda: not order.exists(), INSTANT_S)
+        order.unlink(missing_ok=True)
+        if not taken:
+            raise Skipped(f"no {target}")
+        (by,) = set(run.memory.iterdir()) - noted
+        pid = int(by.suffix[1:])
+        ended = until(lambda: not psutil.pid_exists(pid), 1.5 * MEMORY_GONE_S)
+        return f"{target} (pid {pid}) had no free memory and {'ended' if ended else 'lived on'}"
+
+
+@dataclass(frozen=True)
 class NoNewTasks:
     """A sampler can start neither threads nor processes while its scoring worker dies."""
 
@@ -394,6 +415,7 @@ FAULTS: dict[str, Fault] = {
     "network_cut": CutNetwork(),
     "few_descriptors": FewDescriptors(),
     "little_memory": LittleMemory(),
+    "no_memory": NoMemory(),
     "no_new_tasks": NoNewTasks(),
     "clock_forward": MoveClock(1),
     "clock_back": MoveClock(-1),

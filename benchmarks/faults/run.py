@@ -40,7 +40,8 @@ class Run:
     def __init__(self, folder: Path, run_dir: Path, seed: int, no_namespace: str = "") -> None:
         self.folder, self.run_dir, self.seed, self.no_namespace = folder, run_dir, seed, no_namespace
         self.journal, self.orders, self.clock = folder / "journal", folder / "orders", folder / "clock"
-        for path in (self.journal, self.orders):
+        self.memory = folder / "memory"  # a file with a role's name: it uses up its memory
+        for path in (self.journal, self.orders, self.memory):
             path.mkdir(parents=True, exist_ok=True)
         self.set_clock(0.0)
         self.lock = threading.RLock()  # held during an intended restart of the supervisor
@@ -88,7 +89,8 @@ class Run:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "jax")
         return {**os.environ, "PYTHONPATH": path, "JAXROLL_CACHE": cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu",
                 "CHAOS_CLOCK": str(self.clock), "CHAOS_JOURNAL": str(self.journal),
-                "CHAOS_ORDERS": str(self.orders)}  # fmt: skip
+                "CHAOS_ORDERS": str(self.orders), "CHAOS_MEMORY": str(self.memory),
+                "MALLOC_ARENA_MAX": "1"}  # fmt: skip
 
     def output(self, name: str) -> Path:
         """The file with the present supervisor's stdout (`out`) or stderr (`err`)."""

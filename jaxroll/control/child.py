@@ -27,6 +27,7 @@ _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
 # Python, C++, XLA and the system, each in its own words.
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|cannot allocate memory|failed to allocate", re.IGNORECASE)
+_ABORTED = "a library aborted it, as gRPC does without a message when it is out of memory; see its log"
 _CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
 LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
@@ -82,7 +83,7 @@ class Child:
         if code is not None:
             self._signal_group(signal.SIGKILL)
         if code and not self.cause:
-            self.cause = out_of_memory(tail(self.log, _CAUSE_LINES))
+            self.cause = out_of_memory(tail(self.log, _CAUSE_LINES)) or (_ABORTED if code == -signal.SIGABRT else "")
         return code
 
     def terminate(self) -> None:

@@ -148,8 +148,8 @@ class LoopThread:
 def _starting_thread() -> threading.Thread | None:
     """The thread that the main thread starts now, if any.
 
-    `Thread.start` waits without end for a thread that dies for want of memory before its first line, which nothing
-    reports (seen with Python 3.11).
+    Without memory a new thread may die before its first line: `Thread.start` then waits without end, and nothing is
+    reported (seen with Python 3.11).
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code is not threading.Thread.start.__code__:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import signal
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.faults.verdict import lost_puts, read_journal
 from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.envs import talkative
-from tests.harness.train_process import LEARNING, SMALL, Train, assert_sound, last_step
+from tests.harness.train_process import LEARNING, ROOT, SMALL, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 WORDS = (
@@ -20,6 +26,11 @@ WORDS = (
     "--config.learner.checkpoint_every=3",
     "--config.supervisor.backoff_s=0.1",
 )
+TINY = (
+    "--config.sft.steps=0", "--config.evaluator.every=0", "--config.sampler.slots=4",
+    "--config.schedule.groups_per_step=2", "--config.schedule.group_size=2",
+    "--config.task.env=tests.harness.envs.dense_reward:dense_reward", *WORDS[-3:],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("role", ["sampler", "learner", "store"])
@@ -45,6 +56,36 @@ def test_a_role_at_a_limit_of_the_system(role: str, limit: str, free_run_dir: Pa
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
         assert train.report()["restarts"] <= 2
+
+
+@pytest.mark.parametrize("role", ["sampler", "learner", "store"])
+def test_a_role_without_free_memory_ends_with_that_cause_and_is_restarted(
+    role: str, free_run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of the role takes all memory up to its limit, so that the role's own allocations fail."""
+    for name in ("memory", "journal"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(f"CHAOS_{name.upper()}", str(tmp_path / name))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # what one thread of a role takes, its other threads have not
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "benchmarks" / "faults" / "hooks"), str(ROOT)]))
+    with Train(free_run_dir, *TINY) as train:
+        train.until_step(4)
+        victim = train.role(role)
+        (tmp_path / "memory" / role).touch()
+        train.until(lambda rows: any(row["kind"] == "restart" for row in rows), f"the end of the {role}")
+        assert not psutil.pid_exists(victim.pid)
+        at = last_step(train.rows)
+        train.until(lambda rows: last_step(rows) >= at + 6, f"steps after the end of the {role}")
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+    with contextlib.closing(sqlite3.connect(free_run_dir / "store.db")) as db:
+        assert lost_puts(db, read_journal(tmp_path / "journal")) == []
+    (death,) = [row for row in train.rows if row["kind"] == "restart"]
+    assert (tmp_path / "memory" / f"{role}.{victim.pid}").read_text() == "used up"
+    assert death["pid"] == victim.pid and "out of memory" in death["cause"], death
+    words = [sys.executable, "-m", "jaxroll", "inspect", str(free_run_dir)]
+    assert "out of memory" in subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def test_without_a_locale_a_home_or_a_place_for_scratch_and_with_much_to_say(

@@ -2,6 +2,7 @@
 
 - `CHAOS_CLOCK` names a file that holds one double: the seconds by which `time.time` is wrong, read at every call.
 - `CHAOS_JOURNAL` names a folder, outside the run's, to which the store's acknowledgements are written.
+- `CHAOS_MEMORY` names a folder: a role that finds a file with its name there uses up its memory.
 - The store compacts its log after 300 records instead of 20,000, so that a short run compacts it many times.
 
 Only the standard library is imported here; modules of JaxRoll are changed when the process itself imports them.
@@ -12,12 +13,17 @@ import importlib.machinery
 import json
 import mmap
 import os
+import resource
 import struct
 import sys
+import threading
 import time
 import uuid
 
 COMPACT_EVERY = 300
+MEMORY_POLL_S = 0.2
+MEMORY_GONE_S = 20.0  # for which a role that copes has no free memory
+SMALLEST_BYTES = 600  # smaller ones come from Python's own pools
 
 
 def shift_clock(path):
@@ -93,6 +99,49 @@ def compact_often(module):
     module.COMPACT_EVERY = COMPACT_EVERY
 
 
+def use_up_memory(folder, role):
+    """Wait in a thread for the file of this role, and then allocate until nothing is free, for `MEMORY_GONE_S`.
+
+    The limits are what is mapped and used by then, so that every other allocation of the process fails as well.
+    """
+    order, noted = os.path.join(folder, role), os.path.join(folder, f"{role}.{os.getpid()}")
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+
+    def wait():
+        while True:
+            time.sleep(MEMORY_POLL_S)
+            try:
+                os.rename(order, noted)
+            except OSError:
+                continue
+            hold()
+
+    def hold():
+        with open("/proc/self/status", encoding="ascii") as status:
+            used = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
+        before = [resource.getrlimit(limit) for limit in limits]
+        kept, note = [], os.open(noted, os.O_WRONLY)
+        for limit, name, (_, hard) in zip(limits, ("VmSize", "VmData"), before, strict=True):
+            resource.setrlimit(limit, (int(used[name]) * 1024, hard))
+        until = time.monotonic() + MEMORY_GONE_S
+        while time.monotonic() < until:
+            size = 1 << 24
+            while size >= SMALLEST_BYTES:
+                try:
+                    kept.append(bytes(size))
+                except MemoryError:
+                    size //= 2
+            if note >= 0:
+                os.write(note, b"used up")
+                note = os.close(note) or -1
+            time.sleep(0.01)  # what others free meanwhile is taken as well
+        kept.clear()
+        for limit, value in zip(limits, before, strict=True):
+            resource.setrlimit(limit, value)
+
+    threading.Thread(target=wait, name="memory", daemon=True).start()
+
+
 class Changes(importlib.abc.MetaPathFinder):
     """An import hook that calls a function with a module right after the module's import."""
 
@@ -119,6 +168,8 @@ class Changes(importlib.abc.MetaPathFinder):
 
 if "CHAOS_CLOCK" in os.environ:
     shift_clock(os.environ["CHAOS_CLOCK"])
+if "CHAOS_MEMORY" in os.environ and sys.orig_argv[1:3] == ["-m", "jaxroll"] and len(sys.orig_argv) > 3:
+    use_up_memory(os.environ["CHAOS_MEMORY"], sys.orig_argv[3])
 if "CHAOS_JOURNAL" in os.environ:
     changes = {"jaxroll.store.client": journal_acknowledgements, "jaxroll.store.server.keeper": compact_often}
     sys.meta_path.insert(0, Changes(changes))
