@@ -202,6 +202,16 @@ def prompt_digest(prompt: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(prompt, "<i4").tobytes(), digest_size=8).hexdigest()
 
 
+def versions_after(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:
+    """The versions of the tokens after the first `tokens`."""
+    kept, skipped = [], tokens
+    for run in versions:
+        if run.count > skipped:
+            kept.append(VersionRun(run.version, run.count - skipped))
+        skipped = max(skipped - run.count, 0)
+    return tuple(kept)
+
+
 def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:
     """int32 [sampled tokens]: trained step minus sampled step of every sampled token.
 

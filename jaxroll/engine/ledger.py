@@ -10,7 +10,7 @@ from jaxroll import supports
 from jaxroll.engine import requests
 from jaxroll.engine.requests import Add, Result
 from jaxroll.protocols import Completion
-from jaxroll.records import Version, VersionRun
+from jaxroll.records import Version, VersionRun, versions_after
 from jaxroll.supports import Supports
 
 NOTHING = supports.whole(1)  # the support of one token that was not truncated
@@ -137,7 +137,7 @@ class Ledger:
         earlier = len(before.tokens)
         start, count = running.start_row + max(sent - earlier, 0), running.count - max(sent, earlier)
         tokens, logprobs = self._history.column(slot, start, count)
-        versions = self._swaps.runs(after(before.versions, sent), start, count)
+        versions = self._swaps.runs(versions_after(before.versions, sent), start, count)
         support = self._history.supports(slot, start, count)
         if sent < earlier:
             tokens = np.concatenate([before.tokens[sent:], tokens])
@@ -178,16 +178,6 @@ def _first_of(running: _Running) -> Partial:
         (VersionRun(running.first_version, 1),),
         running.start_s,
     )
-
-
-def after(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:
-    """The versions of the tokens after the first `tokens`."""
-    kept, skipped = [], tokens
-    for run in versions:
-        if run.count > skipped:
-            kept.append(VersionRun(run.version, run.count - skipped))
-        skipped = max(skipped - run.count, 0)
-    return tuple(kept)
 
 
 def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:

@@ -23,9 +23,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxroll.engine.ledger import after
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey
+from jaxroll.records import versions_after
 from jaxroll.rpc import http
 from jaxroll.serving import http_requests as requests
 from jaxroll.serving.engine_thread import Admission, PauseMode, Turns
@@ -198,7 +198,7 @@ class FrontEnd:
                         continue
                     left -= 1
                     sent = made[choice].count
-                    versions = after(new.versions, sent)
+                    versions = versions_after(new.versions, sent)
                     rest = Completion(new.tokens[sent:], new.logprobs[sent:], versions, new.finish)
                     counts.answers += 1
                     counts.completion_tokens += len(new.tokens)

@@ -26,10 +26,19 @@ from jaxroll.config import Config
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Task, Version, VersionRef, VersionRun
-from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.sim.costs import Cluster, Workload
-from jaxroll.sim.world import TOKENIZER, MemoryPublisher
+from jaxroll.records import (
+    Claim,
+    ClaimedGroup,
+    Finished,
+    Message,
+    Task,
+    Version,
+    VersionRef,
+    VersionRun,
+    versions_after,
+)
+from jaxroll.sim.costs import Cluster
+from jaxroll.sim.world import TOKENIZER
 
 ENV = "jaxroll.sim.devices:simulated"
 LOGPROB = -0.5
@@ -54,12 +63,19 @@ def _answer(length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class _Request:
-    """A request: tokens of its prompt and its answer, and the versions of those that are sampled."""
+    """A request: tokens of its prompt and its answer, and the versions of those that are sampled here.
+
+    `begun` tokens were sampled elsewhere. The tokens after the first `sent` go to `on_tokens`, `piece` at a time.
+    """
 
     prompt: int
     key: GenerationKey
     length: int
     done: asyncio.Future[None]
+    begun: int = 0
+    on_tokens: Callable[[Completion], None] | None = None
+    piece: int = 1
+    sent: int = 0
     start_s: float = 0.0
     sampled: int = 0
     versions: list[tuple[Version, int]] = field(default_factory=list)
@@ -69,6 +85,20 @@ class _Request:
         if self.versions and self.versions[-1][0] == version:
             tokens += self.versions.pop()[1]
         self.versions.append((version, tokens))
+
+    def left(self) -> int:
+        """Tokens to its end, or to the end of a piece."""
+        end = self.length - self.sampled
+        return min(end, max(1, self.sent + self.piece - self.sampled)) if self.on_tokens is not None else end
+
+    def pass_on(self, least: int) -> None:
+        """Pass on the new tokens if there are `least`."""
+        if self.on_tokens is None or self.sampled - self.sent < max(1, least):
+            return
+        tokens, logprobs = _answer(self.sampled - self.sent, ends=False)
+        runs = versions_after(tuple(VersionRun(*run) for run in self.versions), self.sent - self.begun)
+        self.sent = self.sampled
+        self.on_tokens(Completion(tokens, logprobs, runs, ""))
 
 
 class SimulatedEngine:
@@ -143,9 +173,20 @@ class SimulatedEngine:
         return {}
 
     async def generate(
-        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+        self,
+        prompt: np.ndarray,
+        key: GenerationKey,
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        before: Completion | None = None,
+        on_tokens: Callable[[Completion], None] | None = None,
+        piece_tokens: int = 1,
     ) -> Completion:
-        """An answer whose length is drawn for this member and turn; cancelling the call aborts it."""
+        """An answer whose length is drawn for this member and turn; cancelling the call aborts it.
+
+        It begins with the tokens `before`; `on_tokens` gets later ones, `piece_tokens` at a time.
+        """
         seed, alike = self._config.run.seed, self._workload.answers_alike
         own = chance("answer", seed, key.group, key.member, len(prompt)).gauss(0.0, 1.0)
         score = math.sqrt(1 - alike) * own
@@ -154,7 +195,8 @@ class SimulatedEngine:
         wanted = max(1, round(self._workload.answer_tokens.at(score)))
         length = min(wanted, params.max_tokens)
         done = asyncio.get_running_loop().create_future()
-        request = _Request(len(prompt), key, length, done)
+        begun = 0 if before is None else len(before.tokens)
+        request = _Request(len(prompt), key, length, done, begun, on_tokens, piece_tokens, begun, sampled=begun)
         self._waiting.append(request)
         self._changed.set()
         try:
@@ -162,19 +204,27 @@ class SimulatedEngine:
         except asyncio.CancelledError:
             self._leave(request)
             raise
-        self._intervals.append((key.group, key.member, request.start_s, unix_s(), length))
+        self._intervals.append((key.group, key.member, request.start_s, unix_s(), length - begun))
         if keep:
             self._kept[key.group, key.member] = len(prompt) + length
         tokens, logprobs = _answer(length, wanted <= params.max_tokens)
         runs = tuple(VersionRun(version, count) for version, count in request.versions)
+        runs = runs if before is None else (*before.versions, *runs)
         return Completion(tokens, logprobs, runs, "stop" if wanted <= params.max_tokens else "length")
+
+    async def flush(self) -> None:
+        """Pass on all tokens of running requests, as of the last dispatch."""
+        for request in self._active:
+            request.pass_on(1)
 
     def _leave(self, request: _Request) -> None:
         for where in (self._waiting, self._active):
             if request in where:
                 where.remove(request)
         done = self._counters
-        self._counters = replace(done, aborted=done.aborted + 1, tokens_aborted=done.tokens_aborted + request.sampled)
+        self._counters = replace(
+            done, aborted=done.aborted + 1, tokens_aborted=done.tokens_aborted + request.sampled - request.begun
+        )
         self._changed.set()
 
     # the work
@@ -235,10 +285,10 @@ class SimulatedEngine:
             request.start_s = now_s
             self._active.append(request)
             held = self._kept.pop((request.key.group, request.key.member), 0)
-            if not held and request.key.group in prompts:
+            if not held and not request.begun and request.key.group in prompts:
                 continue  # members of a group share the prefill of their prompt
             prompts.add(request.key.group)
-            tokens, rows = tokens + max(request.prompt - held, 1), rows + 1
+            tokens, rows = tokens + max(request.prompt + request.begun - held, 1), rows + 1
         if not rows:
             return 0.0
         calls = self._calls(rows)
@@ -257,7 +307,7 @@ class SimulatedEngine:
         now_s = asyncio.get_running_loop().time
         running, version = list(self._active), self.version
         assert version is not None, "requests start once there are weights"
-        most = min(request.length - request.sampled for request in running)
+        most = min(request.left() for request in running)
         most = math.ceil(most / self._chunk) * self._chunk
         context = sum(request.prompt + request.sampled for request in running) + len(running) * most / 2
         step_s = self._costs.step_s(self._slots if self._costs.all_slots else len(running), context)
@@ -285,6 +335,8 @@ class SimulatedEngine:
                 finished += 1
                 self._active.remove(request)
                 request.done.set_result(None)
+            else:
+                request.pass_on(request.piece)
         done, total = self._counters, steps * self._slots
         self._counters = replace(
             done,
@@ -414,36 +466,7 @@ class SimulatedTrainer:
         return dict(running.row)
 
 
-class SimulatedPublisher(MemoryPublisher):
-    """Weights that can be fetched `publish_s` after the step."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._publish_s = cluster.transfer.publish_s
-
-    async def finish(self, version: Version, started: Version) -> VersionRef:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The weights, once they can be fetched."""
-        await asyncio.sleep(self._publish_s)
-        return self.publish(started, None)
-
-
 # --- Environment
-
-
-class SimulatedPool(ScoringPool):
-    """The scoring pool of a simulated role, which tells its environments the workload.
-
-    Each episode has random numbers of its own: members of a group have equal tasks and seeds.
-    """
-
-    def __init__(self, workload: Workload, seed: int, role: str, ended_s: dict[int, float]) -> None:
-        super().__init__(1)
-        self.workload, self.seed, self._role, self.ended_s = workload, seed, role, ended_s
-        self._episodes = Counter[int]()  # begun here, by prompt
-
-    def episode(self, index: int) -> random.Random:
-        """The random numbers of the next episode of this prompt."""
-        self._episodes[index] += 1
-        return chance("episode", self.seed, self._role, index, self._episodes[index])
 
 
 @registry.register("simulated")
@@ -453,7 +476,7 @@ class Simulated:
     step_limit_s = 86400.0
 
     def __init__(self, pool: Any, config: object) -> None:
-        self._pool: SimulatedPool = pool
+        self._pool = pool  # `SimulatedPool` of the role
         self._workload = self._pool.workload
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:

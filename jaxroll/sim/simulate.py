@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import random
 import statistics
 import time
 from collections import Counter
@@ -23,14 +24,16 @@ from jaxroll.config import Config
 from jaxroll.config.derived import MODES
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
+from jaxroll.records import Version, VersionRef
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.run_paths import RunPaths
 from jaxroll.sim import costs
 from jaxroll.sim import network as virtual_time
-from jaxroll.sim.costs import Cluster, Failure
-from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedPool, SimulatedPublisher, SimulatedTrainer, chance
+from jaxroll.sim.costs import Cluster, Failure, Workload
+from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedTrainer, chance
 from jaxroll.sim.network import Network
-from jaxroll.sim.world import Feed, World
+from jaxroll.sim.world import Feed, MemoryPublisher, World
 
 EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every simulation
 SETTLING = 0.1  # share of the steps that the figures leave out at the start
@@ -39,6 +42,35 @@ LIMIT_S = 365 * 86400.0
 REPORT_EVERY_S = 5.0  # of the real clock
 
 Figures = dict[str, Any]
+
+
+class SimulatedPool(ScoringPool):
+    """The scoring pool of a simulated role, which tells its environments the workload.
+
+    Each episode has random numbers of its own: members of a group have equal tasks and seeds.
+    """
+
+    def __init__(self, workload: Workload, seed: int, role: str, ended_s: dict[int, float]) -> None:
+        super().__init__(1)
+        self.workload, self.seed, self._role, self.ended_s = workload, seed, role, ended_s
+        self._episodes = Counter[int]()  # begun here, by prompt
+
+    def episode(self, index: int) -> random.Random:
+        """The random numbers of the next episode of this prompt."""
+        self._episodes[index] += 1
+        return chance("episode", self.seed, self._role, index, self._episodes[index])
+
+
+class SimulatedPublisher(MemoryPublisher):
+    """Weights that can be fetched `publish_s` after the step."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._publish_s = cluster.transfer.publish_s
+
+    async def finish(self, version: Version, started: Version) -> VersionRef:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The weights, once they can be fetched."""
+        await asyncio.sleep(self._publish_s)
+        return self.publish(started, None)
 
 
 class SimulatedRun(World):

@@ -47,7 +47,8 @@ def test_the_next_holder_continues_after_the_flushed_tokens(machine: Machine) ->
     assert flush(machine, first, 16, (V0, 8)) == -1, "the holder before it still flushes"
     assert flush(machine, again, 16, (V0, 4)) == 20
     machine.restart()
-    assert machine.state.open[0].slots[0].flushed.tokens == 20
+    found = machine.state.open[0].slots[0].flushed
+    assert found is not None and found.tokens == 20
     machine.put(again)
     assert machine.state.open[0].slots[0].flushed is None
 
@@ -60,8 +61,7 @@ def test_a_flush_that_does_not_follow_is_answered_with_what_the_store_has(machin
 
 
 def test_versions_never_regress_within_a_member(machine: Machine) -> None:
-    for key in machine.fill(4):
-        assert key
+    machine.fill(4)
     keys = machine.lease(2)
     machine.claim(0)
     machine.publish(V1)
