@@ -182,8 +182,7 @@ def shared_names() -> set[str]:
 
 
 @pytest.mark.process
-def test_killed_ends_leave_nothing_behind(kit) -> None:
-    """A killed reader's memory is reused; a killed publisher's memory lasts as long as its readers, who keep it."""
+def test_the_memory_of_a_killed_reader_is_given_back(kit) -> None:
     before = shared_names()
     publisher = kit.publisher("shm")
     announced = publish(kit, publisher, 1)

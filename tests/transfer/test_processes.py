@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -115,7 +116,7 @@ def _shapes(values: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in values.items()}
 
 
-@pytest.mark.parametrize("channel", ["tcp", "shm", "tensorstore"])
+@pytest.mark.parametrize("channel", ["tcp", "shm", pytest.param("tensorstore", marks=pytest.mark.soak)])
 def test_a_learner_of_fsdp_2_feeds_samplers_of_any_mesh(kit, script, start, channel: str) -> None:
     learner = start(channel, "small")
     for step in range(2):
@@ -199,3 +200,29 @@ def test_a_publisher_killed_while_writing_files_leaves_the_version_before(kit, s
     got = kit.receiver().fetch(second, target, _shapes(values)).place()
     assert np.asarray(got["w"]).tobytes() == script.values("big", 2)["w"].tobytes()
     assert sorted(path.name for path in (tmp_path / "transfer").iterdir()) == ["0.1", "0.2"]
+
+
+@pytest.mark.soak
+def test_shared_memory_outlives_a_killed_learner_until_its_successor_publishes(kit, script, start) -> None:
+    learner = start("shm", "big")
+    first, values = learner.publish(1), script.values("big", 1)
+    target = _target(kit, (1, 2, 1), ("fsdp",), values)  # the learner's mesh, so the arrays are the shared memory
+    used = kit.receiver().fetch(first, target, _shapes(values)).place()
+    assert len(_shared_segments()) == 1
+    learner.kill()
+    assert np.asarray(used["w"]).tobytes() == values["w"].tobytes()
+    with pytest.raises(TransferError, match="no parameters from"):
+        kit.receiver(deadline_s=5).fetch(first, target, _shapes(values))
+    second = start("shm", "big").publish(2)
+    got = kit.receiver().fetch(second, target, _shapes(values)).place()
+    assert np.asarray(got["w"]).tobytes() == script.values("big", 2)["w"].tobytes()
+    assert len(_shared_segments()) == 2, "the arrays of the first version still use theirs"
+    del used
+    gc.collect()
+    assert len(_shared_segments()) == 1
+
+
+def _shared_segments() -> set[str]:
+    """The inodes of the segments that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:jaxroll-weights" in line}
