@@ -122,7 +122,7 @@ class SenderEnd(End):
         super().__init__(run_dir, columns, "fsdp")
         self.host = self.values()
         self.params = {name: jax.device_put(value, self.sharding) for name, value in self.host.items()}
-        self.publishers, self.step, self._hold_s = {}, 0, 0.0
+        self.publishers, self.step, self._hold_s, self._hold_cpu_s = {}, 0, 0.0, 0.0
 
     def _publisher(self, channel: str) -> Any:
         from jaxroll.transfer.ends import Exposure, Publisher
@@ -133,11 +133,12 @@ class SenderEnd(End):
             real = made._sender.hold
 
             def hold(pieces: Sequence[Any]) -> list[Any]:
-                started = time.perf_counter()
+                started, cpu = time.perf_counter(), time.thread_time()
                 try:
                     return real(pieces)
                 finally:
                     self._hold_s += time.perf_counter() - started
+                    self._hold_cpu_s += time.thread_time() - cpu
 
             made._sender.hold = hold
             self.publishers[channel] = made
@@ -149,14 +150,15 @@ class SenderEnd(End):
         from jaxroll.records import Version
 
         publisher = self._publisher(channel)
-        self.step, self._hold_s, digest_s = self.step + 1, 0.0, self.digest.wall_s
-        started = time.perf_counter()
+        self.step, self._hold_s, self._hold_cpu_s, digest_s = self.step + 1, 0.0, 0.0, self.digest.wall_s
+        started, cpu = time.perf_counter(), time.thread_time()
         coming = publisher.start(Version(0, self.step), self.params)
-        blocked_s = time.perf_counter() - started
+        blocked_s, blocked_cpu_s = time.perf_counter() - started, time.thread_time() - cpu
         ref = publisher.finish(Version(0, self.step), coming)
         return {
-            "ref": wire.encode(ref).hex(), "blocked_s": blocked_s, "publish_s": time.perf_counter() - started,
-            "hold_s": self._hold_s, "digest_s": self.digest.wall_s - digest_s,
+            "ref": wire.encode(ref).hex(), "blocked_s": blocked_s, "blocked_cpu_s": blocked_cpu_s,
+            "publish_s": time.perf_counter() - started, "hold_s": self._hold_s, "hold_cpu_s": self._hold_cpu_s,
+            "digest_s": self.digest.wall_s - digest_s,
         }  # fmt: skip
 
     def device_copy(self) -> Row:
@@ -346,7 +348,8 @@ def channel_run(sender: Child, receiver: Child, channel: str, check: bool = Fals
         "moved_s": published["hold_s"] + got["moved_s"],
         "whole_s": published["publish_s"] + got["moved_s"] + got["digest_s"] + got["place_s"],
         "digest_sender_s": published["digest_s"], "digest_receiver_s": got["digest_s"], "place_s": got["place_s"],
-        "blocked_s": published["blocked_s"], "sender_cpu_s": served, "receiver_cpu_s": got["cpu_s"],
+        "blocked_s": published["blocked_s"], "sender_cpu_s": served + published["hold_cpu_s"],
+        "receiver_cpu_s": got["cpu_s"],
         "publish_cpu_s": copied - before, "hold_s": published["hold_s"],
     }  # fmt: skip
 
@@ -426,21 +429,26 @@ def usable(arms: Mapping[str, Callable[[], Row]], warm: int) -> tuple[dict[str, 
 
 
 def stall(ends: Ends, rounds: int) -> Row:
-    """Seconds for which `start` blocks the learner's JAX thread while readers fetch the version before."""
+    """Seconds for which `start` blocks the learner's JAX thread while readers fetch the version before.
+
+    On a busy machine the thread also waits for a core; `thread_cpu` does not contain that.
+    """
     sender, rows = ends.get("sender", 1), {}
     for channel in ("shm", "tcp"):
         for count in RECEIVERS:
             readers = [ends.get("receiver", 1, number) for number in range(count)]
-            blocked = []
+            blocked, busy = [], []
             for _ in range(rounds):
                 ref = ask(sender, "publish", channel=channel)["ref"]
                 with ThreadPoolExecutor(max(1, count)) as pool:
                     fetching = [pool.submit(ask, reader, "fetch", channel=channel, ref=ref) for reader in readers]
                     time.sleep(0.05)  # all of them are receiving
-                    blocked.append(ask(sender, "publish", channel=channel)["blocked_s"])
+                    published = ask(sender, "publish", channel=channel)
+                    blocked.append(published["blocked_s"])
+                    busy.append(published["blocked_cpu_s"])
                     for one in fetching:
                         one.result()
-            rows[f"{channel}_{count}"] = spread(blocked)
+            rows[f"{channel}_{count}"] = {"wall": spread(blocked), "thread_cpu": spread(busy)}
             say(f"blocked with {count} receivers over {channel}: {spread(blocked)}")
     copies = [ask(sender, "device_copy")["device_copy_s"] for _ in range(rounds)]
     return {**rows, "device_copy": spread(copies)}
