@@ -51,7 +51,7 @@ from jaxroll import config as configs
 from jaxroll import metrics
 from jaxroll.config import Config
 from jaxroll.control import run_dir as run_dirs
-from jaxroll.report.figures import record
+from jaxroll.report import record
 from jaxroll.sim import costs, simulate
 from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.faults.run import Run
 from jaxroll import wire
 from jaxroll.control import run_dir as run_dirs
-from jaxroll.report.figures.record import checks
+from jaxroll.report.record import checks
 
 Row = dict[str, Any]
 ENDED = ("TRIMMED", "EXPIRED", "DEAD")

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.lib import figures
 from benchmarks.lib.figures import Panel, Value
-from jaxroll.report.page import plots
-from jaxroll.report.page.plots import tag
+from jaxroll.report import plots
+from jaxroll.report.plots import tag
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, FIGURES = ROOT / "benchmarks" / "figures", ROOT / "docs" / "results" / "figures"
@@ -91,7 +91,7 @@ DRAWINGS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
 
 def recorded(run_dir: Path) -> dict[str, Any]:
     """The values of a run's learning curve, with the command and commit that made the run."""
-    from jaxroll.report.figures import record, summary
+    from jaxroll.report import record, summary
 
     run = record.load(run_dir)
     description = json.loads((run_dir / "run.json").read_text())

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxroll.report import plots
 from jaxroll.report.formats import tick
-from jaxroll.report.page import plots
-from jaxroll.report.page.plots import Markup, joined, tag
+from jaxroll.report.plots import Markup, joined, tag
 
 COLOURS = ("#3b6ea5", "#c8662b", "#4b8f4a", "#8a5aa0", "#7a7a7a")
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM, KEY = 430, 170, 14, 30, 22, 26, 26

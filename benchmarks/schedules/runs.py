@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.lib.report import ROOT
 from benchmarks.schedules.envs import HELD_OUT, VARIABLE, Race
-from jaxroll.report.figures.summary import waste
+from jaxroll.report.summary import waste
 
 SETTLING = 4  # steps that do not count: the pipeline fills, and first calls are slow
 DEADLINE_S = 300.0

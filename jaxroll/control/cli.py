@@ -238,7 +238,7 @@ class _Top(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    from jaxroll.control import launchers, tinker_serve
+    from jaxroll.control import launchers, train
 
     top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
                description="Asynchronous RL for language models in JAX.")  # fmt: skip
@@ -285,7 +285,7 @@ def parser() -> argparse.ArgumentParser:
     _eval_options(known["eval"])
     _serve_options(known["serve"])
     http_options(known["tinker-serve"], 8200)
-    tinker_serve.add_options(known["tinker-serve"])
+    train.tinker_options(known["tinker-serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
     for name, page in (("sim", "simulation"), ("place", "placement")):

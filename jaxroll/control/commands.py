@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import init, launchers, preflight, program, run_dir, tinker_serve, train
+from jaxroll.control import init, launchers, preflight, program, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Progress
@@ -164,7 +164,7 @@ def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
 def run_tinker(options: argparse.Namespace) -> int:
     """`tinker-serve`: a trainer and a sampler under the supervisor; or, as their child, one of them."""
     model = _model_folder(options)
-    return tinker_serve.run(*(model or _config_and_run(options, "tinker")), options, of_model=model is not None)
+    return train.run_tinker(*(model or _config_and_run(options, "tinker")), options, of_model=model is not None)
 
 
 def run_compile(options: argparse.Namespace) -> int:
@@ -260,7 +260,7 @@ def run_report(options: argparse.Namespace) -> int:
     """`report`: summary and page of a run."""
     path = _absolute(options.folder)
     run_dir.load(path)
-    from jaxroll.report.commands import report
+    from jaxroll.report import page as report
 
     return report.main(path, as_json=options.json)
 
@@ -280,14 +280,14 @@ def run_inspect(options: argparse.Namespace) -> int:
     """`inspect`: a look into a live or finished run."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report.commands import inspect
+    from jaxroll.report import inspect
 
     return inspect.main(path, config, group=options.group, as_json=options.json)
 
 
 def run_replay(options: argparse.Namespace) -> int:
     """`replay`: every record of the log, checked. The log alone is enough."""
-    from jaxroll.report.commands import intact
+    from jaxroll.report import intact
 
     return intact.replay_main(_absolute(options.folder), as_json=options.json)
 
@@ -296,7 +296,7 @@ def run_export(options: argparse.Namespace) -> int:
     """`export`: trajectories as a table, and the timeline."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report.commands import export
+    from jaxroll.report import export
 
     if options.perfetto:
         file = Path(options.perfetto)
@@ -314,7 +314,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     config = run_dir.load(path)["config"]  # perhaps damaged: the checkpoints are shown without it
     learner = config.get("learner") if isinstance(config, dict) else None
     keep_best = str(learner.get("keep_best", "")) if isinstance(learner, dict) else ""
-    from jaxroll.report.commands import intact
+    from jaxroll.report import intact
 
     return intact.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 

@@ -27,8 +27,8 @@ from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import Scalars, TensorBoardTracker
 from jaxroll.protocols import Tracker
-from jaxroll.report.figures import activity
-from jaxroll.report.figures.activity import Bottleneck
+from jaxroll.report import activity
+from jaxroll.report.activity import Bottleneck
 from jaxroll.run_paths import RunPaths
 
 SILENCE_S = 8.0

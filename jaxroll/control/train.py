@@ -1,4 +1,4 @@
-"""A run from this machine: warm start, then all roles under the supervisor. Also the demo, and samplers that join."""
+"""A run from this machine: warm start, then all roles under the supervisor. Also joining samplers, Tinker, the demo."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll.config import Config
+from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import LEADERS
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.control import launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
-from jaxroll.control.supervisor import Supervisor
+from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
-from jaxroll.report import trackers
-from jaxroll.report.figures import record, summary
+from jaxroll.report import record, summary, trackers
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import client
@@ -223,7 +223,7 @@ def find_config(file: str | None, here: Path) -> Path:
 
 def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> int:
     """Run the demo from start to report; the exit code."""
-    from jaxroll.report.commands import report
+    from jaxroll.report import page
 
     began = time.monotonic()
     config = configs.load(find_config(file, Path.cwd()), [f"run.seed={seed}", *overrides])
@@ -235,6 +235,104 @@ def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> 
         code = train(config, path, inventory)
     if code:
         return code
-    failed = report.main(path, as_json=False)
+    failed = page.main(path, as_json=False)
     print(f"The whole demo took {time.monotonic() - began:.0f} s.", flush=True)
     return int(failed or 0)
+
+
+# --- `jaxroll tinker-serve`: the processes of a Tinker server, each with its own devices, under the supervisor
+
+URL_FILE = "tinker.addr"  # URL, model and token file, once clients can connect
+LEAST_S = 20.0  # of --session-timeout
+PARTS = {"trainer": "learner", "sampler": "sampler-0"}  # with the names under which their devices are placed
+
+
+class _Shown:
+    """Prints the supervisor's sentences, and the URL once there is one."""
+
+    def __init__(self, url_file: Path) -> None:
+        self._url_file, self._shown = url_file, ""
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Ignore metrics rows: there are none."""
+
+    def tick(self, processes: Sequence[ProcessView]) -> None:
+        """Print how to connect, when that is known or has changed."""
+        try:
+            line = self._url_file.read_text(encoding="utf-8").strip()
+        except OSError:
+            return
+        if line and line != self._shown:
+            self._shown = line
+            url, name, token_file = line.split("\t")
+            print(
+                f"serves {name} to clients of the Tinker API. To connect:\n"
+                f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-$(cat {token_file})",
+                flush=True,
+            )
+
+    def say(self, text: str) -> None:
+        """Print `text`."""
+        print(text, flush=True)
+
+
+def tinker_options(one: argparse.ArgumentParser) -> None:
+    """The options of the command, in addition to those of every HTTP server."""
+    one.usage = "jaxroll tinker-serve RUN|FOLDER [OPTIONS]"
+    one.add_argument("--name", help="the name of the base model (default: that of its folder)")
+    one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token)")
+    one.add_argument(
+        "--session-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="a client that is silent for this time ends, with its models (default: 120)",
+    )
+    one.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # in a child process
+
+
+def run_tinker(config: Config, path: Path, options: argparse.Namespace, *, of_model: bool) -> int:
+    """The whole server over the run folder `path`, or over the model's folder `path`; in a child one part of it.
+
+    Weights saved from a model's folder are in runs/tinker-NAME.
+    """
+    if not options.session_timeout >= LEAST_S:
+        raise ConfigError(
+            "--session-timeout", options.session_timeout, "clients report every 10 seconds", f"Use {LEAST_S:g} or more."
+        )
+    if options.child:
+        return _tinker_part(config, path, options)
+    if of_model:
+        path = run_dir.shared(Path("runs") / f"tinker-{path.name}", config, options.words)
+    return _serve_tinker(config, path, options)
+
+
+def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> int:
+    """Serve from the run folder `path` until a stop signal; 0 then, otherwise the exit code of the failure."""
+    inventory = find_inventory(config)
+    devices = program.device_env(config, inventory, program.visible_gpus())
+    common = program.common_env(str(program.default_cache_dir(path, os.environ)))
+    command = (sys.executable, "-m", "jaxroll", "tinker-serve", f"--run={path}", *options.passed_on)
+    specs = [
+        ProcessSpec(part, name.partition("-")[0], (*command, f"--part={part}"), common | devices[name])
+        for part, name in PARTS.items()
+    ]
+    with run_dir.locked(path):
+        protocol.create(path)
+        (path / URL_FILE).unlink(missing_ok=True)
+        environ = {**os.environ, **run_dir.config_environment(path, config)}
+        shown = _Shown(path / URL_FILE)
+        print(f"starts a trainer and a sampler; their logs are in {path}/logs", flush=True)
+        code = Supervisor(specs, path, config.supervisor, shown, leader="trainer", environ=environ).run()
+    return 0 if code == EXIT_INTERRUPTED else code
+
+
+def _tinker_part(config: Config, path: Path, options: argparse.Namespace) -> int:
+    """The trainer with its HTTP server, or the sampler, in this process."""
+    if options.part == "sampler":
+        from jaxroll.tinker import sampler
+
+        return sampler.main(RoleArgs(config, path))
+    from jaxroll.tinker import server
+
+    return server.main(RoleArgs(config, path), options)

@@ -1,1 +1,7 @@
-"""Views of a finished or live run, read from its folder: summary, plots, page. No JAX, no running process."""
+"""Views of a finished or live run, read from its folder. No JAX, no running process.
+
+activity, record, summary            figures of a run, from its metric rows and its log
+plots, sections, work, page          its HTML page: plots, sections, and `jaxroll report`, which writes it
+inspect, trajectory, intact, export  the other commands that read a run
+formats, trackers                    numbers as text; metrics for Weights & Biases and the like
+"""

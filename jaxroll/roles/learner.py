@@ -47,7 +47,7 @@ from jaxroll.errors import (
 from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
-from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
+from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient

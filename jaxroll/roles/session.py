@@ -31,8 +31,7 @@ from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import episode
-from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.manager import BLOCKED_S, LoopThread, RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import Transport
 from jaxroll.serving.agents import Agents

@@ -33,7 +33,7 @@ from jaxroll import wire
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member
-from jaxroll.report.figures import record
+from jaxroll.report import record
 from jaxroll.run_paths import RunPaths
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]

@@ -30,8 +30,7 @@ from jaxroll.protocols import SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import EnvironmentCalls, bounds_of
-from jaxroll.rollout.loop_thread import LoopThread
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.manager import LoopThread, RolloutManager
 from jaxroll.testing.observed import (
     ByteTokenizer,
     HeldResources,

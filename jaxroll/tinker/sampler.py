@@ -31,7 +31,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
-from jaxroll.rollout.loop_thread import LoopThread
+from jaxroll.rollout.manager import LoopThread
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method, RawServer
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy

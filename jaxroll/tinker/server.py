@@ -28,7 +28,7 @@ from starlette.routing import Route
 from jaxroll import disk, lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import DataError
-from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
+from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker.sampler import ADDRESS_FILE, SERVICE

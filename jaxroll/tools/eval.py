@@ -17,9 +17,9 @@ from jaxroll.envs.executors import Executors
 from jaxroll.errors import ConfigError, one_line
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task
-from jaxroll.report.figures.summary import wilson
+from jaxroll.report.summary import wilson
 from jaxroll.rollout import episode
-from jaxroll.rollout import manager as managers
+from jaxroll.rollout import manager as rollouts
 from jaxroll.rollout.manager import RolloutManager, Score
 from jaxroll.serving.agents import Agents
 from jaxroll.serving.engine_thread import EngineProxy
@@ -60,7 +60,7 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
             try:
                 for name, tasks in sets.items():
                     samples = [
-                        await managers.scores(
+                        await rollouts.scores(
                             manager,
                             tasks,
                             model.tokenizer,
@@ -113,23 +113,23 @@ def figures(samples: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, 
 
     `samples` has one list of scores per repetition. With one repetition the accuracy has a Wilson interval.
     """
-    found = managers.counts(samples)
+    found = rollouts.counts(samples)
     figures: dict[str, Any] = {"items": len(samples[0]), "scored": len(found)}
     if not found:
         return figures
     if len(samples) == 1:
-        share = managers.mean([c for _, c in found])
+        share = rollouts.mean([c for _, c in found])
         figures["accuracy"] = [share, *wilson(share, len(found))]
     else:
-        figures |= {name: list(values) for name, values in managers.table(found, ks).items()}
+        figures |= {name: list(values) for name, values in rollouts.table(found, ks).items()}
     places = range(len(samples[0]))
-    by_source = managers.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
+    by_source = rollouts.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
     sources = {
-        name: managers.counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()
+        name: rollouts.counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()
     }
     if sources:
         figures["sources"] = {
-            name: [managers.mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
+            name: [rollouts.mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
         }
     return figures
 

@@ -14,8 +14,8 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member
-from jaxroll.report.commands import inspect, trajectory
-from jaxroll.report.commands.trajectory import Decoder
+from jaxroll.report import inspect, trajectory
+from jaxroll.report.trajectory import Decoder
 
 Facts = dict[str, Any]
 PAGE, LONGEST_PAGE = 50, 200

@@ -17,8 +17,7 @@ import msgspec
 
 from jaxroll import metrics
 from jaxroll.errors import ConfigError, InfraError, JaxRollError
-from jaxroll.report.commands import trajectory
-from jaxroll.report.figures import record
+from jaxroll.report import record, trajectory
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.log import database

@@ -86,10 +86,7 @@ def test_demo_outside_a_checkout_says_where_it_looked(
     from jaxroll.control import train
 
     monkeypatch.setattr(train.jaxroll, "__file__", str(here / "site-packages" / "jaxroll" / "__init__.py"))
-    commands = types.ModuleType("jaxroll.report.commands")
-    commands.report = types.ModuleType("jaxroll.report.commands.report")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jaxroll.report.commands", commands)
-    monkeypatch.setitem(sys.modules, "jaxroll.report.commands.report", commands.report)
+    monkeypatch.setitem(sys.modules, "jaxroll.report.page", types.ModuleType("jaxroll.report.page"))
     assert cli.main(["demo"]) == 64
     assert "checkout" in capsys.readouterr().err
 
@@ -219,10 +216,10 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(
 @pytest.mark.process
 @pytest.mark.usefixtures("pretended_python")
 def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxroll.report.commands import report
+    from jaxroll.report import page
 
     reported: list[Path] = []
-    monkeypatch.setattr(report, "main", lambda path, as_json: reported.append(path))
+    monkeypatch.setattr(page, "main", lambda path, as_json: reported.append(path))
     for seed in (1, 1, 2):
         assert cli.main(["demo", f"--config={SMOKE}", f"--seed={seed}"]) == 0
         assert (here / "runs" / "demo").resolve() == reported[-1].resolve(), "the link follows"

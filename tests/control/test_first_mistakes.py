@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.control import cli, commands, run_dir
-from jaxroll.control import train as trains
+from jaxroll.control import cli, commands, run_dir, train
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +132,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     values = run_dir.load(tmp_path / "begun")
     run_dir.write(tmp_path / "old", values)  # a config of this version
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trains, "train", lambda *_, **__: 0)
+    monkeypatch.setattr(train, "train", lambda *_, **__: 0)
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: False)
     real = builtins.__import__
 

@@ -19,7 +19,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
-from jaxroll.report.commands import intact
+from jaxroll.report import intact
 from jaxroll.store.log import database
 from tests.harness.run_folder import LogMaker
 

@@ -21,8 +21,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.control import cli
-from jaxroll.report import formats
-from jaxroll.report.page import plots
+from jaxroll.report import formats, plots
 from jaxroll.store.log import schema
 from tests.docs.blocks import ROOT, Block, blocks, pages
 

@@ -27,7 +27,7 @@ from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
-from jaxroll.report.figures import record, summary
+from jaxroll.report import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.run_paths import RunPaths

@@ -28,7 +28,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
 from jaxroll.rollout import episode
-from jaxroll.rollout.loop_thread import LoopThread
+from jaxroll.rollout.manager import LoopThread
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer

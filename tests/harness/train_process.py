@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from jaxroll import metrics
-from jaxroll.report.figures.record import checks
+from jaxroll.report.record import checks
 from tests.harness.xla import ROLE_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]

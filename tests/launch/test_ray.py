@@ -15,7 +15,7 @@ from jaxroll.config import SupervisorConfig
 from jaxroll.control import cli, on_ray
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
-from jaxroll.report.commands import inspect
+from jaxroll.report import inspect
 
 LAUNCH = ["launch", "--on=ray", "--config=configs/rlvr_tiny.py", "--insecure"]
 

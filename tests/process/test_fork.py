@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.policy import selection
 from jaxroll.records import Version
-from jaxroll.report.commands import intact
+from jaxroll.report import intact
 from tests.harness.train_process import SMALL, SYNCHRONOUS, Train
 
 pytestmark = pytest.mark.process

@@ -7,7 +7,7 @@ import pytest
 
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED
-from jaxroll.report.commands import intact
+from jaxroll.report import intact
 from tests.harness import train_process
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 

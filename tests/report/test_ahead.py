@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxroll.report.commands import report
-from jaxroll.report.figures import record, summary
-from jaxroll.report.figures.record import ClaimTimes, History
+from jaxroll.report import page, record, summary
+from jaxroll.report.record import ClaimTimes, History
 from tests.harness.run_folder import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
@@ -72,7 +71,7 @@ def test_the_advice_is_on_the_page_and_on_the_terminal(tmp_path: Path, made_s: f
     run.config["sampler"]["concurrent_episodes"] = 1000
     run = replace(run, history=replace(run.history, claim_times=history(made_s).claim_times))
     figures, out = summary.summary(run), io.StringIO()
-    report.show(run, figures, Console(file=out, width=120))
+    page.show(run, figures, Console(file=out, width=120))
     assert figures["alpha_wanted"] == (3 if shown else None)
     assert (LINE in out.getvalue()) is shown
-    assert (LINE in report.write_page(run, figures).read_text(encoding="utf-8")) is shown
+    assert (LINE in page.write_page(run, figures).read_text(encoding="utf-8")) is shown

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from jaxroll import config as configs
 from jaxroll import metrics
-from jaxroll.report.commands import inspect, report
-from jaxroll.report.figures import activity, record, summary
+from jaxroll.report import activity, inspect, page, record, summary
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +113,9 @@ def test_report_page_and_inspect_show_it(tmp_path: Path, capsys: pytest.CaptureF
     run = record.load(make_run(tmp_path / "run", steps=20))
     figures, out = summary.summary(run), io.StringIO()
     limit = activity.Bottleneck(**figures["bottleneck"])
-    report.show(run, figures, Console(file=out, width=200))
+    page.show(run, figures, Console(file=out, width=200))
     assert limit.text() in out.getvalue()
-    assert limit.reason in report.write_page(run, figures).read_text(encoding="utf-8")
+    assert limit.reason in page.write_page(run, figures).read_text(encoding="utf-8")
     assert inspect.main(run.path, run.config, group=None, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["bottleneck"] == figures["bottleneck"]
     assert inspect.main(run.path, run.config, group=None, as_json=False) == 0

@@ -20,7 +20,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
-from jaxroll.report.commands import intact
+from jaxroll.report import intact
 from tests.harness.run_folder import LogMaker
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from msgspec import structs
 from jaxroll import supports, wire
 from jaxroll.control import cli
 from jaxroll.records import Member, Version
-from jaxroll.report.commands import export, trajectory
+from jaxroll.report import export, trajectory
 from jaxroll.store.log import database
 from tests.harness.run_folder import write_run_file
 from tests.harness.store.recorded_log import ALPHABET, finished, long_run, recorded_run
@@ -164,8 +164,7 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
 def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_their_own(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    from jaxroll.report.commands import export
-    from jaxroll.report.figures import activity
+    from jaxroll.report import activity, export
 
     rows = [
         {"t": 12.0, "role": "sampler-0", "kind": "members",

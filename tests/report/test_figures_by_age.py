@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxroll.report.page import work
+from jaxroll.report import work
 
 
 def age(tokens: int, reward: float, trained: int = 50, **figures: float) -> dict:

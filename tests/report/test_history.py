@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import DataError
 from jaxroll.records import Version, VersionRef, VersionRun
-from jaxroll.report.figures import record
+from jaxroll.report import record
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import replay
 from tests.harness.run_folder import GROUPS, MEMBERS, TOKENS, LogMaker, task

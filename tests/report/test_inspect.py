@@ -17,9 +17,9 @@ from rich.console import Console
 from jaxroll.clock import ManualClock
 from jaxroll.control import cli
 from jaxroll.records import Version, VersionRef
-from jaxroll.report.commands import inspect, trajectory
-from jaxroll.report.figures.record import store_pid
+from jaxroll.report import inspect, trajectory
 from jaxroll.report.formats import Section, plain, safe, show
+from jaxroll.report.record import store_pid
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log

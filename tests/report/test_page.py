@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 
 from jaxroll.errors import ConfigError
-from jaxroll.report import formats
-from jaxroll.report.commands import report
-from jaxroll.report.figures import activity, record, summary
-from jaxroll.report.page import plots, sections, work
+from jaxroll.report import activity, formats, plots, record, sections, summary, work
+from jaxroll.report import page as report
 from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_rows, write_run_file
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

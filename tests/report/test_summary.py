@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.report.figures import activity, record, summary
-from jaxroll.report.figures.record import History, Run
+from jaxroll.report import activity, record, summary
+from jaxroll.report.record import History, Run
 from tests.harness.run_folder import REQUIRED
 
 CONFIG = {"schedule": {"alpha": 1.0, "steps": 9}, "learner": {"mesh": {"fsdp": 2}}, "sampler": {"mesh": {"tensor": 2}}}

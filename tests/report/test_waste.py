@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxroll.report.figures.summary import waste
+from jaxroll.report.summary import waste
 
 LENGTHS = {"trained": [10, 200], "lost": [0, 0]}
 STORE = {"kind": "store", "role": "store", "shrunk": 2, "lengths": LENGTHS, "tokens_put": 1000, "tokens_masked": 10}

@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll.errors import InfraError
 from jaxroll.roles.session import ended
-from jaxroll.rollout.loop_thread import LoopThread
+from jaxroll.rollout.manager import LoopThread
 
 DEADLINE_S = 60.0
 
@@ -118,9 +118,9 @@ def test_a_process_ends_whose_main_thread_starts_a_thread_that_never_runs() -> N
     """As without memory: the new thread dies before its first line, and `Thread.start` waits for it without end."""
     code = (
         "import threading\n"
-        "from jaxroll.rollout import loop_thread\n"
-        "loop_thread._WATCH_EVERY_S, loop_thread._START_S = 0.05, 0.3\n"
-        "loop = loop_thread.LoopThread('learner')\n"
+        "from jaxroll.rollout import manager\n"
+        "manager._WATCH_EVERY_S, manager._START_S = 0.05, 0.3\n"
+        "loop = manager.LoopThread('learner')\n"
         "threading._start_new_thread = lambda *_: 1\n"
         "threading.Thread(target=print, name='late').start()\n"
     )

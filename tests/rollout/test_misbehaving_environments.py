@@ -15,8 +15,7 @@ from jaxroll import wire
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout import episode
-from jaxroll.rollout.loop_thread import LoopThread
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.manager import LoopThread, RolloutManager
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
 
 DEADLINE_S = 60.0

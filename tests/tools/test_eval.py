@@ -12,7 +12,7 @@ from jaxroll.config import Config, EvaluatorConfig, RoleArgs
 from jaxroll.control import cli
 from jaxroll.errors import ConfigError
 from jaxroll.records import Task
-from jaxroll.report.figures.summary import wilson
+from jaxroll.report.summary import wilson
 from jaxroll.rollout.manager import Score
 from jaxroll.tools import eval as evaluation
 

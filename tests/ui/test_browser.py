@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.report.commands import report
-from jaxroll.report.figures import record, summary
+from jaxroll.report import page as report
+from jaxroll.report import record, summary
 from tests.harness import browser, dashboard
 from tests.harness.browser import Browser
 from tests.harness.dashboard import check_view, open_view, tour

@@ -14,7 +14,7 @@ from jetstream.engine import mock_engine
 
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Message, Task, Version
-from jaxroll.rollout import manager as managers
+from jaxroll.rollout import manager as rollouts
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.jetstream_proxy import JetStreamProxy
 
@@ -54,7 +54,7 @@ class Exact:
         pass
 
 
-async def evaluated(proxy: JetStreamProxy) -> list[managers.Score]:
+async def evaluated(proxy: JetStreamProxy) -> list[rollouts.Score]:
     words = Words()
     sampling = SamplingParams(max_tokens=4, temperature=0.0, stop_tokens=STOPS)
     manager = RolloutManager(proxy, lambda name: Exact(), words, sampling)
@@ -62,7 +62,7 @@ async def evaluated(proxy: JetStreamProxy) -> list[managers.Score]:
         Task(index, (Message("user", prompt),), "exact", json.dumps({"answer": answer}), 0, f"h{index}")
         for index, (prompt, answer) in enumerate(ITEMS)
     ]
-    return await managers.scores(manager, tasks, words, VERSION, permits=4)
+    return await rollouts.scores(manager, tasks, words, VERSION, permits=4)
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
         results = asyncio.run(evaluated(proxy))
     finally:
         proxy.close()
-    said = {"marks": managers.marks(results), "accuracy": managers.accuracy(results)}
+    said = {"marks": rollouts.marks(results), "accuracy": rollouts.accuracy(results)}
     print(json.dumps(said | {"texts": [score.text for score in results]}))
 
 

@@ -26,10 +26,10 @@ import numpy as np
 from jaxroll.config.derived import GROUPS_AHEAD
 from jaxroll.policy.limiter import max_age
 from jaxroll.policy.selection import TOLERATED
-from jaxroll.report.figures import activity, record
-from jaxroll.report.figures.activity import Interval, intersection, length_s
-from jaxroll.report.figures.record import ClaimTimes, History, Run
+from jaxroll.report import activity, record
+from jaxroll.report.activity import Interval, intersection, length_s
 from jaxroll.report.formats import number
+from jaxroll.report.record import ClaimTimes, History, Run
 
 Row = dict[str, Any]
 LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing

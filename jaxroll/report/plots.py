@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 from jaxroll.policy.limiter import max_age
-from jaxroll.report.figures import activity
-from jaxroll.report.figures.activity import Lane, RunClock
-from jaxroll.report.figures.record import Run
-from jaxroll.report.figures.summary import evaluations, numbers, pauses, trained_steps, wilson
+from jaxroll.report import activity
+from jaxroll.report.activity import Lane, RunClock
 from jaxroll.report.formats import known, number, percent, points, tick
+from jaxroll.report.record import Run
+from jaxroll.report.summary import evaluations, numbers, pauses, trained_steps, wilson
 
 # --- Parts of a plot as SVG: scales, axes, marks. Colours are CSS classes, for light and dark pages
 #

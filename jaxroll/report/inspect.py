@@ -17,10 +17,9 @@ from rich.console import Console
 
 from jaxroll import metrics
 from jaxroll.errors import ConfigError
-from jaxroll.report.commands import trajectory
-from jaxroll.report.figures import activity
-from jaxroll.report.figures.record import best_checkpoint, store_pid
+from jaxroll.report import activity, trajectory
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
+from jaxroll.report.record import best_checkpoint, store_pid
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import resting, unreliable, waits
 from jaxroll.store.core.machine import replay

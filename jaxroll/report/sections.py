@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxroll import config as configs
-from jaxroll.report.figures.record import Check, Run, checks
-from jaxroll.report.figures.summary import of_kind, state_of
+from jaxroll.report import plots
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
-from jaxroll.report.page import plots
-from jaxroll.report.page.plots import NOTHING, Markup, View, card, figures_row, legend, raw, tag
+from jaxroll.report.plots import NOTHING, Markup, View, card, figures_row, legend, raw, tag
+from jaxroll.report.record import Check, Run, checks
+from jaxroll.report.summary import of_kind, state_of
 
 
 def header(view: View) -> Markup:

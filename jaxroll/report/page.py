@@ -16,15 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxroll import disk, metrics
-from jaxroll.report.figures import record
-from jaxroll.report.figures import summary as ahead
-from jaxroll.report.figures.activity import Bottleneck
-from jaxroll.report.figures.record import Run, checks
-from jaxroll.report.figures.summary import state_of, summary, warnings
+from jaxroll.report import record, work
+from jaxroll.report import sections as page_sections
+from jaxroll.report import summary as ahead
+from jaxroll.report.activity import Bottleneck
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
-from jaxroll.report.page import sections as page_sections
-from jaxroll.report.page import work
-from jaxroll.report.page.plots import Markup, View, columns, gain_words, raw, tag, view_of
+from jaxroll.report.plots import Markup, View, columns, gain_words, raw, tag, view_of
+from jaxroll.report.record import Run, checks
+from jaxroll.report.summary import state_of, summary, warnings
 from jaxroll.run_paths import RunPaths
 
 # --- The HTML page of a run: one file that opens offline and loads nothing

@@ -11,13 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 from jaxroll.config.derived import lives_in
-from jaxroll.report.figures import activity, summary
-from jaxroll.report.figures.activity import Interval, Lane, RunClock, closed, computing, intersection, union
-from jaxroll.report.figures.summary import age_histogram, numbers, of_kind
+from jaxroll.report import activity, plots, summary
+from jaxroll.report import plots as svg
+from jaxroll.report.activity import Interval, Lane, RunClock, closed, computing, intersection, union
 from jaxroll.report.formats import duration, known, number, percent, tick
-from jaxroll.report.page import plots
-from jaxroll.report.page import plots as svg
-from jaxroll.report.page.plots import NOTHING, Frame, Markup, View, card, columns, legend, tag
+from jaxroll.report.plots import NOTHING, Frame, Markup, View, card, columns, legend, tag
+from jaxroll.report.summary import age_histogram, numbers, of_kind
 
 Row = dict[str, Any]
 SPARKS = (

@@ -21,9 +21,9 @@ import msgspec
 from jaxroll import disk, wire
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member, ages
-from jaxroll.report.commands.trajectory import Decoder, decoder, supports_of
-from jaxroll.report.figures import activity, record
-from jaxroll.report.figures.summary import trained_steps
+from jaxroll.report import activity, record
+from jaxroll.report.summary import trained_steps
+from jaxroll.report.trajectory import Decoder, decoder, supports_of
 from jaxroll.store.log import database
 
 # --- `jaxroll export RUN --perfetto=FILE`: the timeline of a run as trace events, for https://ui.perfetto.dev

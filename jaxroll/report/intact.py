@@ -13,8 +13,8 @@ from jaxroll.errors import EXIT_FAILURE, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
-from jaxroll.report.figures.record import best_checkpoint
 from jaxroll.report.formats import UNKNOWN, Section, moment, number, show
+from jaxroll.report.record import best_checkpoint
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.log import database
 from jaxroll.store.log.replay import Replayed, replay_log

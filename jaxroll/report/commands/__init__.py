@@ -1,1 +1,0 @@
-"""The commands that read a run: report, inspect, replay, export, checkpoints."""

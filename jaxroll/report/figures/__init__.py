@@ -1,1 +1,0 @@
-"""Figures of a run, computed from its metrics rows and its log."""
