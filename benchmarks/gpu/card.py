@@ -125,11 +125,11 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -
 def row_kernels() -> dict[str, tuple[Attend, bool]]:
     """Implementations of attention over rows that run here, by name, each with True if it takes segments."""
     found: dict[str, tuple[Attend, bool]] = {"xla": (_xla, True)}
-    from jaxroll.kernels import gpu
+    from jaxroll.kernels import placed
 
     if on_gpu():
-        return found | {"triton": (gpu.triton, True), "cudnn": (gpu.cudnn, False)}
-    return found | {"triton interpreted": (partial(gpu.triton, interpret=True), True)}
+        return found | {"triton": (placed.triton, True), "cudnn": (placed.cudnn, False)}
+    return found | {"triton interpreted": (partial(placed.triton, interpret=True), True)}
 
 
 def _rows(batch: int, tokens: int, heads: int, kv_heads: int, dtype: Any) -> tuple[jax.Array, ...]:
@@ -223,7 +223,7 @@ def _measure_rows(
 
 def _paged(tokens: int, slots: int, quick: bool) -> dict[str, Any]:
     """The paged kernel compared with attention over a contiguous KV cache: its error, its share of the bandwidth."""
-    from jaxroll.kernels import gpu
+    from jaxroll.kernels import placed
 
     page, heads, kv_heads, head = 16 if quick else 64, 16, 8, 128 if on_gpu() else 64
     table = tokens // page
@@ -232,7 +232,7 @@ def _paged(tokens: int, slots: int, quick: bool) -> dict[str, Any]:
     k, v = (jax.random.normal(key, (kv_heads, slots * table, page, head), jnp.bfloat16) for key in keys[1:])
     tables = jnp.asarray(np.random.default_rng(0).permutation(slots * table).reshape(slots, table).astype(np.int32))
     positions = jnp.asarray(np.random.default_rng(1).integers(tokens // 2, tokens, slots).astype(np.int32))
-    paged = jax.jit(partial(gpu.paged, interpret=not on_gpu()))
+    paged = jax.jit(partial(placed.paged_on_gpu, interpret=not on_gpu()))
 
     def row(q: jax.Array, table: jax.Array, position: jax.Array) -> jax.Array:
         keys, values = (

@@ -238,7 +238,7 @@ class _Top(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    from jaxroll.control import launchers, train
+    from jaxroll.control import init, launchers, train
 
     top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
                description="Asynchronous RL for language models in JAX.")  # fmt: skip
@@ -297,7 +297,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _sim_options(known["sim"])
     _plan_options(known["plan"])
-    _init_options(known["init"])
+    init.init_options(known["init"])
     _tls_options(known["tls"])
     launchers.add_options(known["launch"])
     return top
@@ -450,22 +450,6 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     serve.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: openenv.token in "
                        "jaxroll/ of your state folder)")  # fmt: skip
     http_options(serve, 8000)
-
-
-# Questions of `jaxroll init`, by flag.
-QUESTIONS = {
-    "model": "Model: `tiny` (trained here from nothing), or the folder of a Hugging Face checkpoint",
-    "task": "Task: a reasoning_gym task, or a .jsonl or .parquet file or `datasets` folder of prompts and answers",
-    "answers": "Form of answers: none, boxed, answer_tag, last_number, after_think; empty: none for tiny, else boxed",
-    "hardware": "Hardware: cpu, gpu:N or tpu:N with the number of devices",
-}  # fmt: skip
-
-
-def _init_options(one: argparse.ArgumentParser) -> None:
-    one.set_defaults(questions=QUESTIONS)
-    one.add_argument("file", metavar="FILE", help="the config file to write, ending in .py")
-    for name, question in QUESTIONS.items():
-        one.add_argument(f"--{name}", metavar=name.upper(), help=question[0].lower() + question[1:])
 
 
 def _sim_options(one: argparse.ArgumentParser) -> None:

@@ -20,11 +20,9 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
-from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import init, launchers, preflight, program, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
-from jaxroll.protocols import Progress
 from jaxroll.run_paths import RunPaths
 
 RUNS = Path("runs")
@@ -50,7 +48,7 @@ def run_train(options: argparse.Namespace) -> int:
             return train.train(config, path, train.find_inventory(config), fork=options.fork, **exposed)
     if options.run:  # before the config is checked: that may import a library for seconds
         run_dir.check_free(run_dir.checked(options.run))
-    config = _config_of_file(options)
+    config = preflight.runnable_config(options)
     inventory = train.find_inventory(config)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
@@ -70,7 +68,7 @@ def run_role(options: argparse.Namespace) -> int:
         return train.join(options, RUNS)
     args = role_args(options)
     if not options.child:
-        place_alone(options.command, args)
+        program.place_alone(options.command, args)
     if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
     module = importlib.import_module(f"jaxroll.roles.{options.command}")
@@ -93,23 +91,6 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
-
-
-def place_alone(role: str, args: RoleArgs) -> None:
-    """Set what the supervisor would have set for a role that has this machine's accelerator to itself.
-
-    JAX is not loaded yet. Variables that the user has set stay.
-    """
-    cache_dir = program.default_cache_dir(args.run_dir, os.environ)
-    env = program.common_env(str(cache_dir))
-    inventory = program.find(args.config.placement.platform)
-    name = f"{role}-0" if role == "sampler" else role
-    devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
-    if devices is None:
-        env |= program.cpu_env()
-    elif inventory.platform == "cpu":
-        env |= program.cpu_env(devices)
-    os.environ.update(program.child_env(env, os.environ))
 
 
 def run_offline(options: argparse.Namespace) -> int:
@@ -203,7 +184,9 @@ def _check_trained(path: Path) -> None:
 def run_config(options: argparse.Namespace) -> None:
     """`config`: print the resolved config as JSON, and lines about the rows of a file and the reward on stderr."""
     lines: list[str] = []
-    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options, lines.append)
+    config = (
+        run_dir.load_config(_absolute(options.run)) if options.run else preflight.runnable_config(options, lines.append)
+    )
     print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
     print(json.dumps(configs.to_dict(config), indent=2))
     print(rewards.described(config.task), file=sys.stderr)
@@ -221,7 +204,7 @@ def run_sim(options: argparse.Namespace) -> None:
     if not options.cluster or len(options.targets) > 1:
         raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN",
                           "Add --cluster=FILE; `jaxroll sim calibrate RUN` makes one.")  # fmt: skip
-    config, cluster = costs.checked(_loaded(options)), costs.load(Path(options.cluster))
+    config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):
             found = values | simulate.simulate(one, cluster, Path(), keep=False, report=_on_stderr) | {"class": "S"}
@@ -241,7 +224,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from jaxroll.tools import chips
 
     topology = chips.topology(options.topology)
-    config = chips.described(_loaded(options), topology)
+    config = chips.described(preflight.named_config(options), topology)
     preflight.check_described(config)
     if options.child:
         from jaxroll.tools import plan
@@ -405,7 +388,7 @@ def run_launch(options: argparse.Namespace) -> int:
     if engine == "local" and not options.dry_run:
         options.resume = options.fork = options.host = None
         return run_train(options)
-    config = _loaded(options)
+    config = preflight.named_config(options)
     preflight.check_described(config)  # the files it names are on the hosts
     run_dir.checked(os.path.join("/", options.run or ""))
     if engine in launchers.ENGINES:
@@ -416,25 +399,12 @@ def run_launch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config_of_file(options: argparse.Namespace, report: Progress | None = None) -> Config:
-    """The config that can run here."""
-    config = _loaded(options)
-    preflight.check(config, report)
-    return config
-
-
-def _loaded(options: argparse.Namespace) -> Config:
-    if not options.config:
-        raise ConfigError("--config", None, "no experiment named", "Add --config=FILE, as configs/demo.py.")
-    return configs.load(options.config, options.overrides)
-
-
 def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     """The config and the run folder that --config and --run name together."""
     folder = options.run
     if options.config:
-        config = _config_of_file(options)
-        _check_role(options, config)
+        config = preflight.runnable_config(options)
+        preflight.check_role(options, config)
         if folder:
             return config, run_dir.shared(folder, config, options.words)
         return config, run_dir.create_unique(RUNS, name, config, options.words)
@@ -445,20 +415,8 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
     path = run_dir.checked(folder)
     config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
-    _check_role(options, config)
+    preflight.check_role(options, config)
     return config, path
-
-
-def _check_role(options: argparse.Namespace, config: Config) -> None:
-    """Raise ConfigError if the run does not have this role."""
-    if options.command == COLOCATED and not config.placement.colocated:
-        raise ConfigError("placement.colocated", False, "this run has a process for each role",
-                          "Set it to True, for every process of the run.")  # fmt: skip
-    if options.command != "actor":
-        return
-    if not config.placement.actors:
-        raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves",
-                          "Set it to how many actors there are, for every role of the run.")  # fmt: skip
 
 
 def _new_run(options: argparse.Namespace, name: str, config: Config) -> AbstractContextManager[Path]:

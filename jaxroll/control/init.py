@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, ask: Callable[[str], str] | None = None) ->
             "Name a new file that ends in .py.",
         )
     choice = Choice()
-    for name, question in options.questions.items():
+    for name, question in QUESTIONS.items():
         default = getattr(choice, name)
         given = getattr(options, name)
         if given is None and ask is not None:
@@ -433,3 +433,18 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
         ),
         f"cost         {row['price_per_hour']:.4g} per hour, {row['cost_per_million_tokens']:.4g} per million tokens",
     ]
+
+
+# Questions of `jaxroll init`, by flag.
+QUESTIONS = {
+    "model": "Model: `tiny` (trained here from nothing), or the folder of a Hugging Face checkpoint",
+    "task": "Task: a reasoning_gym task, or a .jsonl or .parquet file or `datasets` folder of prompts and answers",
+    "answers": "Form of answers: none, boxed, answer_tag, last_number, after_think; empty: none for tiny, else boxed",
+    "hardware": "Hardware: cpu, gpu:N or tpu:N with the number of devices",
+}  # fmt: skip
+
+
+def init_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("file", metavar="FILE", help="the config file to write, ending in .py")
+    for name, question in QUESTIONS.items():
+        one.add_argument(f"--{name}", metavar=name.upper(), help=question[0].lower() + question[1:])

@@ -7,6 +7,7 @@ lists the refusals of the roles' packages and the check here that comes first.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -21,8 +22,14 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from jaxroll import config as configs
 from jaxroll.config import Config, MeshConfig
-from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
+from jaxroll.config.derived import (
+    COLOCATED,
+    episode_tokens,
+    page_size,
+    sample_tokens,
+)
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.section_rules import evaluation_set, task_parts
@@ -351,3 +358,29 @@ def see_working_folder() -> None:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
+
+
+def runnable_config(options: argparse.Namespace, report: Progress | None = None) -> Config:
+    """The config that `--config` and overrides give; ConfigError if it cannot run on this machine."""
+    config = named_config(options)
+    check(config, report)
+    return config
+
+
+def named_config(options: argparse.Namespace) -> Config:
+    """The config that `--config` and overrides give; ConfigError without `--config`."""
+    if not options.config:
+        raise ConfigError("--config", None, "no experiment named", "Add --config=FILE, as configs/demo.py.")
+    return configs.load(options.config, options.overrides)
+
+
+def check_role(options: argparse.Namespace, config: Config) -> None:
+    """Raise ConfigError if the run does not have this role."""
+    if options.command == COLOCATED and not config.placement.colocated:
+        raise ConfigError("placement.colocated", False, "this run has a process for each role",
+                          "Set it to True, for every process of the run.")  # fmt: skip
+    if options.command != "actor":
+        return
+    if not config.placement.actors:
+        raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves",
+                          "Set it to how many actors there are, for every role of the run.")  # fmt: skip

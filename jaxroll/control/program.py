@@ -13,8 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxroll import lifeline
-from jaxroll.config import Config
-from jaxroll.config.derived import COLOCATED, LEADERS, actor_names, device_processes, learner_names, memory_fractions
+from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import (
+    COLOCATED,
+    LEADERS,
+    actor_names,
+    device_processes,
+    learner_names,
+    memory_fractions,
+    roles_with_devices,
+)
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.errors import ConfigError
 from jaxroll.rpc.protocol import address
@@ -389,3 +397,20 @@ def gpu_memories_mb() -> list[int]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [int(line) for line in done.stdout.split() if line.isdigit()]
+
+
+def place_alone(role: str, args: RoleArgs) -> None:
+    """Set what the supervisor would have set for a role that has this machine's accelerator to itself.
+
+    JAX is not loaded yet. Variables that the user has set stay.
+    """
+    cache_dir = default_cache_dir(args.run_dir, os.environ)
+    env = common_env(str(cache_dir))
+    inventory = find(args.config.placement.platform)
+    name = f"{role}-0" if role == "sampler" else role
+    devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
+    if devices is None:
+        env |= cpu_env()
+    elif inventory.platform == "cpu":
+        env |= cpu_env(devices)
+    os.environ.update(child_env(env, os.environ))

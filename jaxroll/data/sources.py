@@ -208,9 +208,9 @@ GAMES: Mapping[str, str] = {
     "tool_calls": "jaxroll.envs.adapters.tool_calls:ToolCallSource",
     "code_repair": "jaxroll.envs.adapters.code_repair:CodeRepairSource",
     "shop": "jaxroll.envs.adapters.shop:ShopSource",
-    "textarena": "jaxroll.envs.adapters.textarena_env:TextArenaSource",
+    "textarena": "jaxroll.envs.adapters.text_games:TextArenaSource",
     "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env:PettingZooSource",
-    "textworld": "jaxroll.envs.adapters.textworld_env:TextWorldSource",
+    "textworld": "jaxroll.envs.adapters.text_games:TextWorldSource",
     "openenv": "jaxroll.envs.adapters.openenv_env:OpenEnvSource",
     "verifiers": "jaxroll.envs.adapters.verifiers_env:VerifiersSource",
 }

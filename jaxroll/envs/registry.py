@@ -41,9 +41,9 @@ ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "tool_calls": "jaxroll.envs.adapters.tool_calls",
     "code_repair": "jaxroll.envs.adapters.code_repair",
     "shop": "jaxroll.envs.adapters.shop",
-    "textarena": "jaxroll.envs.adapters.textarena_env",
+    "textarena": "jaxroll.envs.adapters.text_games",
     "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env",
-    "textworld": "jaxroll.envs.adapters.textworld_env",
+    "textworld": "jaxroll.envs.adapters.text_games",
     "openenv": "jaxroll.envs.adapters.openenv_env",
 }
 _FACTORIES: dict[str, Factory] = {}

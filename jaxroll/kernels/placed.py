@@ -1,4 +1,6 @@
-"""Attention by a chosen implementation, over the devices of a layout.
+"""Attention by a chosen implementation, over the devices of a layout; the fused kernels for one device.
+
+The fused kernels import Pallas when they are called, because that takes time.
 
 The compiler cannot partition a fused kernel. So rows, slots and heads are divided here by `shard_map` with the layout's
 rules, and every device runs the kernel on its part.
@@ -8,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxroll import sharding as layouts
-from jaxroll.kernels.attention import grouped, visible
-from jaxroll.kernels.choice import WINDOWED, XLA
+from jaxroll.kernels.attention import grouped, lengthened, visible
+from jaxroll.kernels.choice import BLOCK, WINDOWED, XLA
 from jaxroll.sharding import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
@@ -55,12 +59,9 @@ def exchanged(attend: Attend, layout: Layout | None) -> Attend:
 
 
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:
-    """One more token over the paged cache by the kernel `name`, with the arguments of `paged.paged` for all shards."""
+    """One more token over the paged cache by the kernel `name`, with the arguments of `paged_on_gpu` for all shards."""
     layout = _needed(name, layout)
-    if layouts.platform(layout.mesh) == "gpu":
-        from jaxroll.kernels.gpu import paged
-    else:
-        from jaxroll.kernels.tpu import paged
+    paged = paged_on_gpu if layouts.platform(layout.mesh) == "gpu" else paged_on_tpu
     return partial(_divided_pages, paged, layout)
 
 
@@ -69,14 +70,7 @@ def _masked(mask: Array, q: Array, k: Array, v: Array) -> Array:
 
 
 def _row_kernel(name: str) -> Callable[..., Array]:
-    """The kernel `name`; its module is imported on demand, because importing Pallas takes time."""
-    if name == "splash":
-        from jaxroll.kernels.tpu import splash
-
-        return splash
-    from jaxroll.kernels import gpu
-
-    return {"triton": gpu.triton, "cudnn": gpu.cudnn}[name]
+    return {"splash": splash, "triton": triton, "cudnn": cudnn}[name]
 
 
 def _divided_rows(
@@ -124,3 +118,152 @@ def _needed(name: str, layout: Layout | None) -> Layout:
     if layout is None:
         raise ValueError(f"attention by {name} needs a layout: a mesh, and rules that divide the work over it")
     return layout
+
+
+# --- Attention kernels for GPU (cuDNN's, and JAX's Pallas kernels for Triton), for the arrays of one device
+#
+# `interpret` runs a Pallas kernel on any platform, slowly.
+
+_SPLITS = 16  # parts of a long request that are computed in parallel
+_GPU_KEYS = 64  # keys per block
+
+
+def triton(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Causal attention within segments, by Pallas' flash attention. Outputs of padding (segment 0) are undefined."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    # The kernel needs keys and values repeated for every query head.
+    T, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    q, k, v = (lengthened(x, BLOCK) for x in (q, k, v))
+    ids = None if segments is None else lengthened(segments, BLOCK)
+    scale = q.shape[-1] ** -0.5
+    out = cast(Array, mha(q, k, v, ids, sm_scale=scale, causal=True, interpret=interpret))
+    return out[:, :T]
+
+
+def cudnn(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: None
+) -> Float[Array, "B T N H"]:
+    """Causal attention by cuDNN's flash kernel, without segments, which JAX would pass as a mask of T·T elements."""
+    if segments is not None:
+        raise ValueError("cuDNN's attention takes no segment ids: use triton or xla for packed rows")
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def paged_on_gpu(
+    q: Float[Array, "S N H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "S J"],
+    positions: Int[Array, " S"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "S N H"]:
+    """softmax(q·kᵀ / √H)·v over the keys at 0 … positions[s] of slot s's pages; 0 for a slot at -1."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    P, U, J = keys.shape[1], keys.shape[2], tables.shape[1]
+    entries = 1 << (J - 1).bit_length()
+    named = jnp.pad(jnp.clip(tables, 0, P - 1), ((0, 0), (0, entries - J)))
+    lengths = jnp.clip(positions + 1, 0, J * U).astype(jnp.int32)
+    splits = min(_SPLITS, entries)
+    at_once = min(entries // splits, max(1, _GPU_KEYS // U))
+    scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return paged_attention(
+        scaled, keys, values, named, lengths, k_splits=splits, pages_per_compute_block=at_once, interpret=interpret
+    )
+
+
+# --- Attention kernels for TPU (JAX's Pallas kernels), for the arrays of one device
+#
+# They compile for TPU. On other platforms `splash` runs slowly with `interpret`, and `paged`, whose kernel has no such
+# argument, under `pltpu.force_tpu_interpret_mode`.
+
+_BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
+_LONG = 2048  # tokens of a row from which padding to the largest block costs less than small blocks
+_TPU_KEYS = 512  # keys per block
+
+
+def splash(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"] | None,
+    *,
+    window: int = 0,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Causal attention within segments, by splash attention; no array has T·T elements, forward or backward.
+
+    With a `window` above 0, a query sees that many keys, its own included. Outputs of padding (segment 0) are
+    undefined.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+    _, T, N, H = q.shape
+    block = block_tokens(T)
+    q, k, v = (lengthened(x, block).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
+    kernel = _splash_kernel(N, q.shape[2], block, window, interpret)
+    if segments is None:
+        out = jax.vmap(kernel)(q, k, v)
+    else:
+        ids = lengthened(segments, block)
+        out = jax.vmap(lambda q, k, v, own: kernel(q, k, v, segment_ids=SegmentIds(own, own)))(q, k, v, ids)
+    return cast(Array, out).swapaxes(1, 2)[:, :T]
+
+
+def block_tokens(tokens: int) -> int:
+    """The tokens of a block, to a multiple of which rows of `tokens` tokens are padded: from 2,048 tokens on 512."""
+    if tokens >= _LONG:
+        return _BLOCKS[0]
+    padded = -(-tokens // BLOCK) * BLOCK
+    return next(size for size in _BLOCKS if padded % size == 0)
+
+
+def _splash_kernel(heads: int, tokens: int, block: int, window: int, interpret: bool) -> Callable[..., Any]:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    shape = tokens, tokens
+    one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+    causal = masks.MultiHeadMask([one] * heads)
+    return kernels.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+
+
+def paged_on_tpu(
+    q: Float[Array, "S N H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "S J"],
+    positions: Int[Array, " S"],
+) -> Float[Array, "S N H"]:
+    """softmax(q·kᵀ / √H)·v over the keys at 0 … positions[s] of slot s's pages; 0 for a slot at -1."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    # Queries are cast to float32, so that the running mean is accumulated in float32.
+    _, P, U, H = keys.shape
+    J = tables.shape[1]
+    at_once = max(1, min(J, _TPU_KEYS // U))
+    # The kernel fetches whole blocks of a table, including unused entries, so every entry must be a valid page.
+    named = jnp.pad(jnp.clip(tables, 0, P - 1), ((0, 0), (0, -J % at_once)))
+    lengths = jnp.clip(positions + 1, 0, J * U).astype(jnp.int32)
+    wide = q.astype(jnp.float32) * H**-0.5
+    return paged_attention(wide, keys, values, lengths, named, pages_per_compute_block=at_once).astype(q.dtype)

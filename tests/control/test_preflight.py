@@ -572,7 +572,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/adapters/gymnasium_env.py::text_env": ("gymnasium's environment absent", "environment without text"),
     "envs/adapters/openenv_env.py::Settings.address": HERE,
     "envs/adapters/pettingzoo_env.py": HERE,
-    "envs/adapters/textarena_env.py": HERE,
+    "envs/adapters/text_games.py": HERE,
     "envs/adapters/tool_calls.py::ToolCallGame.__init__": ("problems absent",),
     "envs/adapters/verifiers_env.py": HERE,
     "envs/executors.py::Executors.raise_when_worn_out": HERE,  # a budget that a run spends

@@ -11,12 +11,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.kernels import attention, gpu, placed, tpu
+from jaxroll.kernels import attention, placed
 from jaxroll.sharding import Layout
 
 B, T, N, K, H = 2, 150, 4, 2, 32
 LAYOUT = Layout(sharding.build(MeshConfig(fsdp=2, tensor=2)), sharding.LEARNER)
-ROW_KERNELS: dict[str, Callable] = {"splash": tpu.splash, "triton": gpu.triton}
+ROW_KERNELS: dict[str, Callable] = {"splash": placed.splash, "triton": placed.triton}
 # Rows of several segments and of different lengths; the rest is padding.
 SEGMENTS = np.array([np.repeat([1, 2, 3, 0], [40, 50, 45, 15]), np.repeat([4, 9, 0], [100, 1, 49])], np.int32)
 
@@ -56,14 +56,14 @@ def test_packed_rows_equal_the_masked_form_in_value_and_gradient(name: str, wind
     ("tokens", "block"), [(100, 128), (300, 128), (500, 512), (700, 256), (2048, 512), (2176, 512), (16_896, 512)]
 )
 def test_long_rows_on_a_tpu_have_large_blocks(tokens: int, block: int) -> None:
-    assert tpu.block_tokens(tokens) == block
+    assert placed.block_tokens(tokens) == block
 
 
 def test_a_long_row_that_its_blocks_do_not_divide_equals_the_masked_form() -> None:
     tokens, rng = 2100, np.random.default_rng(3)
     q, k, v = (jnp.asarray(rng.normal(size=(1, tokens, 1, H)), jnp.float32) for _ in range(3))
     ids = jnp.asarray(np.repeat([1, 2], [1500, 600])[None], jnp.int32)
-    got = jax.jit(partial(tpu.splash, interpret=True))(q, k, v, ids)
+    got = jax.jit(partial(placed.splash, interpret=True))(q, k, v, ids)
     expected = jax.jit(placed.rows("xla", tokens, ids, LAYOUT))(q, k, v)
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
@@ -122,7 +122,7 @@ def test_pages_on_a_tpu_equal_the_loop() -> None:
 
 def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "platform", lambda mesh: "gpu")
-    monkeypatch.setattr(gpu, "paged", partial(gpu.paged, interpret=True))
+    monkeypatch.setattr(placed, "paged_on_gpu", partial(placed.paged_on_gpu, interpret=True))
     problem = pages_problem()
     got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))
     assert_near(got, by_the_loop(*problem))
@@ -134,8 +134,8 @@ def test_unused_entries_of_a_table_may_be_invalid() -> None:
     q, keys, values, tables, starts = (x[0] for x in pages_problem(1))
     used = np.arange(J) <= np.asarray(starts)[:, None] // U
     stray = jnp.where(used, tables, P + 7)
-    got = jax.jit(tpu.paged)(q[:, 0], keys, values, stray, starts)
-    np.testing.assert_array_equal(got, jax.jit(tpu.paged)(q[:, 0], keys, values, tables, starts))
+    got = jax.jit(placed.paged_on_tpu)(q[:, 0], keys, values, stray, starts)
+    np.testing.assert_array_equal(got, jax.jit(placed.paged_on_tpu)(q[:, 0], keys, values, tables, starts))
 
 
 def test_a_kernel_without_a_layout_is_refused() -> None:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.kernels import placed, tpu
+from jaxroll.kernels import placed
 from jaxroll.models import cache, families, params, transformer
 from jaxroll.sharding import Layout
 
@@ -29,7 +29,7 @@ def values() -> params.Params:
 
 
 def test_packed_rows(values: params.Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed, "_row_kernel", lambda name: partial(tpu.splash, interpret=True))
+    monkeypatch.setattr(placed, "_row_kernel", lambda name: partial(placed.splash, interpret=True))
     rng = np.random.default_rng(0)
     segments = np.array([np.repeat([1, 2, 0], [60, 50, 20]), np.repeat([3, 4, 5], [10, 60, 60])], np.int32)
     tokens = rng.integers(0, SPEC.vocab_size, segments.shape).astype(np.int32)
@@ -68,7 +68,7 @@ def test_a_decode_step_over_the_cache(values: params.Params) -> None:
 
 
 def test_prompts(values: params.Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed, "_row_kernel", lambda name: partial(tpu.splash, interpret=True))
+    monkeypatch.setattr(placed, "_row_kernel", lambda name: partial(placed.splash, interpret=True))
     rng = np.random.default_rng(2)
     prompts, lengths = rng.integers(0, SPEC.vocab_size, (2, 20)).astype(np.int32), np.array([20, 7], np.int32)
     got, expected = (

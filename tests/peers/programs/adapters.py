@@ -64,7 +64,8 @@ def contract(name: str, **args: Any) -> dict[str, Any]:
 
 def textarena() -> dict[str, Any]:
     """Also: a game is the same alone and among calls of another one, and the global random is left as it was."""
-    from jaxroll.envs.adapters.textarena_env import Settings, TextArenaGame
+    from jaxroll.envs.adapters.text_games import TextArenaGame
+    from jaxroll.envs.adapters.text_games import TextArenaSettings as Settings
 
     def game(between: bool) -> list[str]:
         one, other = (TextArenaGame(Settings(id="2048-v0")) for _ in range(2))

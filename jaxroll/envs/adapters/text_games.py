@@ -1,0 +1,237 @@
+"""Text games of two packages: textarena (one player, or several that one policy plays against itself) and TextWorld.
+
+textarena draws from Python's global `random`, which it seeds when a game begins. Here each game has a state of its own,
+which is exchanged with the global one during its calls, under a lock. An episode makes its own environment, because
+`reset` of some wrappers of textarena keeps earlier observations. Answers go to the game as they are (`[right]`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxroll import disk
+from jaxroll.envs.adapters.games import Game, GameEnvironment, GameSource, View, library, player_parts
+from jaxroll.envs.registry import register
+from jaxroll.errors import ConfigError
+
+_GLOBAL_RANDOM = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TextArenaSettings:
+    """Settings of `task.args`.
+
+    `id` names a game without its suffix, as in FrozenLake-v0; `players` is the number of players, and the policy plays
+    all of them. `moves` are the answers of the warm start's random play. `hidden` says that different seeds can begin
+    with the same text.
+    """
+
+    id: str = "FrozenLake-v0"
+    players: int = 1
+    moves: Sequence[str] = ()
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.players <= 15:
+            raise ValueError("players is 1 to 15")
+
+
+class TextArenaGame(Game):
+    """A game of textarena; the reward is that of the first player."""
+
+    Settings = TextArenaSettings
+
+    def __init__(self, settings: TextArenaSettings) -> None:
+        super().__init__(settings)
+        self.hidden, self._state = settings.hidden, None
+        with self._own_random():  # what textarena imports draws from the global random, too
+            self._textarena = library("textarena", "textarena", "envs-more")
+        name = f"{settings.id}-raw"  # without wrappers: each observation holds what is new
+        if name not in self._textarena.envs.registration.ENV_REGISTRY:
+            remedy = "Give an id of textarena without its suffix, such as FrozenLake-v0."
+            raise ConfigError("task.args.id", settings.id, "textarena has no such game", remedy)
+        self._name, self._state = name, None
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        with _GLOBAL_RANDOM:
+            others = random.getstate()
+            if self._state is not None:
+                random.setstate(self._state)
+            try:
+                yield
+            finally:
+                self._state = random.getstate()
+                random.setstate(others)
+
+    def start(self, seed: int) -> str:
+        with self._own_random():
+            try:
+                self._env: Any = self._textarena.make(self._name)
+            except (ImportError, LookupError, SyntaxError, TypeError, ValueError) as error:
+                reason = f"textarena cannot make it here: {type(error).__name__}: {error}"
+                raise ConfigError("task.args.id", self.settings.id, reason, "Use another game.") from error
+            self._env.reset(num_players=self.settings.players, seed=seed)
+            self._player, text = self._seen()
+        self._turns_of: list[int] = []
+        return text
+
+    def play(self, answer: str) -> View:
+        with self._own_random():
+            self._turns_of.append(self._player)
+            over, _ = self._env.step(answer)
+            if over:
+                rewards, info = self._env.close()
+                misread = bool((info or {}).get(self._player, {}).get("invalid_move", False))
+                earned = {player: float((rewards or {}).get(player, 0.0)) for player in range(self.settings.players)}
+                parts = player_parts(self._turns_of, earned) if len(earned) > 1 else {}
+                return View("", True, earned[0], parts, misread)
+            self._player, text = self._seen()
+        return View(text)
+
+    def _seen(self) -> tuple[int, str]:
+        """The player whose turn it is, and the messages that are new to them, without their own answers."""
+        player, messages = self._env.get_observation()
+        return player, "\n".join(str(text).strip("\n") for sender, text, _ in messages if sender != player)
+
+    def choices(self) -> Sequence[str]:
+        return self.settings.moves
+
+
+@register("textarena")
+class TextArena(GameEnvironment):
+    """Environment that plays a game of textarena."""
+
+    game = TextArenaGame
+
+
+class TextArenaSource(GameSource):
+    """A game of textarena by seed."""
+
+    name, game = "textarena", TextArenaGame
+
+
+# --- TextWorld: household text games, generated and compiled on this machine, one per seed
+#
+# A game is compiled once (some seconds, by the Inform 7 compiler in the package) and kept in `folder`.
+
+_COMPILER = threading.Lock()  # the generator draws from global state
+_PROMPT = ">"
+
+
+@dataclass(frozen=True)
+class TextWorldSettings:
+    """Settings of `task.args`: size of the world, length of the quest, and the folder of compiled games."""
+
+    rooms: int = 2
+    objects: int = 3
+    quest_length: int = 2
+    folder: str = "~/.cache/jaxroll/textworld"
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.rooms <= 30 and 1 <= self.objects <= 60 and 1 <= self.quest_length <= 20):
+            raise ValueError("rooms is 1 to 30, objects 1 to 60, quest_length 1 to 20")
+
+
+def game_file(seed: int, settings: TextWorldSettings) -> Path:
+    """The compiled game of `seed`; it is made if the folder does not have it."""
+    textworld = library("textworld", "textworld (Linux only)", "textworld")
+    library("textworld.generator", "textworld (Linux only)", "textworld")
+    size = {name: value for name, value in asdict(settings).items() if name != "folder"}
+    key = hashlib.blake2b(json.dumps([textworld.__version__, seed, size]).encode(), digest_size=8).hexdigest()
+    folder = Path(settings.folder).expanduser()
+    path = folder / f"{key}.z8"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, _COMPILER:
+        options = textworld.GameOptions()
+        options.seeds, options.path = seed % 2**31, str(Path(scratch) / path.name)
+        options.nb_rooms, options.nb_objects = settings.rooms, settings.objects
+        options.quest_length = settings.quest_length
+        compiled = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
+        for part in (compiled.with_suffix(".json"), compiled.with_suffix(".ni"), compiled):  # the game last
+            if part.exists():
+                with disk.replaced(folder / part.name) as draft:
+                    shutil.copy(part, draft)
+    return path
+
+
+class TextWorldGame(Game):
+    """One household game; the reward is 1 if its quest is done, and the score is a part."""
+
+    Settings = TextWorldSettings
+
+    def __init__(self, settings: TextWorldSettings) -> None:
+        super().__init__(settings)
+        self._textworld = library("textworld", "textworld (Linux only)", "textworld")
+        self._env: Any = None
+
+    def start(self, seed: int) -> str:
+        self.close()
+        names = (
+            "feedback",
+            "won",
+            "lost",
+            "score",
+            "max_score",
+            "admissible_commands",
+            "policy_commands",
+            "objective",
+            "description",
+        )
+        infos = self._textworld.EnvInfos(**dict.fromkeys(names, True))
+        self._env = self._textworld.start(str(game_file(seed, self.settings)), infos)
+        self._state = self._env.reset()
+        return f"{_plain(self._state.objective)}\n{_plain(self._state.description)}"
+
+    def play(self, answer: str) -> View:
+        command = " ".join(answer.split())[:200]
+        misread = command not in self._state.admissible_commands
+        self._state, _, over = self._env.step(command or "look")
+        score, most = self._state.score or 0, self._state.max_score or 1
+        won = bool(self._state.won)
+        return View(_plain(self._state.feedback), bool(over), float(won), {"score": score / most}, misread)
+
+    def choices(self) -> Sequence[str]:
+        return self._state.admissible_commands
+
+    def advice(self) -> str | None:
+        policy = self._state.policy_commands
+        return policy[0] if policy else None
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+
+def _plain(text: str | None) -> str:
+    """Printable ASCII without empty lines, trailing blanks and the prompt at the end."""
+    lines = [line.strip() for line in (text or "").encode("ascii", "ignore").decode().splitlines()]
+    return "\n".join(line for line in lines if line and line != _PROMPT)
+
+
+@register("textworld")
+class TextWorld(GameEnvironment):
+    """Environment that plays games of TextWorld."""
+
+    game = TextWorldGame
+    place = "process"  # its interpreter is C code
+    reset_limit_s = 300.0  # a game may have to be compiled
+
+
+class TextWorldSource(GameSource):
+    """Games of TextWorld by seed."""
+
+    name, game = "textworld", TextWorldGame
