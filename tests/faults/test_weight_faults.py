@@ -76,8 +76,8 @@ def test_18_a_flipped_byte_and_a_snapshot_overwritten_in_transfer_are_fetched_ag
 
 def test_18_damaged_files_are_never_sampled_from_and_the_next_version_is(tmp_path: Path, note) -> None:
     """The files remain damaged, so the sampler keeps the version before until the learner publishes another one."""
-    channel = {"transfer__channel": "tensorstore"}
-    with World(tmp_path / "run", **SMALL, **channel, schedule__alpha=1, schedule__steps=8) as run:
+    words = SMALL | {"transfer__channel": "tensorstore", "schedule__alpha": 1, "schedule__steps": 8}
+    with World(tmp_path / "run", **words) as run:
         damages = {Version(0, 2): flip_in_file, Version(0, 5): take_a_chunk_of_the_version_before}
         run.tap.on("sampler-0", "Published", damaging(run, damages))
         run.learner()
