@@ -81,6 +81,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
     ("sim calibrate old", ("too few",), ""),
+    ("place --config=configs/smoke.py", ("--cluster", "docs/placement.md"), ""),
+    ("place --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
     # runs
     ("train old --config=configs/smoke.py", ("RUN", "old", "--resume"), "train old --resume"),
     ("train old", ("RUN", "old", "--resume"), "train old --resume"),

@@ -611,6 +611,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/packing.py::pack": ("rows for the warm start too long",),
     "learner/state.py::placed": HERE,
     "learner/state.py::_on_devices": HERE,
+    "transfer/channel_shm.py::SharedSegments.__init__": HERE,  # a system without memfd
     "transfer/channel_tensorstore.py::url_of": HERE,
     "learner/weights.py::load": HERE,
     "learner/weights.py::model_spec": HERE,
