@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -30,7 +31,6 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.sim import costs, simulate
 from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
-from jaxroll.sim.devices import chance
 
 DATA = Path(__file__).with_name("compared.json")
 PAGE = ROOT / "docs" / "results" / "schedules_compared.md"
@@ -175,7 +175,7 @@ def _samplers(workload: str, schedule: Schedule, learners: int) -> int:
 def _lost(samplers: int, seed: int) -> tuple[Failure, ...]:
     failures = []
     for index in range(samplers):
-        drawn, at_s = chance("spot", seed, index), 0.0
+        drawn, at_s = random.Random(repr(("spot", seed, index))), 0.0
         while (at_s := at_s + LOST_FOR_S + drawn.expovariate(1 / LOST_EVERY_S)) < HORIZON_S:
             failures.append(Failure(at_s, f"sampler-{index}", LOST_FOR_S))
     return tuple(failures)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, SftConfig
+from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, SftConfig, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter
 
@@ -65,6 +66,21 @@ def with_model(config: Config) -> Config:
         imported = _ADAPTER_RATE if learner.lora_rank else _IMPORTED_RATE
         learner = replace(learner, learning_rate=LearnerConfig().learning_rate if fresh else imported)
     return replace(config, sft=sft, learner=learner)
+
+
+def model_folder(config: Config) -> Path | None:
+    """Folder of the imported model; None for a model that `model.size` names."""
+    return Path(config.model.path) if config.model.path else None
+
+
+def tokenizer_folder(config: Config) -> Path | None:
+    """Folder of the Hugging Face tokenizer; None for a tokenizer of characters."""
+    return Path(config.tokenizer.path) if config.tokenizer.kind == "hf" else None
+
+
+def has_warm_start(config: Config) -> bool:
+    """True if the run begins with supervised training on worked answers."""
+    return config.sft.steps > 0
 
 
 # --- algorithm presets
@@ -170,6 +186,19 @@ def _chosen(value: str, allowed: tuple[str, ...]) -> str:
     return value if value != "auto" else allowed[0] if allowed else "none"
 
 
+def overlong_tokens(config: Config) -> int:
+    """Tokens below `sampling.max_tokens` at which the penalty of long answers begins; 0: no penalty."""
+    last = config.learner.overlong_tokens
+    if not last and preset(config.learner.algorithm).overlong:
+        return max(config.sampling.max_tokens // 5, 1)
+    return last
+
+
+def reward_shuffle_seed(config: Config) -> int | None:
+    """Seed of the exchange of rewards between members (`learner.shuffle_rewards`); None without it."""
+    return config.run.seed if config.learner.shuffle_rewards else None
+
+
 # --- truncated sampling
 
 
@@ -190,7 +219,7 @@ LEADERS = ("learner", COLOCATED)  # a run has one of these processes and ends wi
 def roles_with_devices(config: Config) -> dict[str, int]:
     """Number of devices by role, in the order of assignment: learner, samplers, evaluator."""
     wanted = dict.fromkeys(learner_names(config), config.learner.mesh.devices // config.placement.learner_hosts)
-    wanted |= {f"sampler-{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
+    wanted |= dict.fromkeys(sampler_names(config), config.sampler.mesh.devices)
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
@@ -207,6 +236,11 @@ def lives_in(role: str, process: str) -> bool:
     return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
 
 
+def leader(config: Config) -> str:
+    """Name of the process that trains, or leads the learner's processes."""
+    return COLOCATED if config.placement.colocated else "learner"
+
+
 def channel_of(config: Config) -> str:
     """Channel of weight sync: `transfer.channel`, or for "auto" the fastest one available."""
     if config.transfer.channel != "auto":
@@ -219,9 +253,44 @@ def learner_names(config: Config) -> tuple[str, ...]:
     return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
 
 
+def sampler_names(config: Config) -> tuple[str, ...]:
+    """Names of the samplers that the run starts with."""
+    return tuple(f"sampler-{index}" for index in range(config.sampler.count))
+
+
+def engines(config: Config) -> int:
+    """Number of engines that receive the learner's weights: those of samplers and evaluator."""
+    return len(roles_with_devices(config)) - len(learner_names(config))
+
+
+def has_evaluator(config: Config) -> bool:
+    """True if a role scores published versions."""
+    return "evaluator" in roles_with_devices(config)
+
+
 def actor_names(config: Config) -> tuple[str, ...]:
     """Names of the actor processes."""
     return tuple(f"actor-{index}" for index in range(config.placement.actors))
+
+
+def rollouts_per_step(config: Config) -> int:
+    """Number of rollouts that one step trains."""
+    return config.schedule.groups_per_step * config.schedule.group_size
+
+
+def lease_holders(config: Config) -> int:
+    """Number of processes that lease members: actors, or samplers in a run without actors."""
+    return len(actor_names(config) or sampler_names(config))
+
+
+def update_in_force_s(config: Config) -> float:
+    """Longest time that a sampler keeps its update slot after a fetch, until the weight swap; 0 without slots."""
+    return config.transfer.deadline_s if config.schedule.rolling_updates else 0.0
+
+
+def update_slot_s(config: Config) -> float:
+    """Longest time of an update slot: the fetch and the swap."""
+    return 2 * config.transfer.deadline_s
 
 
 def sampler_members(config: Config) -> int:
@@ -266,6 +335,16 @@ def episode_tokens(config: Config) -> int:
     return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
 
 
+def answer_tokens(config: Config) -> int:
+    """Maximum tokens of one answer within an episode."""
+    return min(config.sampling.max_tokens, episode_tokens(config))
+
+
+def request_tokens(config: Config) -> int:
+    """Maximum tokens of a single request: the longest prompt and its answer."""
+    return longest_prompt(config) + config.sampling.max_tokens
+
+
 def longest_prompt(config: Config) -> int:
     """Tokens of the longest prompt that an engine for single requests has room for."""
     return max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)
@@ -279,6 +358,26 @@ def cache_tokens(config: Config) -> int:
 def sample_tokens(learner: LearnerConfig) -> int:
     """Maximum tokens of a training sample: a row and the shared prompt before it."""
     return learner.shared_prompt_tokens + learner.row_tokens
+
+
+def micro_batch_tokens(learner: LearnerConfig) -> int:
+    """Tokens of a full micro-batch, padding included."""
+    return learner.micro_batch_rows * learner.row_tokens
+
+
+def room_of_member(learner: LearnerConfig) -> tuple[int, int]:
+    """Tokens of the row into which a member must fit, and of a first prompt that is kept apart from it."""
+    return learner.row_tokens, learner.shared_prompt_tokens
+
+
+def max_message_bytes(config: Config) -> int:
+    """Maximum size of an RPC message between processes of the run."""
+    return config.store.max_message_mb * 2**20
+
+
+def is_compact(task: TaskConfig) -> bool:
+    """True if prompts leave out the rules and instructions of the task."""
+    return task.prompt_style == "compact"
 
 
 def page_size(page_tokens: int, longest: int) -> int:

@@ -20,6 +20,7 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
+from jaxroll.config.derived import learner_names, model_folder
 from jaxroll.control import init, launchers, preflight, program, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
@@ -84,7 +85,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    if options.command == "learner" and index >= (hosts := config.placement.learner_hosts):
+    if options.command == "learner" and index >= (hosts := len(learner_names(config))):
         raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
     words = {"host": "host", "port": "port", "insecure": "insecure", "fork": "fork", "coordinator": "coordinator",
              "drain": "drain_s"}  # fmt: skip
@@ -108,7 +109,7 @@ def run_offline(options: argparse.Namespace) -> int:
         if options.command == "sft" and not code:
             args.paths.warm_start_done.touch()
         return code
-    if options.command != "sft" and not config.model.path:
+    if options.command != "sft" and not model_folder(config):
         _check_trained(path)
     inventory = train.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)

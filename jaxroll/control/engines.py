@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names
+from jaxroll.config.derived import actor_names, has_evaluator, has_warm_start, learner_names, sampler_names
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, ConfigError
 from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
@@ -91,20 +91,20 @@ def program_of(config: Config, request: Request) -> Program:
     def command(role: str, *words: str, run: str = request.run) -> tuple[str, ...]:
         return (request.python, "-m", "jaxroll", role, *common, f"--run={run}", *words)
 
-    hosts = config.placement.learner_hosts
+    hosts = len(learner_names(config))
     coordinator = ()
     if hosts > 1:
         coordinator = (f"--index={INDEX}", f"--coordinator={LEARNER}:{request.port + 1}")
     join = (request.python, "-m", "jaxroll", "sampler", f"--join={STORE}:{request.port}", f"--drain={DRAIN_S}")
-    serving = (f"--host={HOST}", *plain) if config.placement.actors else ()
+    serving = (f"--host={HOST}", *plain) if actor_names(config) else ()
     roles = [
         Role("store", command("store", f"--store=0.0.0.0:{request.port}", *plain, run=request.scratch or request.run)),
         Role("learner", command("learner", store, f"--host={LEARNER}", *coordinator, *plain), hosts=hosts,
              devices=config.learner.mesh.devices // hosts, before=warm_start(config, command("learner"), request.run)),
-        Role("sampler", (*join, *serving), count=config.sampler.count, devices=config.sampler.mesh.devices,
+        Role("sampler", (*join, *serving), count=len(sampler_names(config)), devices=config.sampler.mesh.devices,
              spot=request.spot),
     ]  # fmt: skip
-    if config.evaluator.every:
+    if has_evaluator(config):
         roles.append(Role("evaluator", command("evaluator", store), devices=config.evaluator.mesh.devices))
     if actors := actor_names(config):
         roles.append(Role("actor", command("actor", store, f"--index={INDEX}"), count=len(actors)))
@@ -122,7 +122,7 @@ def warm_start(config: Config, learner: Sequence[str], run: str, prefix: str = "
     `learner` is the learner's command. A learner of several hosts does not make it (docs/machines.md).
     `prefix` is shell, put in front of the command.
     """
-    if not config.sft.steps or config.placement.learner_hosts > 1:
+    if not has_warm_start(config) or len(learner_names(config)) > 1:
         return ""
     named = [word for word in learner if word.startswith(("--config", "--run="))]
     done = shlex.quote(str(RunPaths(Path(run)).warm_start_done))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxroll import disk
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions
+from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions, sampler_names
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import engines, on_ray, program
 from jaxroll.control.program import ProcessSpec, role_words
@@ -172,7 +172,7 @@ def plan(config: Config, target: Target) -> list[Launch]:
         common = {**common, TLS_VARIABLE: target.tls}
     between = _words_between(config, target) if spread else {}
     found = [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
-    if target.kind == "tpu_vm" and config.placement.learner_hosts > 1:
+    if target.kind == "tpu_vm" and len(learner_names(config)) > 1:
         return [replace(one, workers="all") if one.name == "learner" else one for one in found]
     return found
 
@@ -187,7 +187,8 @@ def _with_devices(config: Config, target: Target) -> dict[str, int]:
 
 def _check_learner_hosts(config: Config, target: Target) -> None:
     """True if each process of a learner of several has a host: of GPUs one by its name, of a TPU slice all."""
-    hosts, learners = config.placement.learner_hosts, learner_names(config)
+    learners = learner_names(config)
+    hosts = len(learners)
     if hosts == 1:
         return
     where = [target.host(name) for name in _with_devices(config, target)]
@@ -203,12 +204,11 @@ def _check_learner_hosts(config: Config, target: Target) -> None:
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
     """The options by which the roles of different hosts find each other, by role; only a called role listens."""
     called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
-    if target.kind == "gpu" and config.placement.learner_hosts > 1:  # on TPUs JAX finds out where they meet
-        meeting = f"--coordinator={target.host('learner')}:{target.port + 1 + config.sampler.count}"
+    if target.kind == "gpu" and len(learner_names(config)) > 1:  # on TPUs JAX finds out where they meet
+        meeting = f"--coordinator={target.host('learner')}:{target.port + 1 + len(sampler_names(config))}"
         called |= {name: (*called.get(name, ()), meeting) for name in learner_names(config)}
     if actors := actor_names(config):  # they ask the samplers
-        samplers = [f"sampler-{index}" for index in range(config.sampler.count)]
-        ports = {name: target.port + 1 + index for index, name in enumerate(samplers)}
+        ports = {name: target.port + 1 + index for index, name in enumerate(sampler_names(config))}
         called |= {name: (f"--host={target.host(name)}", f"--port={port}") for name, port in ports.items()}
         asked = tuple(f"--sampler={target.host(name)}:{port}" for name, port in ports.items())
     else:
@@ -397,7 +397,7 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
         own = f"env {shlex.join(f'{key}={value}' for key, value in sorted(one.env.items()))} {PARENT_ENV}=$$ "
         own = own if one.host == LOCAL else ""
         warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
-        gang = "learner" if is_learner and config.placement.learner_hosts > 1 else ""
+        gang = "learner" if is_learner and len(learner_names(config)) > 1 else ""
         shell = shell_line(one, target, warm)
         command = (sys.executable, "-m", "jaxroll.lifeline", "bash", "-c",
                    shell if one.host == LOCAL else f"exec {shell}")  # fmt: skip

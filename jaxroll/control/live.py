@@ -191,8 +191,9 @@ class _OneLine:
         yield Text(text, no_wrap=True, overflow="crop")
 
 
-def open_view(run_dir: Path, of_steps: int, config: Mapping[str, Any] | None = None) -> View:
-    """The table on a terminal that can move its cursor, lines elsewhere. Both name the bottleneck if given a config."""
+def open_view(run_dir: Path, config: Mapping[str, Any]) -> View:
+    """The table on a terminal that can move its cursor, lines elsewhere; `config` is the run's, as in `run.json`."""
+    of_steps = config["schedule"]["steps"]
     table = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in _TERMINALS_OF_LINES
     view = TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)
     view.status.config = config

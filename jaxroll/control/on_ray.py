@@ -328,7 +328,7 @@ def run(config: Config, request: Request, words: Sequence[str]) -> int:
     with run_dir.locked(path), contextlib.ExitStack() as closing:
         cluster = Cluster(groups, env, request)
         closing.callback(cluster.close)
-        view = closing.enter_context(contextlib.closing(open_view(path, values["schedule"]["steps"], values)))
+        view = closing.enter_context(contextlib.closing(open_view(path, values)))
         return Supervisor(specs, path, config.supervisor, view, leader="learner", start=cluster.start).run()
 
 

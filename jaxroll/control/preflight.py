@@ -26,7 +26,9 @@ from jaxroll import config as configs
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import (
     COLOCATED,
-    episode_tokens,
+    cache_tokens,
+    has_evaluator,
+    model_folder,
     page_size,
     sample_tokens,
 )
@@ -190,7 +192,7 @@ def check_described(config: Config) -> None:
             sources.allowed(part.task.name)
         if part.task.source == "game":
             sources.check_game(part.task)
-    if not config.model.path:
+    if not model_folder(config):
         model = families.spec(config.model.size, compute_dtype=config.model.dtype)
         _check_meshes(config, model)
         _check_attention(config, model)
@@ -218,7 +220,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_meshes(config, model)
     _check_attention(config, model)
     families.check_routing(model, config)
-    if config.model.path:
+    if model_folder(config):
         folders.check_weights(config.model, model)
     if config.learner.lora_path:
         peft.check(config.learner, model)
@@ -239,7 +241,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
         if role != "learner":
             site = choice.Site(model, platform, mesh.tensor, sampler.prefill_buckets[-1])
             choice.check("prefill", sampler.prefill_attention, site)
-            longest = max(episode_tokens(config), sampler.prefill_buckets[-1])
+            longest = cache_tokens(config)
             limited = sampler.cache_pages > 0
             pages = replace(site, tokens=page_size(sampler.page_tokens, longest), longest=longest, limited=limited)
             choice.check("paged", sampler.paged_attention, pages)
@@ -248,7 +250,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
 def meshes(config: Config) -> dict[str, MeshConfig]:
     """The mesh of every role that has one, by the role's name."""
     found = {"learner": config.learner.mesh, "sampler": config.sampler.mesh}
-    return found | ({"evaluator": config.evaluator.mesh} if config.evaluator.every else {})
+    return found | ({"evaluator": config.evaluator.mesh} if has_evaluator(config) else {})
 
 
 def _check_files(config: Config) -> None:

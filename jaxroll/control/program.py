@@ -19,6 +19,7 @@ from jaxroll.config.derived import (
     LEADERS,
     actor_names,
     device_processes,
+    leader,
     learner_names,
     memory_fractions,
     roles_with_devices,
@@ -88,7 +89,7 @@ def build(
 
 def _meeting(name: str, config: Config) -> tuple[str, ...]:
     """The meeting point of a learner's processes on this machine: a file in the run's folder."""
-    several = name in learner_names(config) and config.placement.learner_hosts > 1
+    several = name in (learners := learner_names(config)) and len(learners) > 1
     return ("--coordinator=127.0.0.1:0",) if several else ()
 
 
@@ -119,7 +120,7 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
 
 def reachable(specs: Sequence[ProcessSpec], config: Config, host: str, *, insecure: bool) -> tuple[ProcessSpec, ...]:
     """`specs` of a run that samplers on other machines can join: store and learner listen on `host`."""
-    if config.placement.colocated:
+    if leader(config) == COLOCATED:
         raise ConfigError(
             "--host",
             host,
@@ -183,7 +184,7 @@ def offline_env(
     common = common_env(str(cache_dir))
     config = replace(config, placement=replace(config.placement, learner_hosts=1))
     devices = device_env(config, inventory, visible_gpus)
-    return common | devices[COLOCATED if config.placement.colocated else "learner"]
+    return common | devices[leader(config)]
 
 
 def default_cache_dir(run_dir: Path, environ: Mapping[str, str]) -> Path:
@@ -228,7 +229,7 @@ def device_env(config: Config, inventory: Inventory, visible_gpus: Sequence[str]
         gpus = tuple(visible_gpus) or tuple(map(str, range(inventory.gpus)))
         return gpu_env(wanted, memory_fractions(config), gpus)
     envs = {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
-    for name in (COLOCATED,) if config.placement.colocated else learner_names(config):
+    for name in wanted.keys() & {leader(config), *learner_names(config)}:
         envs[name] |= HUGE_PAGES
     return envs
 

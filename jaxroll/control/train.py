@@ -20,7 +20,7 @@ import msgspec
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import LEADERS
+from jaxroll.config.derived import LEADERS, has_warm_start
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.control import launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
@@ -64,7 +64,7 @@ def train(
     if host is not None:
         specs = program.reachable(specs, config, host, insecure=insecure)
     protocol.create(path)
-    view = open_view(path, config.schedule.steps, configs.to_dict(config))
+    view = open_view(path, configs.to_dict(config))
     try:
         view.tensorboard, view.aliases = "tensorboard" in config.run.trackers, trackers.aliases(config)
         view.trackers = trackers.opened(config, path, view.say)
@@ -107,14 +107,14 @@ def over_ssh(config: Config, target: launchers.Target, words: Sequence[str]) -> 
     launchers.send_secrets(target, path)
     with (
         run_dir.locked(path),
-        contextlib.closing(open_view(path, config.schedule.steps, configs.to_dict(config))) as view,
+        contextlib.closing(open_view(path, configs.to_dict(config))) as view,
     ):
         return Supervisor(specs, path, config.supervisor, view, leader="learner").run()
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:
     """True if the run is to begin with a warm start that has not been made."""
-    return config.sft.steps > 0 and not RunPaths(path).warm_start_done.exists()
+    return has_warm_start(config) and not RunPaths(path).warm_start_done.exists()
 
 
 def compiled_meanwhile(config: Config, inventory: Inventory, cores: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 from jaxroll.config import Config
-from jaxroll.config.derived import sample_tokens
+from jaxroll.config.derived import has_warm_start, sample_tokens
 from jaxroll.data import tasks
 from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Part, Skipped
 from jaxroll.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ class PromptPipeline:
         self._candidates = Candidates(config)
         self._heldout = tasks.all_hashes(tasks.evaluated(config, self._candidates))
         self._fingerprint = _fingerprint(config, self._candidates)
-        self._order = tasks.Order(self._candidates, config.run.seed, "train", self._admit)
+        self._order = tasks.Order(self._candidates, "train", self._admit)
         self.skipped: Counter[str] = Counter()  # items since the beginning of the run, by kind; also truncated prompts
         self._beginning = self.state()
 
@@ -97,7 +97,7 @@ class PromptPipeline:
 def _fingerprint(config: Config, candidates: Candidates) -> str:
     """A digest of all settings that determine the order of prompts."""
     task = config.task
-    parts = (candidates.identity, config.run.seed)
+    parts = (candidates.identity, candidates.run_seed)
     for part in candidates.parts:
         parts += (repr(part.ranges.train), repr(part.ranges.heldout), part.config.heldout_items)
     parts += (task.prompt_style, task.max_prompt_tokens)
@@ -141,7 +141,7 @@ def check(config: Config, report: Progress | None = None) -> Tokenizer:
             report(f"evaluator.sets.{name}: {len(sets[name]):,} items")
     kept_aside = tasks.all_hashes(sets)
     _check_prompts(candidates, kept_aside)
-    if config.sft.steps:
+    if has_warm_start(config):
         _check_worked(config, candidates, kept_aside)
     return candidates.tokenizer
 
@@ -178,12 +178,7 @@ def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[
         if (seen := seen + 1) == _LENGTHS_SEEN:
             return
     if not seen:
-        raise ConfigError(
-            "sft.steps",
-            config.sft.steps,
-            f"no item can serve the warm start, the last because {reason}",
-            "Set sft.steps=0, or use a task with worked answers.",
-        )
+        raise tasks.no_example(config, f"no item can serve the warm start, the last because {reason}")
 
 
 def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.derived import is_compact
 from jaxroll.config.parsing import nearest
 from jaxroll.config.section_rules import opening_messages, task_parts
 from jaxroll.data.files import DatasetSource, JsonlSource, ParquetSource
@@ -36,7 +37,7 @@ class GymSource:
     def __init__(self, cfg: TaskConfig) -> None:
         self._task = allowed(cfg.name)
         self.size = self._task.size
-        if cfg.prompt_style == "compact" and self._task.compact is None:
+        if is_compact(cfg) and self._task.compact is None:
             raise ConfigError(
                 "task.prompt_style",
                 cfg.prompt_style,
@@ -44,7 +45,7 @@ class GymSource:
                 f"Use task.prompt_style='full' (compact: {', '.join(_with_compact())}).",
             )
         self._name = cfg.name
-        self._as_compact = cfg.prompt_style == "compact"
+        self._as_compact = is_compact(cfg)
         args = dict(cfg.args)
         self._settings_by_task = {cfg.name: args}
         if cfg.name == MIXTURE:

@@ -70,7 +70,7 @@ class Candidates:
     """Items of the config's sources by index, as tasks; with the sources' ranges and the run's tokenizer."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
-        self._config = config.task
+        self._config, self.run_seed = config.task, config.run.seed
         self.parts = tuple(
             _opened(config, part, number * SOURCE_ITEMS) for number, part in enumerate(task_parts(config.task))
         )
@@ -291,11 +291,10 @@ class Order:
     admitted so far and w its weight. So shares are exact also for sources with many skipped items.
     """
 
-    def __init__(
-        self, candidates: Candidates, run_seed: int, purpose: str, admit: Callable[[int], Candidate | Skipped]
-    ) -> None:
+    def __init__(self, candidates: Candidates, purpose: str, admit: Callable[[int], Candidate | Skipped]) -> None:
         self._parts, self._admit = candidates.parts, admit
         self._single, self._orders = None, []
+        run_seed = candidates.run_seed
         if not candidates.parts[0].label:
             order = shuffled(getattr(candidates.ranges, purpose), run_seed, purpose)
             self._single = iter(in_this_thread(order.map(admit)))
@@ -404,19 +403,20 @@ def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]
     kept_aside = all_hashes(evaluated(config, candidates))
     found: list[tuple[Task, tuple[Message, ...]]] = []
     skipped = 0
-    order = Order(
-        candidates, config.run.seed, "sft", lambda index: candidates.trainable(index, kept_aside, taught=True)
-    )
+    order = Order(candidates, "sft", lambda index: candidates.trainable(index, kept_aside, taught=True))
     while len(found) < count:
         candidate = next(order)
         if not isinstance(candidate, Skipped):
             found.append((candidate.task, candidate.worked))
             skipped = 0
         elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
-            raise ConfigError(
-                "sft.steps",
-                config.sft.steps,
-                f"{skipped} items in a row cannot serve the warm start, the last because {candidate.reason}",
-                "Set sft.steps=0, or use a task with worked answers.",
+            raise no_example(
+                config, f"{skipped} items in a row cannot serve the warm start, the last because {candidate.reason}"
             )
     return found
+
+
+def no_example(config: Config, reason: str) -> ConfigError:
+    """The error for a task without worked answers for the warm start."""
+    remedy = "Set sft.steps=0, or use a task with worked answers."
+    return ConfigError("sft.steps", config.sft.steps, reason, remedy)

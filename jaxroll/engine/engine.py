@@ -84,9 +84,10 @@ class EngineConfig:
     paged_attention: str = AUTO
 
     @classmethod
-    def of(cls, config: Config, role: str, *, slots: int, weight_swap: WeightSwap) -> EngineConfig:
-        """The engine of a sampler or of the evaluator (`role`) under `config`."""
+    def of(cls, config: Config, role: str, *, weight_swap: WeightSwap, slots: int = 0) -> EngineConfig:
+        """The engine of a sampler or of the evaluator (`role`) under `config`; with `slots` 0, a sampler's number."""
         sampler, samples = config.sampler, role == "sampler"
+        slots = slots or sampler.slots
         return cls(
             slots=slots,
             max_tokens=cache_tokens(config),
@@ -103,6 +104,12 @@ class EngineConfig:
             prefill_attention=sampler.prefill_attention,
             paged_attention=sampler.paged_attention,
         )
+
+    @classmethod
+    def of_requests(cls, config: Config, slots: int, max_tokens: int, *, penalties: bool) -> EngineConfig:
+        """The engine of single requests of up to `max_tokens`, outside a run, with `config`'s programs."""
+        engine = cls.of(config, "requests", slots=slots, weight_swap=config.schedule.weight_swap)
+        return replace(engine, max_tokens=max_tokens, penalties=penalties, page_tokens=0, prefill_budget=0)
 
     def sizes(self, shards: int) -> Sizes:
         """The static sizes of the programs, with slots in `shards` shards."""

@@ -8,9 +8,10 @@ from fractions import Fraction
 from random import Random
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.derived import is_compact
 from jaxroll.config.parsing import nearest
 from jaxroll.data.sources import GymSource
-from jaxroll.envs.registry import Grader, refuse_unknown, register, share
+from jaxroll.envs.registry import Grader, refuse_unknown, register, settings_given, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
@@ -213,13 +214,13 @@ class CalculatorSource:
     size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
-        args = dict(cfg.args)
+        args = settings_given(cfg)
         self._direct, self._slips = share(args, "direct"), share(args, "slips")
         problem, settings = args.pop("problem", "products"), args.pop("problem_args", {})
         refuse_unknown(args, ("problem", "problem_args", "direct", "slips"))
         if problem not in _PROBLEMS:
             raise ConfigError("task.args.problem", problem, "it is not arithmetic", nearest(str(problem), _PROBLEMS))
-        self._as_compact = cfg.prompt_style == "compact"
+        self._as_compact = is_compact(cfg)
         self._gym = GymSource(dataclasses.replace(cfg, source="reasoning_gym", name=problem, args=settings))
         self.identity = f"calculator/{self._gym.identity}"
 

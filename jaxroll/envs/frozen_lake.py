@@ -13,8 +13,9 @@ from random import Random
 from typing import Any
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.derived import is_compact
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import register, settings_of, share
+from jaxroll.envs.registry import register, settings_given, settings_of, share
 from jaxroll.errors import DataError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Item, Message, Task
@@ -237,10 +238,10 @@ class FrozenLakeSource:
     size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
-        args = dict(cfg.args)
+        args = settings_given(cfg)
         self._noise = share(args, "noise")
         self._settings = settings_of(Settings, args)
-        self._as_compact = cfg.prompt_style == "compact"
+        self._as_compact = is_compact(cfg)
         self.identity = f"frozen_lake/{json.dumps(dataclasses.asdict(self._settings))}"
 
     def item(self, index: int) -> Item:

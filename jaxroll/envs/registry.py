@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,16 @@ def _load(module: str, name: str) -> None:
 
 
 # --- settings of a game, from `task.args`
+
+
+def settings_given(task: TaskConfig) -> dict[str, Any]:
+    """A copy of `task.args`, from which `share` takes its keys."""
+    return dict(task.args)
+
+
+def identity(name: str, task: TaskConfig) -> str:
+    """The identity of the source `name` with the settings of `task`."""
+    return f"{name}/{json.dumps(dict(task.args), sort_keys=True, default=str)}"
 
 
 def share(args: dict[str, Any], name: str) -> float:

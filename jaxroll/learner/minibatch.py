@@ -16,7 +16,13 @@ from jaxroll.algorithms import registry
 from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.derived import preset, sample_tokens, settled, support_tokens
+from jaxroll.config.derived import (
+    overlong_tokens,
+    reward_shuffle_seed,
+    sample_tokens,
+    settled,
+    support_tokens,
+)
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner.packing import (
@@ -52,16 +58,22 @@ class Settings:
     credit: estimators.Credit | None  # groups → advantages; None if a critic gives them
     overlong_tokens: int  # below `sampling.max_tokens`, at which the penalty of long answers begins; 0: no penalty
     support_tokens: int
+    shuffle_seed: int | None  # of rewards exchanged between members; None: they are not
 
     @classmethod
     def of(cls, config: Config) -> Settings:
         """The settings of this config."""
         learner: LearnerConfig = settled(config.learner)
-        algorithm, last = registry.build(config.learner), config.learner.overlong_tokens
-        if not last and preset(config.learner.algorithm).overlong:
-            last = max(config.sampling.max_tokens // 5, 1)
+        algorithm = registry.build(config.learner)
         credit = algorithm.credit or (None if learner.advantage == "gae" else estimator(learner))
-        return cls(learner, algorithm, credit, last, support_tokens(config.sampling))
+        return cls(
+            learner,
+            algorithm,
+            credit,
+            overlong_tokens(config),
+            support_tokens(config.sampling),
+            reward_shuffle_seed(config),
+        )
 
 
 def prepare(
@@ -86,7 +98,7 @@ def prepare(
     check_sizes(groups, config.schedule.group_size)
     check_supports(groups, settings.support_tokens)
     length = config.sampling.max_tokens
-    shaped = shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups
+    shaped = groups if settings.shuffle_seed is None else shuffled(groups, claim, settings.shuffle_seed)
     shaped = _shaped(shaped, length, settings.overlong_tokens)
     if costs:
         priced = iter(per_conversation(costs)([sample for group in shaped for sample in group]))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxroll import supports
+from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner.samples import Sample
 from jaxroll.models.families import ModelSpec, active_parameter_count
@@ -65,6 +66,11 @@ SHARE = "share"  # extra stream of models with experts: see `token_shares`
 EXPERTS = "experts"  # extra stream [R, T, X] of recorded experts, for routing replay
 PROMPT_IDS = "prompt_ids"  # extra stream in rows that share prompts: the segment of the prompt that a token continues
 SUPPORT = "support"  # extra stream of truncated samples, [R, T, K]: the ids to which a token was restricted, then -1
+
+
+def learner_buckets(learner: LearnerConfig, sharing: int = 1) -> tuple[int, ...]:
+    """The `row_buckets` of the learner's mesh."""
+    return row_buckets(learner.micro_batch_rows, learner.mesh.shards, sharing)
 
 
 def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:

@@ -217,7 +217,7 @@ class Trainer:
         critic_state = self.critic.fresh(params) if self.critic else None
         if self.lora:
             self.base, self._base_digest = params, lora.digest(params)
-            key = jax.random.fold_in(jax.random.key(self.config.run.seed), _ADAPTERS)
+            key = jax.random.fold_in(model_params.key(self.config), _ADAPTERS)
             params = lora.starting(self.config.learner, self.spec, self.layout, self.lora, key)
         state = states.fresh(params, self.spec, self.layout, transform, self.lora)
         return dataclasses.replace(state, critic=critic_state)

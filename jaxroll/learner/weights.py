@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from jaxroll import disk
 from jaxroll.config import Config
+from jaxroll.config.derived import model_folder
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
@@ -103,7 +104,7 @@ def initial_folder(config: Config, run_dir: Path) -> Path | None:
     """The folder of the run's initial parameters: its warm start, or `model.path`. None for a fresh init."""
     if (warm := RunPaths(run_dir).warm_start).is_dir():
         return warm
-    return Path(config.model.path) if config.model.path else None
+    return model_folder(config)
 
 
 def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from jaxroll.config import Config, MeshConfig
-from jaxroll.config.derived import episode_tokens
+from jaxroll.config.derived import episode_tokens, max_message_bytes
 from jaxroll.config.rules import MAX_MEMBER_MB, TOKEN_BYTES
 from jaxroll.errors import ConfigError
 
@@ -238,7 +238,7 @@ def check_routing(spec: ModelSpec, config: Config) -> None:
     if not learner.routing_replay:
         return
     a_token = TOKEN_BYTES + spec.layers * spec.experts_per_token * (1 if spec.experts < 255 else 2)
-    limit_mb = min(MAX_MEMBER_MB, config.store.max_message_mb)
+    limit_mb = min(MAX_MEMBER_MB, max_message_bytes(config) >> 20)
     if episode_tokens(config) * a_token > limit_mb * 2**20:
         reason = f"{episode_tokens(config)} tokens of {a_token} bytes exceed the {limit_mb} MB of a member in the store"
         raise ConfigError(

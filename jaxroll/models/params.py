@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
-from jaxroll.config import ModelConfig
+from jaxroll.config import Config, ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, hf_config, moe
 from jaxroll.models.families import ModelSpec
@@ -152,6 +152,11 @@ def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array
 # --- Weights of an imported model: read from a folder (see `folders`), and conversion between layouts
 
 __all__ = ["leaves", "names", "of_experts", "spec", "stored", "weights"]
+
+
+def key(config: Config) -> PRNGKeyArray:
+    """The random key of a run's initial parameters."""
+    return jax.random.key(config.run.seed)
 
 
 def weights(config: ModelConfig, model: ModelSpec) -> Mapping[str, np.ndarray]:

@@ -20,15 +20,15 @@ from pathlib import Path
 
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import actor_members
+from jaxroll.config.derived import actor_members, max_message_bytes, sampler_names
 from jaxroll.data import sources
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.sampler import MemberPlayer, Members, episode_counts, training_params, until_one_ends
-from jaxroll.rollout.episode import Transcript
+from jaxroll.roles.sampler import MemberPlayer, Members, episode_counts, until_one_ends
+from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
@@ -66,7 +66,7 @@ class ActorLoops:
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.samplers = Samplers(self._clients(), self.config.schedule.group_placement, session.progress)
-        self.manager = session.rollout_manager(None, tokenizer, training_params(session, tokenizer))
+        self.manager = session.rollout_manager(None, tokenizer, sampling_params(session.config, tokenizer))
         self.members = Members(
             session, actor_members(self.config, len(self.samplers.names)), self._version, self._begin
         )
@@ -92,7 +92,7 @@ class ActorLoops:
 
     def _clients(self) -> dict[str, RawClient]:
         args = self.session.args
-        files = [args.paths.sampler_address(f"sampler-{index}") for index in range(self.config.sampler.count)]
+        files = [args.paths.sampler_address(name) for name in sampler_names(self.config)]
         return {f"sampler-{index}": self._client(address) for index, address in enumerate(args.samplers or files)}
 
     def _client(self, address: str | Path) -> RawClient:
@@ -104,7 +104,7 @@ class ActorLoops:
             name=self.session.role,
             token=protocol.load(args.run_dir),
             patience_s=0.0,
-            max_message_bytes=self.config.store.max_message_mb * 2**20,
+            max_message_bytes=max_message_bytes(self.config),
             config_digest=args.config_digest,
             tls=tls.load(args.run_dir),
         )

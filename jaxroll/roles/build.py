@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, MeshConfig, WeightSwap
+from jaxroll.config.derived import update_in_force_s
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner import lora
@@ -128,8 +129,7 @@ def inference(
     else:
         arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
     # With rolling updates a sampler keeps its update slot until the weight swap.
-    rolling = role == "sampler" and config.schedule.rolling_updates
-    in_force_s = config.transfer.deadline_s if rolling else 0.0
+    in_force_s = update_in_force_s(config) if role == "sampler" else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
 
 
@@ -142,5 +142,5 @@ def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Train
 
     spec = model_spec(config, tokenizer(config))
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
-    mesh, key = layouts.build(config.learner.mesh), jax.random.key(config.run.seed)
+    mesh, key = layouts.build(config.learner.mesh), params.key(config)
     return (make or Trainer)(config, spec, mesh, layouts.LEARNER, key=key)

@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import has_evaluator, sampler_names
 from jaxroll.errors import InfraError
 from jaxroll.learner.state import Params
 from jaxroll.learner.trainer import Ready, Running, Trainer
@@ -166,8 +167,8 @@ def main(args: RoleArgs) -> int:
 
 def role_specs(args: RoleArgs) -> list[sessions.RoleSpec]:
     """The roles that share the process with the learner."""
-    found = [sampler.role_spec(replace(args, index=index)) for index in range(args.config.sampler.count)]
-    return [*found, evaluator.role_spec(args.config)] if args.config.evaluator.every else found
+    found = [sampler.role_spec(replace(args, index=index)) for index in range(len(sampler_names(args.config)))]
+    return [*found, evaluator.role_spec(args.config)] if has_evaluator(args.config) else found
 
 
 def stop_all(others: Sequence[RoleThread]) -> None:

@@ -23,11 +23,11 @@ from jaxroll.config.section_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.policy import selection
-from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
+from jaxroll.rollout.episode import sampling_params
 
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
@@ -61,8 +61,7 @@ class EvaluatorLoops:
     def __init__(self, session: sessions.EngineSession, sets: Mapping[str, Sequence[Task]]) -> None:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
-        eos = (self.tokenizer.eos_id,)
-        self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
+        self.manager = session.manager(sampling_params(self.config, self.tokenizer, 0.0))
         self.tasks, self.sets = sets[HELDOUT], {name: found for name, found in sets.items() if name != HELDOUT}
         hashes = json.dumps([task.question_hash for found in sets.values() for task in found])
         # the report checks that no held-out item was trained on

@@ -33,7 +33,7 @@ import numpy as np
 from jaxroll import lifeline
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, TransferConfig
-from jaxroll.config.derived import channel_of
+from jaxroll.config.derived import channel_of, has_warm_start
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,
@@ -111,7 +111,7 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
     from jaxroll.learner import weights
 
     warm = RunPaths(run_dir).warm_start
-    if config.sft.steps and not warm.is_dir():
+    if has_warm_start(config) and not warm.is_dir():
         raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
                           f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0.")  # fmt: skip
     return weights.initial(config, run_dir, spec)

@@ -29,9 +29,9 @@ from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, Stale
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.session import EngineSession, Session, training_params, until_one_ends
+from jaxroll.roles.session import EngineSession, Session, until_one_ends
 from jaxroll.roles.weights import Progress
-from jaxroll.rollout.episode import Transcript
+from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
@@ -424,7 +424,7 @@ class RolloutPlay:
 
     def __init__(self, session: sessions.EngineSession) -> None:
         self._session = session
-        self._manager = session.manager(training_params(session, session.parts.tokenizer))
+        self._manager = session.manager(sampling_params(session.config, session.parts.tokenizer))
         tokens = flush_tokens(session.config)
         gather = session.proxy.flush if tokens else None
         members = sampler_members(session.config)

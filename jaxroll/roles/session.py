@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll import lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
+from jaxroll.config.derived import actor_names
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
@@ -290,7 +291,7 @@ class EngineProcess:
     def __init__(self, spec: RoleSpec, args: RoleArgs) -> None:
         self.spec, self._args = spec, args
         self._pool = registry.scoring_pool(args.config, args.run_dir)
-        if not (spec.role.startswith("sampler") and args.config.placement.actors):  # actors run the episodes then
+        if not (spec.role.startswith("sampler") and actor_names(args.config)):  # actors run the episodes then
             self._pool.start()
 
     def open(self) -> EngineSession:
@@ -356,9 +357,3 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
         for job in loops:
             job.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
-
-
-def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
-    """The sampling parameters of training rollouts."""
-    s = session.config.sampling
-    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,), min_p=s.min_p)

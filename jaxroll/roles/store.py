@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import model_folder, tokenizer_folder
 from jaxroll.errors import ConfigError
 from jaxroll.models import folders
 from jaxroll.roles.feeder import FeederProcess
@@ -81,11 +82,10 @@ class Vocabulary:
         return self._size
 
     def _found(self) -> int:
-        model, kind = self._config.model, self._config.tokenizer
-        if model.path:
-            return folders.described(Path(model.path)).vocab_size
-        text = tokenizers.of_run(self._run_dir, kind) if kind.kind == "char" else None
-        return folders.spec(model, text.vocab_size).vocab_size if text else 0
+        if folder := model_folder(self._config):
+            return folders.described(folder).vocab_size
+        text = None if tokenizer_folder(self._config) else tokenizers.of_run(self._run_dir, self._config.tokenizer)
+        return folders.spec(self._config.model, text.vocab_size).vocab_size if text else 0
 
 
 def _announce(address: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxroll import protocols
 from jaxroll.config import Config
-from jaxroll.config.derived import episode_tokens
+from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import (
     MAX_TURNS,
@@ -270,10 +270,16 @@ class Bounds:
 
 def bounds_of(config: Config) -> Bounds:
     """The limits of the config."""
-    learner = config.learner
-    return Bounds(
-        tokens=episode_tokens(config), row_tokens=learner.row_tokens, prompt_tokens=learner.shared_prompt_tokens
-    )
+    row_tokens, prompt_tokens = room_of_member(config.learner)
+    return Bounds(tokens=episode_tokens(config), row_tokens=row_tokens, prompt_tokens=prompt_tokens)
+
+
+def sampling_params(config: Config, tokenizer: Tokenizer, temperature: float | None = None) -> SamplingParams:
+    """The sampling parameters of training rollouts, or of evaluations at `temperature`, which are not truncated."""
+    s, stop = config.sampling, (tokenizer.eos_id,)
+    if temperature is not None:
+        return SamplingParams(s.max_tokens, temperature, stop_tokens=stop)
+    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, stop, min_p=s.min_p)
 
 
 async def run(

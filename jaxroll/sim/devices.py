@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config
+from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
@@ -45,9 +46,9 @@ LOGPROB = -0.5
 _LETTER = TOKENIZER.encode("b")[0]
 
 
-def chance(*identity: object) -> random.Random:
-    """The random numbers of something, which do not depend on time or order."""
-    return random.Random(repr(identity))
+def chance(what: str, config: Config, *identity: object) -> random.Random:
+    """The random numbers of something in a run, which do not depend on time or order."""
+    return random.Random(repr((what, config.run.seed, *identity)))
 
 
 @functools.lru_cache(4096)
@@ -109,7 +110,7 @@ class SimulatedEngine:
         self._transfer = cluster.transfer
         self._config, self._role = config, role
         self._slots, self._chunk = config.sampler.slots, config.sampler.decode_chunk
-        self.in_force_s = config.transfer.deadline_s if config.schedule.rolling_updates else 0.0
+        self.in_force_s = update_in_force_s(config)
         self.engine = self.spans = self.latencies = self
         self.version: Version | None = None
         self._next_version: Version | None = None
@@ -187,11 +188,11 @@ class SimulatedEngine:
 
         It begins with the tokens `before`; `on_tokens` gets later ones, `piece_tokens` at a time.
         """
-        seed, alike = self._config.run.seed, self._workload.answers_alike
-        own = chance("answer", seed, key.group, key.member, len(prompt)).gauss(0.0, 1.0)
+        alike = self._workload.answers_alike
+        own = chance("answer", self._config, key.group, key.member, len(prompt)).gauss(0.0, 1.0)
         score = math.sqrt(1 - alike) * own
         if alike:
-            score += math.sqrt(alike) * chance("answers", seed, key.group).gauss(0.0, 1.0)
+            score += math.sqrt(alike) * chance("answers", self._config, key.group).gauss(0.0, 1.0)
         wanted = max(1, round(self._workload.answer_tokens.at(score)))
         length = min(wanted, params.max_tokens)
         done = asyncio.get_running_loop().create_future()
@@ -421,9 +422,8 @@ class SimulatedTrainer:
         computed = [outcomes for outcomes in map(_finished, claim.groups) if len({o.reward for o in outcomes}) > 1]
         learner = self._config.learner
         lengths = [self._row_tokens(outcome) for outcomes in computed for outcome in outcomes]
-        rows = math.ceil(sum(lengths) / learner.row_tokens)
-        batches = math.ceil(rows / learner.micro_batch_rows)
-        padded = batches * learner.micro_batch_rows * learner.row_tokens
+        batches = math.ceil(sum(lengths) / micro_batch_tokens(learner))
+        padded = batches * micro_batch_tokens(learner)
         rewards = [outcome.reward for outcome in done]
         row = {
             "samples": len(done), "tokens_trained": tokens, "tokens_computed": tokens, "micro_batches": batches,
@@ -432,7 +432,7 @@ class SimulatedTrainer:
             "reward_mean": float(np.mean(rewards)) if rewards else 0.0, "masked_tokens": 0, "compiles": 0,
             "padding_waste": 1 - sum(lengths) / padded if padded else 0.0,
         }  # fmt: skip
-        factor = self._costs.jitter.draw(chance("step", self._config.run.seed, claim.step))
+        factor = self._costs.jitter.draw(chance("step", self._config, claim.step))
         train_s = factor * self._costs.train_s(padded, batches)
         if self._costs.streams:
             train_s = self._left_s(claim, train_s)
@@ -483,7 +483,7 @@ class Simulated:
         """The question."""
         self._index, self._chance = task.index, self._pool.episode(task.index)
         self._left = max(1, round(self._workload.turns.draw(self._chance)))
-        self._rewarded = self._workload.rewarded.draw(chance("rewarded", self._pool.seed, task.index))
+        self._rewarded = self._workload.rewarded.draw(chance("rewarded", self._pool.config, task.index))
         return task.messages
 
     async def step(self, answer: str) -> StepResult:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.config.derived import answer_tokens, rollouts_per_step
 from jaxroll.errors import ConfigError
 from jaxroll.policy import placement
 from jaxroll.policy.placement import Vector
@@ -101,10 +103,10 @@ class Planner:
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.config, self.hardware = costs.checked(config), merged(hardware)
         self._known: dict[Candidate, Prediction | None] = {}
-        schedule, work, drawn = config.schedule, hardware.workload, chance("place", config.run.seed)
-        self.rollouts = schedule.groups_per_step * schedule.group_size
+        schedule, work, drawn = config.schedule, hardware.workload, chance("place", config)
+        self.rollouts = rollouts_per_step(config)
         turns = [max(1, round(work.turns.draw(drawn))) for _ in range(EPISODES)]
-        most = config.sampling.max_tokens
+        most = answer_tokens(config)
         answers = np.array([sum(min(most, max(1.0, work.answer_tokens.draw(drawn))) for _ in range(n)) for n in turns])
         waits = np.array([sum(max(0.0, work.env_s.draw(drawn)) for _ in range(n)) for n in turns])
         replies, prompt = float(np.mean(turns) - 1) * work.reply_tokens.mean, work.prompt_tokens.mean
@@ -448,7 +450,7 @@ def simulated(planner: Planner, one: Candidate, seed: int = 0) -> simulate.Figur
 
 def _failures(planner: Planner, one: Candidate, kinds: Sequence[int], seed: int) -> Iterator[Failure]:
     for index, kind in enumerate(kinds):
-        device, drawn, at_s = planner.hardware.devices[kind], chance("spot", seed, index), 0.0
+        device, drawn, at_s = planner.hardware.devices[kind], random.Random(repr(("spot", seed, index))), 0.0
         if math.isfinite(device.lost_every_s):
             every = device.lost_every_s / one.sampler_devices
             while (at_s := at_s + device.down_s + drawn.expovariate(1 / every)) < HORIZON_S:

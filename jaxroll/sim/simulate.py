@@ -21,7 +21,7 @@ from typing import Any
 from jaxroll import config as configs
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config
-from jaxroll.config.derived import MODES
+from jaxroll.config.derived import MODES, sampler_names
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Version, VersionRef
@@ -50,15 +50,15 @@ class SimulatedPool(ScoringPool):
     Each episode has random numbers of its own: members of a group have equal tasks and seeds.
     """
 
-    def __init__(self, workload: Workload, seed: int, role: str, ended_s: dict[int, float]) -> None:
+    def __init__(self, workload: Workload, config: Config, role: str, ended_s: dict[int, float]) -> None:
         super().__init__(1)
-        self.workload, self.seed, self._role, self.ended_s = workload, seed, role, ended_s
+        self.workload, self.config, self._role, self.ended_s = workload, config, role, ended_s
         self._episodes = Counter[int]()  # begun here, by prompt
 
     def episode(self, index: int) -> random.Random:
         """The random numbers of the next episode of this prompt."""
         self._episodes[index] += 1
-        return chance("episode", self.seed, self._role, index, self._episodes[index])
+        return chance("episode", self.config, self._role, index, self._episodes[index])
 
 
 class SimulatedPublisher(MemoryPublisher):
@@ -84,7 +84,7 @@ class SimulatedRun(World):
         self._ended_s: dict[int, float] = {}
 
     def _question(self, index: int) -> str:
-        drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config.run.seed, index))
+        drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config, index))
         return "a" * max(1, round(drawn))
 
     def sampler(self, index: int) -> None:
@@ -92,7 +92,7 @@ class SimulatedRun(World):
         role = f"sampler-{index}"
         engine = SimulatedEngine(self._cluster, self.config, role)
         self.engines.append(engine)
-        pool = SimulatedPool(self._cluster.workload, self.config.run.seed, role, self._ended_s)
+        pool = SimulatedPool(self._cluster.workload, self.config, role, self._ended_s)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
 
     def learner(self) -> asyncio.Future[int]:
@@ -109,7 +109,7 @@ class SimulatedRun(World):
     async def train(self, report: Callable[[str], None] | None = None) -> None:
         """Run to the end of the schedule. InfraError if a role ends before."""
         reported_s = time.monotonic()
-        for index in range(self.config.sampler.count):
+        for index in range(len(sampler_names(self.config))):
             self.sampler(index)
         self._training = self.learner()
         failing = [asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures]
@@ -121,7 +121,7 @@ class SimulatedRun(World):
                 reported_s = time.monotonic()
                 report(
                     f"simulated {asyncio.get_running_loop().time():,.0f} s: step "
-                    f"{self.store.keeper.state.acked:,} of {self.config.schedule.steps:,}"
+                    f"{self.store.keeper.state.acked:,} of {self.store.keeper.settings.steps:,}"
                 )
             if not self._training.cancelled():
                 await asyncio.wait([self._training], timeout=10.0)
@@ -193,7 +193,7 @@ def simulated_rows(
 
 def _check_roles(config: Config, cluster: Cluster) -> None:
     """Raise ConfigError for a failure of a role that the run does not have."""
-    roles = ["learner", *(f"sampler-{index}" for index in range(config.sampler.count))]
+    roles = ["learner", *sampler_names(config)]
     for failure in cluster.failures:
         if failure.role not in roles:
             raise ConfigError("failures.role", failure.role, "the run has no such role", f"Known: {', '.join(roles)}.")
@@ -244,7 +244,7 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         "age_max": max((int(age) for age in ages), default=0), "age_hist": dict(sorted(ages.items())),
         "learner_busy": sum(row["train_s"] for row in kept) / elapsed_s,
         "learner_wait": sum(row["wait_s"] for row in kept) / elapsed_s,
-        "sampler_busy": busy_s / elapsed_s / config.sampler.count,
+        "sampler_busy": busy_s / elapsed_s / len(sampler_names(config)),
     }  # fmt: skip
     if cluster is not None:
         prices = [cluster.sampler_costs(index).price_per_hour for index in range(config.sampler.count)]

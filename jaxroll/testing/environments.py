@@ -26,10 +26,10 @@ from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import ConfigError, DataError, InfraError
-from jaxroll.protocols import SamplingParams, Tokenizer, described
+from jaxroll.protocols import Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import EnvironmentCalls, bounds_of
+from jaxroll.rollout.episode import EnvironmentCalls, bounds_of, sampling_params
 from jaxroll.rollout.manager import LoopThread, RolloutManager
 from jaxroll.testing.observed import (
     ByteTokenizer,
@@ -175,7 +175,7 @@ def _plays(config: Config, tasks: Sequence[Task], episodes: int, *, in_bytes: bo
                 break
     if not known:
         raise ConfigError("task", config.task.name, "it gives no prompts", "See `jaxroll train` with this config.")
-    most = config.sampling.max_tokens
+    most = sampling_params(config, tokenizer).max_tokens
     each = [
         [_Play(task, script, tokenizer) for script in scripts(task, worked, tokenizer, most)] for task, worked in known
     ]
@@ -240,7 +240,7 @@ class _Check:
             made.append(Observed(self._executors.create(name)))
             return made[-1]
 
-        sampling = SamplingParams(self._config.sampling.max_tokens, stop_tokens=(play.tokenizer.eos_id,))
+        sampling = sampling_params(self._config, play.tokenizer, 1.0)
         model = ScriptedModel(play.answers, play.tokenizer.eos_id)
         manager = RolloutManager(model, make, play.tokenizer, sampling, bounds=bounds_of(self._config))
         self.episodes += 1

@@ -308,6 +308,11 @@ def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
     return CharTokenizer(alphabet)
 
 
+def arguments(cfg: TokenizerConfig, alphabet: str) -> dict[str, str]:
+    """The arguments that build a tokenizer again without the task (see `weights.tokenizer`)."""
+    return {"kind": cfg.kind, "path": cfg.path, "alphabet": alphabet}
+
+
 def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     """The tokenizer that `cfg` names; only kind 'char' uses `alphabet` (all characters that the task can produce)."""
     if cfg.kind == "char":

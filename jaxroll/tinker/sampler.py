@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jaxroll import disk, lifeline, wire
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import max_message_bytes
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import DataError, JaxRollError
 from jaxroll.learner import lora
@@ -151,7 +152,7 @@ class Models:
         self._where = model_params.shardings(self.spec, mesh, layouts.SAMPLER)
         self._served = {name: leaf.dtype for name, leaf in model_params.served(self.spec).items()}
         self._base = trainer.initial(config, args.run_dir, self.layout)
-        engine_config = EngineConfig.of(config, "sampler", slots=config.sampler.slots, weight_swap="drain")
+        engine_config = EngineConfig.of(config, "sampler", weight_swap="drain")
         self.engine = Engine(self.spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
         self.host = EngineHost(self.engine)
         self._receiver = Receiver(config.transfer, token=token)
@@ -295,9 +296,7 @@ def main(args: RoleArgs) -> int:
 
     async def serve() -> RawServer:
         service = Service(models, EngineProxy(models.host, asyncio.get_running_loop()))
-        server = RawServer(
-            SERVICE, service.methods(), secret=secret, max_message_bytes=args.config.store.max_message_mb << 20
-        )
+        server = RawServer(SERVICE, service.methods(), secret=secret, max_message_bytes=max_message_bytes(args.config))
         port = server.bind("127.0.0.1", 0)
         await server.start()
         disk.replace_text(args.run_dir / ADDRESS_FILE, f"127.0.0.1:{port}\n")

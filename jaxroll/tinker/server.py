@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from jaxroll import disk, lifeline
 from jaxroll.config import RoleArgs
+from jaxroll.config.derived import max_message_bytes, model_folder
 from jaxroll.errors import DataError
 from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import http, protocol
@@ -224,9 +225,9 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
                 name="tinker",
                 token=secret,
                 patience_s=PATIENCE_S,
-                max_message_bytes=config.store.max_message_mb << 20,
+                max_message_bytes=max_message_bytes(config),
             )
-            name = options.name or Path(config.model.path or run_dir).name
+            name = options.name or (model_folder(config) or run_dir).name
             tinker = Tinker(name, trainer, device, sampler, publisher, run_dir / FOLDER, options.session_timeout)
             connect = (http.address(options.host, listening), name, str(token_file))
             disk.replace_text(run_dir / URL_FILE, "\t".join(connect) + "\n")

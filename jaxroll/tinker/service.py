@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll import wire
+from jaxroll.config.derived import tokenizer_folder
 from jaxroll.errors import DataError, InfraError, JaxRollError
 from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.client import RawClient
@@ -117,8 +118,8 @@ class Tinker:
 
     def described(self) -> dict[str, Any]:
         """The base model, as clients see it."""
-        config = self._trainer.config
-        kind = config.tokenizer.path if config.tokenizer.kind == "hf" else None
+        folder = tokenizer_folder(self._trainer.config)
+        kind = str(folder) if folder else None
         return {"arch": self._trainer.spec.name, "model_name": self.name, "tokenizer_id": kind}
 
     def about(self, path: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxroll import disk
 from jaxroll import sharding as layouts
 from jaxroll.algorithms import advantages, losses
 from jaxroll.config import Config
+from jaxroll.config.derived import model_folder, request_tokens
 from jaxroll.config.schema import LORA_TARGETS
 from jaxroll.data import sources
 from jaxroll.errors import ConfigError, DataError
@@ -158,8 +159,8 @@ class Trainer:
         mesh = layouts.build(config.learner.mesh)
         self.layout = layout = layouts.Layout(mesh, layouts.LEARNER)
         self.base = initial(config, run_dir, layout)
-        self.context = max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + config.sampling.max_tokens
-        self._buckets = packing.row_buckets(config.learner.micro_batch_rows, config.learner.mesh.shards)
+        self.context = request_tokens(config)
+        self._buckets = packing.learner_buckets(config.learner)
         self._rows = NamedSharding(mesh, layouts.batch_spec(layout.rules))
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._made = 0
@@ -380,7 +381,7 @@ class Trainer:
             disk.replace_text(draft / ABOUT, json.dumps(described, indent=1))
             if not whole and model.lora:
                 held = {name: layouts.fetched(value) for name, value in model.params.items()}
-                base = str(self.config.model.path)
+                base = str(model_folder(self.config) or "")
                 peft.write(draft, _learner(self.config, model.lora), self.spec, held, np.dtype(np.float32), base)
                 return
             arrays = dict(model.params)
@@ -450,7 +451,7 @@ def initial(config: Config, run_dir: Path, layout: layouts.Layout) -> Params:
     _, spec = tokenizer(config)
     values = weights.initial(config, run_dir, spec)
     if values is None:
-        return model_params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
+        return model_params.init(spec, model_params.key(config), layout.mesh, layout.rules)
     return states.placed(values, spec, layout)
 
 

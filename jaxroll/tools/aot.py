@@ -160,8 +160,8 @@ def engine_programs(
     With `largest_only`, prefill has its largest bucket alone: smaller ones need less of everything.
     """
     sampler = config.sampler
-    settings = EngineConfig.of(config, "sampler", slots=sampler.slots, weight_swap=config.schedule.weight_swap)
-    sizes = settings.sizes(cache.shards_of(sampler.slots, mesh, SAMPLER))
+    settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
+    sizes = settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
     chosen = device.choose_kernels(spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention)

@@ -14,11 +14,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from jaxroll.config import Config, ModelConfig
-from jaxroll.config.derived import COLOCATED, device_processes
+from jaxroll.config.derived import COLOCATED, device_processes, model_folder
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
@@ -109,12 +108,12 @@ def described(config: Config, topology: Topology) -> Config:
     A folder of a model that is not on this machine is replaced by `model.size`.
     """
     config = replace(config, placement=replace(config.placement, platform=topology.platform))
-    folder = config.model.path
-    if folder and not Path(folder).expanduser().is_dir():
+    folder = model_folder(config)
+    if folder and not folder.expanduser().is_dir():
         if config.model.size == ModelConfig().size:
             raise ConfigError(
                 "model.path",
-                folder,
+                str(folder),
                 "no such folder here, and model.size names no other model",
                 "Set model.size to the model's size, as qwen3_8b.",
             )

@@ -15,7 +15,6 @@ from jaxroll.data import tasks as heldout
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import ConfigError, one_line
-from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task
 from jaxroll.report.summary import wilson
 from jaxroll.rollout import episode
@@ -48,8 +47,7 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
         slots = config.evaluator.slots
         max_tokens = episode_tokens(config) - config.task.max_prompt_tokens
         model = generate.load(config, args.run_dir, slots=slots, max_tokens=max_tokens)
-        eos = (model.tokenizer.eos_id,)
-        sampling = SamplingParams(config.sampling.max_tokens, options.temperature, 0, 1.0, eos)
+        sampling = episode.sampling_params(config, model.tokenizer, options.temperature)
 
         async def play(proxy: EngineProxy) -> None:
             executors, bounds = Executors(pool, config), episode.bounds_of(config)

@@ -72,18 +72,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     values, version, source = newest_params(config, spec, run_dir, layouts.Layout(mesh, layouts.LEARNER))
     where = params.shardings(spec, mesh, layouts.SAMPLER)
     placed = jax.device_put(values, where)
-    engine_config = EngineConfig(
-        slots=slots,
-        max_tokens=longest_prompt(config) + max_tokens,
-        prefill_rows=min(slots, config.sampler.prefill_rows),
-        prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk,
-        seed=config.run.seed,
-        weight_swap=config.schedule.weight_swap,
-        penalties=penalties,
-        prefill_attention=config.sampler.prefill_attention,
-        paged_attention=config.sampler.paged_attention,
-    )
+    engine_config = EngineConfig.of_requests(config, slots, longest_prompt(config) + max_tokens, penalties=penalties)
     engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
     # stdout is for the answers alone
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
@@ -113,7 +102,7 @@ def newest_params(
     if folder is None:
         reason = "has neither checkpoints nor a warm start"
         raise ConfigError("RUN", str(run_dir), reason, "Train first: jaxroll train.")
-    source = "the warm start" if folder == RunPaths(run_dir).warm_start else config.model.path
+    source = "the warm start" if folder == RunPaths(run_dir).warm_start else str(folder)
     values = _initial_params(config, spec, run_dir, layout)
     if (adapters := Lora.of(config.learner)) is not None and config.learner.lora_path:
         given = lora.starting(config.learner, spec, layout, adapters, jax.random.key(0))
@@ -125,7 +114,7 @@ def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, lay
     """The parameters that the run starts from (see `weights.initial`), on the devices of `layout`."""
     values = weights.initial(config, run_dir, spec)
     if values is None:
-        return params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
+        return params.init(spec, params.key(config), layout.mesh, layout.rules)
     return states.placed(values, spec, layout)
 
 

@@ -26,7 +26,19 @@ from jax.sharding import Mesh
 
 from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig
-from jaxroll.config.derived import channel_of, episode_tokens, memory_fractions, roles_with_devices
+from jaxroll.config.derived import (
+    answer_tokens,
+    channel_of,
+    device_processes,
+    engines,
+    episode_tokens,
+    memory_fractions,
+    micro_batch_tokens,
+    model_folder,
+    roles_with_devices,
+    rollouts_per_step,
+    sampler_names,
+)
 from jaxroll.errors import EXIT_CONFIG, ConfigError
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
@@ -95,8 +107,8 @@ def _on_stderr(line: str) -> None:
 
 def model(config: Config) -> ModelSpec:
     """The model of the config: of its folder if that is here, else of `model.size`."""
-    if config.model.path:
-        return folders.described(Path(config.model.path).expanduser(), config.model.dtype)
+    if folder := model_folder(config):
+        return folders.described(folder.expanduser(), config.model.dtype)
     return families.spec(config.model.size, compute_dtype=config.model.dtype)
 
 
@@ -215,7 +227,7 @@ def _row(role: Role, one: aot.Described, result: aot.Result, config: Config, chi
 
 def context_tokens(config: Config) -> float:
     """The tokens that a decoding slot holds on average: the prompt and half an answer."""
-    return episode_tokens(config) - min(config.sampling.max_tokens, episode_tokens(config)) / 2
+    return episode_tokens(config) - answer_tokens(config) / 2
 
 
 # --- the report
@@ -246,7 +258,7 @@ def report(
         "model": spec.name,
         "parameters": families.parameter_count(spec),
         "chips": topology.count,
-        "chips_used": _used(config),
+        "chips_used": sum(device_processes(config).values()),
         "roles": {
             role.name: {
                 "count": sum(name.partition("-")[0] == role.name for name in wanted) if role.name != "learner" else 1,
@@ -265,16 +277,11 @@ def report(
     }
 
 
-def _used(config: Config) -> int:
-    wanted = roles_with_devices(config).values()
-    return max(wanted) if config.placement.colocated else sum(wanted)
-
-
 def _limits(config: Config, topology: Topology) -> dict[str, float]:
     """The bytes of a chip that each role may use."""
-    usable = topology.chip.usable_bytes
+    usable, wanted = topology.chip.usable_bytes, device_processes(config)
     shares = {"learner": 1.0, "sampler": 1.0}
-    if topology.platform == "gpu" and not config.placement.colocated and _used(config) > topology.count:
+    if topology.platform == "gpu" and not config.placement.colocated and sum(wanted.values()) > topology.count:
         shares = {name: memory_fractions(config)[f"{name}{'-0' * (name == 'sampler')}"] for name in shares}
     return {name: share * usable for name, share in shares.items()}
 
@@ -325,9 +332,9 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[R
     by_name = {f"{row.role} {row.name.partition('_')[0]}": row for row in rows}
     least = {name: row.times.least_s for name, row in by_name.items()}
     schedule, learner, engine = config.schedule, config.learner, config.sampler
-    requests, episode = schedule.groups_per_step * schedule.group_size, episode_tokens(config)
-    answer = min(config.sampling.max_tokens, episode)
-    micro = math.ceil(requests * episode / (learner.micro_batch_rows * learner.row_tokens))
+    requests, episode = rollouts_per_step(config), episode_tokens(config)
+    answer = answer_tokens(config)
+    micro = math.ceil(requests * episode / micro_batch_tokens(learner))
     learner_s = micro * (least["learner accumulate"] + least.get("learner logprobs", 0.0))
     learner_s += learner.minibatches * least["learner apply"] + least["learner publish"] / schedule.publish_every
     bucket, prompt = engine.prefill_buckets[-1], max(1, episode - answer)
@@ -335,9 +342,9 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[R
     prefill_s = least["sampler prefill"] + (chunks - 1) * least["sampler extend"]
     decode_s = least["sampler decode"]
     sampler_s = requests * answer * decode_s / engine.slots + schedule.groups_per_step * prefill_s / engine.prefill_rows
-    sampler_s /= engine.count
+    sampler_s /= len(sampler_names(config))
     size = families.parameter_count(spec) * (2 if config.transfer.dtype == "bfloat16" else 4)
-    receivers = len(roles_with_devices(config)) - config.placement.learner_hosts
+    receivers = engines(config)
     transfer_s = chips.transfer_s(topology.chip, channel_of(config), size, receivers, learner.mesh.devices)
     parts = {"learner": learner_s, "sampler": sampler_s, "transfer": transfer_s / schedule.publish_every}
     alone = schedule.alpha == 0 or config.placement.colocated  # the roles wait for each other

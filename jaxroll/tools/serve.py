@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxroll import lifeline
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import longest_prompt
+from jaxroll.config.derived import longest_prompt, request_tokens
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 from jaxroll.rpc import http, protocol
@@ -31,7 +31,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
     )
     token = http.token(None if options.token_file else secret, token_file)
     longest = longest_prompt(config)
-    context = longest + config.sampling.max_tokens if options.context is None else options.context
+    context = request_tokens(config) if options.context is None else options.context
     if context <= longest:
         reason = f"the config's longest prompt has {longest} tokens, and an answer needs one more"
         raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")

@@ -22,7 +22,7 @@ from jaxroll import sharding as layouts
 from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import sample_tokens
+from jaxroll.config.derived import model_folder, sample_tokens, tokenizer_folder
 from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, packing, samples, step_metrics, trainer, weights
@@ -68,15 +68,15 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     spec = model_params.spec(config.model, text.vocab_size)
     mesh = layouts.build(config.learner.mesh)
     layout = layouts.Layout(mesh, layouts.LEARNER)
-    buckets = packing.row_buckets(config.learner.micro_batch_rows, config.learner.mesh.shards)
+    buckets = packing.learner_buckets(config.learner)
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     plan = prepared(config, text, buckets)
     programs = Programs(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
-    if config.model.path:
+    if model_folder(config):
         params = states.placed(model_params.weights(config.model, spec), spec, layout)
     else:
-        params = model_params.init(spec, jax.random.key(config.run.seed), mesh, layouts.LEARNER)
+        params = model_params.init(spec, model_params.key(config), mesh, layouts.LEARNER)
     state = states.fresh(params, spec, layout, programs.recipe.optimizer.transform)
     used = {batch.rows for batches in plan.batches for batch in batches}
     programs.compile([rows for rows in buckets if rows in used], progress)
@@ -132,8 +132,8 @@ def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> samples
 
 def described(config: Config) -> dict[str, Any]:
     """The arguments that build the run's tokenizer again without the task."""
-    cfg = config.tokenizer
-    return {"kind": cfg.kind, "path": cfg.path, "alphabet": sources.alphabet(config.task) if cfg.kind == "char" else ""}
+    folder = tokenizer_folder(config)
+    return tokenizers.arguments(config.tokenizer, "" if folder else sources.alphabet(config.task))
 
 
 def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens: int) -> Sequence[int]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxroll import disk, sharding
 from jaxroll.config import Config, MeshConfig
+from jaxroll.config.derived import model_folder, tokenizer_folder
 from jaxroll.errors import ConfigError
 from jaxroll.learner import checkpoint_files, lora, peft, weights
 from jaxroll.learner.lora import Lora
@@ -122,7 +122,7 @@ def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str, which:
         raise ConfigError("SOURCE", str(path), "has no adapters", "Give a run with learner.lora_rank above 0.")
     with weights.params(path) as values, _new(out) as unfinished:
         to = _DTYPES.get(dtype, DTYPES["F32"])
-        peft.write(unfinished, learner, _base(run).spec, values, to, run.config.model.path)
+        peft.write(unfinished, learner, _base(run).spec, values, to, str(model_folder(run.config) or ""))
     return f"adapters of checkpoint {path} -> {out}: rank {learner.lora_rank}, {to.name}"
 
 
@@ -137,7 +137,7 @@ def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Sourc
             raise ConfigError("SOURCE", str(path), reason, "Give RUN, RUN/checkpoints/LINEAGE.STEP, or RUN/warm.")
         yield _of_folder(path)
         return
-    text = Path(run.config.tokenizer.path) if run.config.tokenizer.kind == "hf" else None
+    text = tokenizer_folder(run.config)
     if folders.is_ours(path):
         yield replace(_of_folder(path), text=text, origin=_origin(run))
         return
@@ -182,7 +182,7 @@ def _base(run: OfRun) -> Source:
         reason = f"has no {RunPaths(run.path).alphabet.name}, which determines the size of its model's vocabulary"
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
     spec = params.spec(run.config.model, text.vocab_size)
-    made = params.init(spec, jax.random.key(run.config.run.seed), sharding.build(MeshConfig()), sharding.LEARNER)
+    made = params.init(spec, params.key(run.config), sharding.build(MeshConfig()), sharding.LEARNER)
     leaves = {name: Leaf(DTYPES["F32"], value.shape) for name, value in made.items()}
     return Source("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
 
@@ -237,12 +237,12 @@ def _newest(run: OfRun) -> Path:
 
 def _origin(run: OfRun) -> Mapping[str, Any]:
     """The config.json of the run's imported model, or the ids of its tokenizer's special tokens."""
-    folder = Path(run.config.model.path)
+    folder = model_folder(run.config)
     for name in (ORIGIN_FILE, folders.CONFIG_FILE):
-        if run.config.model.path and (folder / name).is_file():
+        if folder and (folder / name).is_file():
             return folders.read_json(folder, name)
     ids = {"max_position_embeddings": hf_config.LONGEST_CONTEXT}
-    if run.config.tokenizer.kind == "char":
+    if not tokenizer_folder(run.config):
         kind = CharTokenizer
         ids |= {"eos_token_id": kind.eos_id, "pad_token_id": kind.pad_id, "bos_token_id": kind.bos_id}
     return ids

@@ -224,7 +224,7 @@ def with_bottleneck(step: int) -> list[dict]:
 def test_both_views_name_the_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configs.to_dict(Config())
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    plain = live.open_view(tmp_path, 50, config)
+    plain = live.open_view(tmp_path, config)
     plain.rows(with_bottleneck(20))
     assert isinstance(plain, live.PlainView)
     assert plain._out.getvalue().count("bottleneck: learner: ") == 1, "once, until it is another one"  # type: ignore[attr-defined]

@@ -14,8 +14,17 @@ from dataclasses import dataclass
 from random import Random
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.derived import is_compact
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import QUEUE_ALLOWANCE_S, refuse_unknown, register, settings_of, share
+from jaxroll.envs.registry import (
+    QUEUE_ALLOWANCE_S,
+    identity,
+    refuse_unknown,
+    register,
+    settings_given,
+    settings_of,
+    share,
+)
 from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
@@ -38,7 +47,7 @@ class CodeRepair:
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
         self._pool = pool
-        args = dict(config.args)
+        args = settings_given(config)
         share(args, "noise")
         self.max_turns: int = settings_of(Settings, args).max_turns
         self.step_limit_s = pool.time_limit_s + QUEUE_ALLOWANCE_S
@@ -180,12 +189,12 @@ class CodeRepairSource:
     size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
-        args = dict(cfg.args)
+        args = settings_given(cfg)
         refuse_unknown(args, ("lines", "tests", "max_turns", "noise"))
         self._noise = share(args, "noise")
         self._settings: Settings = settings_of(Settings, args)
-        self._as_compact = cfg.prompt_style == "compact"
-        self.identity = f"code_repair/{json.dumps(dict(cfg.args), sort_keys=True)}"
+        self._as_compact = is_compact(cfg)
+        self.identity = identity("code_repair", cfg)
 
     def item(self, index: int) -> Item:
         """File `index`."""

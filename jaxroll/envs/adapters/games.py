@@ -8,7 +8,6 @@ the same game, and held-out games are never trained on.
 from __future__ import annotations
 
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from random import Random
 from typing import Any, ClassVar
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.derived import is_compact
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import settings_of, share
+from jaxroll.envs.registry import identity, settings_given, settings_of, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Item, Message, Task
@@ -92,7 +92,7 @@ class GameEnvironment:
     step_limit_s = 60.0
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
-        args = dict(config.args)
+        args = settings_given(config)
         share(args, "noise")
         self._turns = self.max_turns = _turns(args)
         self._settings = settings_of(self.game.Settings, args)
@@ -137,13 +137,13 @@ class GameSource:
     size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
-        args = dict(cfg.args)
+        args = settings_given(cfg)
         self._noise = share(args, "noise")
         self._turns = _turns(args)
         self._settings = settings_of(self.game.Settings, args)
-        self._as_compact = cfg.prompt_style == "compact"
+        self._as_compact = is_compact(cfg)
         self.game(self._settings).close()  # refuses a missing package before the run begins
-        self.identity = f"{self.name}/{json.dumps(dict(cfg.args), sort_keys=True, default=str)}"
+        self.identity = identity(self.name, cfg)
 
     def item(self, index: int) -> Item:
         """Game `index`."""

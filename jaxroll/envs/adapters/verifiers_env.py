@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jaxroll.config import TaskConfig
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import settings_of
+from jaxroll.envs.registry import identity, settings_given, settings_of
 from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Item, Message
 
@@ -123,7 +123,7 @@ class VerifiersSource:
     """
 
     def __init__(self, cfg: TaskConfig) -> None:
-        self._settings = settings_of(Settings, cfg.args)
+        self._settings = settings_of(Settings, settings_given(cfg))
         worker = _Worker(self._settings)
         try:
             self._tasks: list[dict[str, Any]] = worker.ask({})["tasks"]
@@ -135,8 +135,8 @@ class VerifiersSource:
         if not self._tasks:
             raise ConfigError("task.args.env", dict(self._settings.env), "its taskset is empty", "Name another one.")
         self.size = len(self._tasks)
-        self._args = dict(cfg.args)
-        self.identity = f"verifiers/{json.dumps(self._args, sort_keys=True, default=str)}"
+        self._args = settings_given(cfg)
+        self.identity = identity("verifiers", cfg)
 
     def item(self, index: int) -> Item:
         """Task `index`."""

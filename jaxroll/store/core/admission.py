@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.config import Config
-from jaxroll.config.derived import age_limiter, one_version, support_tokens
+from jaxroll.config.derived import age_limiter, lease_holders, one_version, room_of_member, support_tokens
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
     BROKEN,
@@ -101,10 +101,10 @@ class Settings:
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
             s.group_placement,
             store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
-            config.learner.row_tokens, config.learner.shared_prompt_tokens,
+            *room_of_member(config.learner),
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
-            support_tokens(config.sampling), config.placement.actors or config.sampler.count, one_version(config),
+            support_tokens(config.sampling), lease_holders(config), one_version(config),
         )  # fmt: skip
 
     @property

@@ -21,6 +21,7 @@ from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.clock import Clock, unix_s
 from jaxroll.config import Config
+from jaxroll.config.derived import COLOCATED, leader, sampler_names
 from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import Tracker
 from jaxroll.rpc.intake import Credit, TooManyCalls
@@ -457,12 +458,12 @@ class Workers:
     async def join(self, caller: Caller, body: bytes) -> Joined:
         """The config and the number of a sampler that starts; no other one gets that number."""
         HandshakeCheck.check_protocol(wire.decode(body, Hello).protocol)
-        if self._config.placement.colocated:
+        if leader(self._config) == COLOCATED:
             raise StoreRefusal("placement.colocated keeps the weights of this run in one process: no sampler can join")
         sessions = self._keeper.state.sessions
         mine = next((name for name, session in sessions.items() if session == caller.session), "")  # a repeated call
         numbers = [int(found[1]) for name in sessions if (found := _SAMPLER.fullmatch(name))]
-        name = mine or f"sampler-{max([self._config.sampler.count - 1, *numbers]) + 1}"
+        name = mine or f"sampler-{max([len(sampler_names(self._config)) - 1, *numbers]) + 1}"
         await self._keeper.answer(ev.Arrive(name, caller.session))
         config = json.dumps(configs.to_dict(self._config)).encode()
         return Joined(self._keeper.run_id, config, int(name.rpartition("-")[2]))

@@ -18,6 +18,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
+from jaxroll.config.derived import max_message_bytes, update_slot_s
 from jaxroll.errors import ConfigError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.rpc import protocol, tls
@@ -80,7 +81,7 @@ async def serve(
                 msg.SERVICE,
                 store.service.methods(),
                 secret=secret,
-                max_message_bytes=config.store.max_message_mb * 2**20,
+                max_message_bytes=max_message_bytes(config),
                 position=lambda: keeper.state.position,
                 tls=certificates,
                 mutual_tls=config.store.mutual_tls,
@@ -135,7 +136,7 @@ class _Store:
         self._prompts = PromptBuffer(
             feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(ev.EndData())
         )
-        page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
+        page_bytes = min(PAGE_BYTES, max_message_bytes(config) // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self._workers = Workers(config, keeper, metrics)
         self.service = StoreService(
@@ -145,9 +146,7 @@ class _Store:
             self.audit,
             config_digest=digest(config),
             page_bytes=page_bytes,
-            turns=UpdateSlots(
-                config.schedule.rolling_updates, 2 * config.transfer.deadline_s
-            ),  # the fetch and the swap
+            turns=UpdateSlots(config.schedule.rolling_updates, update_slot_s(config)),  # the fetch and the swap
             workers=self._workers,
             vocab_size=vocab_size,
             keep_best=config.learner.keep_best,

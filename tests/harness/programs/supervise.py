@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import SupervisorConfig
 from jaxroll.control.live import open_view
@@ -31,7 +32,7 @@ def main() -> int:
     values = json.loads(file.read_text())
     config = SupervisorConfig(**values["config"])
     lifeline.harden().patience_s = lifeline.NOT_SHOWN_S  # as `jaxroll train` does
-    view = open_view(run_dir, 5)
+    view = open_view(run_dir, configs.to_dict(configs.parse({"schedule": {"steps": 5}})))
     try:
         return Supervisor(specs_from(values["specs"]), run_dir, config, view).run()
     finally:
