@@ -359,7 +359,7 @@ def _with_plan(found: Hardware, path: Path) -> Hardware:
     """The hardware with the costs of a plan of one of its types, for the numbers of devices of that plan."""
     file = path.parent / found.plan
     try:
-        plan = json.loads(file.read_text())
+        plan = json.loads(file.read_text(encoding="utf-8"))
         speed, roles, programs = plan["speed"], plan["roles"], plan["programs"]
         prefill_s = max(row["least_s"] for row in programs if row["name"].startswith("prefill"))
         sampler = SamplerCosts(speed["decode_step_s"], prefill_s, all_slots=True)

@@ -55,18 +55,19 @@ def host_key() -> str:
     if not hasattr(os, "memfd_create"):
         return ""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
 def available_bytes() -> int:
     """The memory that this process can still take: the machine's, or less if its control group (v2) has a limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
     return free
 

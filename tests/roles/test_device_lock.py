@@ -97,11 +97,11 @@ def test_an_error_releases_the_lock() -> None:
         assert waiting(lock) == 0
 
 
-READS = {"abstract_state", "base_digest", "await_step", "packed", "params", "prepares_ahead", "train"}
+READS = {"abstract_state", "base_digest", "await_step", "packed", "params", "prepares_ahead", "release", "train"}
 
 
 def test_a_trainer_holds_the_lock_whenever_it_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` calls the three parts of a step; `params` is read by `publishable_params` only."""
+    """`train` calls the three parts of a step; `params` is for `publishable_params` only; `release` drops arrays."""
     public = {name for name in vars(Trainer) if not name.startswith("_")}
     dispatching = {name for name in vars(LockedTrainer) if not name.startswith("_")}
     assert public - dispatching == READS, "a new method of Trainer: does it dispatch to the devices?"
