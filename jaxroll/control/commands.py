@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import learner_names, model_folder
-from jaxroll.control import init, launchers, preflight, program, run_dir, train
+from jaxroll.control import init, launchers, place, preflight, program, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
@@ -438,7 +438,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "compile": run_compile,
     "sim": run_sim,
     "plan": run_plan,
-    "place": init.run_place,
+    "place": place.run,
     "init": lambda options: init.run(options, init.asker()),
     "config": run_config,
     "ui": run_ui,
