@@ -386,7 +386,14 @@ def test_claims_that_need_a_model_are_not_prepared_ahead(small_config, make_trai
     assert not make_trainer(small_config(algorithm="ppo", critic="init")).prepares_ahead
 
 
-@pytest.mark.parametrize("advantage", ["group_std", "group_mean", "leave_one_out", "batch_std"])
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        "group_std",
+        "batch_std",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("group_mean", "leave_one_out")),
+    ],
+)
 def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, make_trainer, advantage):
     """A device runs programs in order, so a caller that fetches a number waits for the step."""
     trainer = make_trainer(small_config(advantage=advantage))
