@@ -408,17 +408,17 @@ class LearnerSession:
         """The packed batch of the step at `version`, if it arrives while the devices still compute `running`."""
         if version.step >= self.config.schedule.steps or not trainer.prepares_ahead:
             return None
-        job = self.store.claim(version.lineage, version.step, AHEAD_WAIT_S, ahead=True)
-        pending = asyncio.ensure_future(job)
-        while not (running.is_done() or self._stop.is_set() or pending.done()):
-            await asyncio.wait([pending], timeout=self.device_poll_s)
-        if not pending.done():
-            pending.cancel()
-            return None
+        pending = asyncio.ensure_future(self.store.claim(version.lineage, version.step, AHEAD_WAIT_S, ahead=True))
         try:
+            while not (running.is_done() or self._stop.is_set() or pending.done()):
+                await asyncio.wait([pending], timeout=self.device_poll_s)
+            if not pending.done():
+                return None
             claim = pending.result()
         except (NotReady, Closed, InfraError):
             return None  # `_claim` requests it again, with its own patience
+        finally:
+            pending.cancel()  # also if this call is cancelled: nothing else awaits the task
         return await self._on_device(lambda: trainer.prepare(claim))
 
     async def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:

@@ -190,6 +190,22 @@ def test_a_claim_ahead_is_cancelled_when_the_step_is_done() -> None:
     assert store.cancelled, "the store would hold an abandoned call"
 
 
+def test_a_claim_ahead_is_cancelled_with_the_step_that_waits_for_it() -> None:
+    store = Store(NEVER)
+
+    async def job() -> None:
+        running = SimpleNamespace(is_done=lambda: False)
+        step = asyncio.ensure_future(session(store)._claim_ahead(TRAINER, V1, running))
+        await asyncio.sleep(1.0)
+        assert store.asked == [1] and not store.cancelled
+        step.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert store.cancelled
+
+    run(job())
+
+
 def test_a_claim_ahead_is_not_awaited_after_a_stop_request() -> None:
     assert claimed_ahead(Store(NEVER), BUSY, stop=True) is None
 
