@@ -9,6 +9,7 @@ function (one reads the memory fractions); reads in the rules, which only refuse
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ READ_IN_MORE = {"schedule.steps": 5, "learner.micro_batch_rows": 5}
 Kinds = dict[str, type]  # expression, as written → the dataclass it holds
 
 
+@functools.cache
 def hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
@@ -70,14 +72,14 @@ def _looks_like_a_config(node: ast.AST) -> bool:
 
 def bindings(tree: ast.AST) -> Kinds:
     """The kinds of the names of one file, from annotations and assignments."""
-    known: Kinds = {}
-    for node in ast.walk(tree):
+    known, nodes = dict[str, type](), list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             if (kind := CLASSES.get(ast.unparse(node.annotation))) is not None:
                 known[name] = kind
     for _ in range(2):  # a name may be assigned from another name
-        for node in ast.walk(tree):
+        for node in nodes:
             for target, value in assigned(node):
                 if (kind := kind_of(value, known)) is not None:
                     known[ast.unparse(target)] = kind
@@ -107,11 +109,21 @@ def reads(tree: ast.AST) -> set[tuple[type, str]]:
     return found
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def reads_of(path: Path) -> set[tuple[type, str]]:
+    return reads(parsed(path))
+
+
 def imported_from_config(files: Iterable[Path]) -> set[str]:
     """Names that the files import from jaxroll.config and its modules."""
     found = set()
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxroll.config"):
                 found |= {alias.name for alias in node.names}
     return found
@@ -120,22 +132,22 @@ def imported_from_config(files: Iterable[Path]) -> set[str]:
 def keys_read(package: Path) -> set[str]:
     """The dotted keys that `package` reads outside its config/."""
     outside = [path for path in package.rglob("*.py") if "config" not in path.relative_to(package).parts[:-1]]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in outside]
     used = {name for name in imported_from_config(outside) if not name.startswith("check")}
+    found = {pair for path in outside for pair in reads_of(path)}
     for path in (package / "config").glob("*.py"):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        trees += [node for node in body if isinstance(node, ast.FunctionDef) and node.name in used]
-    found = {pair for tree in trees for pair in reads(tree)}
+        for node in parsed(path).body:
+            if isinstance(node, ast.FunctionDef) and node.name in used:
+                found |= reads(node)
     return {f"{prefix}{key}" for kind, key in found for prefix in SECTIONS[kind]}
 
 
 def readers(package: Path) -> dict[str, int]:
     """The number of files outside config/ that read each key."""
-    found: dict[str, int] = {}
+    found, all_keys = dict[str, int](), set(leaves(Config))
     for path in package.rglob("*.py"):
         if "config" not in path.relative_to(package).parts[:-1]:
-            keys = {f"{prefix}{key}" for kind, key in reads(ast.parse(path.read_text())) for prefix in SECTIONS[kind]}
-            for key in keys & set(leaves(Config)):
+            keys = {f"{prefix}{key}" for kind, key in reads_of(path) for prefix in SECTIONS[kind]}
+            for key in keys & all_keys:
                 found[key] = found.get(key, 0) + 1
     return found
 
