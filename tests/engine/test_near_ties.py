@@ -13,7 +13,8 @@ FEW = ((MeshConfig(), 5, "dense"), (MeshConfig(data=2, tensor=2), 8, "xla"))
 MORE = ((MeshConfig(), 16, "xla"), (MeshConfig(tensor=2), 16, "dense"))
 
 
-@pytest.mark.parametrize("arms", [FEW, pytest.param(MORE, marks=pytest.mark.soak)], ids=["few", "more"])
+@pytest.mark.soak
+@pytest.mark.parametrize("arms", [FEW, MORE], ids=["few", "more"])
 def test_other_slot_counts_meshes_and_attention_differ_at_near_ties_only(bench, work, spec, seed, model, arms) -> None:
     """The reference has 16 slots side by side on one device; the margin at a difference is the naive sampler's."""
     bench = functools.partial(bench, prefill_rows=8, prefill_buckets=(16,), decode_chunk=16)  # few dispatches

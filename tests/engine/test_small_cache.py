@@ -38,6 +38,7 @@ def test_a_quarter_of_the_memory_gives_the_same_tokens_to_the_bit(bench, mesh):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.soak
 def test_a_quarter_of_the_memory_gives_the_tokens_of_all_of_it(bench, assert_replayed):
     requests = uneven(24)
     few, all_of_it = bench(**PAGED, cache_pages=QUARTER), bench(**PAGED)

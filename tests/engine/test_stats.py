@@ -143,7 +143,9 @@ def test_warm_up_reports_its_programs(bench, model):
     ]
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak), MeshConfig(data=2, tensor=2)], ids=str
+)
 def test_the_cache_is_sharded_over_slots_and_heads(bench, mesh):
     keys = bench(mesh).engine._device._state.cache.keys[0]
     shards, heads, pages, tokens, size = keys.shape

@@ -66,8 +66,19 @@ def test_reprefill_and_keep_kv_are_not_the_same(bench):
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill", "restart", "drain"])
-@pytest.mark.parametrize(("case", "paged"), [(0, "dense"), (1, "xla")])
+@pytest.mark.parametrize(
+    ("case", "paged", "weight_swap"),
+    [
+        (0, "dense", "keep_kv"),
+        (0, "dense", "restart"),
+        (1, "xla", "reprefill"),
+        (1, "xla", "drain"),
+        pytest.param(0, "dense", "reprefill", marks=pytest.mark.soak),
+        pytest.param(0, "dense", "drain", marks=pytest.mark.soak),
+        pytest.param(1, "xla", "keep_kv", marks=pytest.mark.soak),
+        pytest.param(1, "xla", "restart", marks=pytest.mark.soak),
+    ],
+)
 def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, weight_swap, case, paged):
     """Every completion is what its recorded versions say; the first three policies never wait, the last never mixes."""
     rng = np.random.default_rng(case)

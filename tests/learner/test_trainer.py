@@ -389,9 +389,8 @@ def test_claims_that_need_a_model_are_not_prepared_ahead(small_config, make_trai
 @pytest.mark.parametrize(
     "advantage",
     [
-        "group_std",
         "batch_std",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("group_mean", "leave_one_out")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("group_std", "group_mean", "leave_one_out")),
     ],
 )
 def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, make_trainer, advantage):
