@@ -165,9 +165,9 @@ def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
 
 
 def _with_load(
-    recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None
+    recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None, sums: Params | None = None
 ) -> tuple[Array, Load | None]:
-    """The hidden states, and the load of the experts."""
+    """The hidden states, and the load of the experts; `stacks` and `sums` as in `transformer.forward_with_load`."""
     choices = None
     if recipe.routers and recipe.routers.replay:
         choices = streams[EXPERTS].reshape(*streams["tokens"].shape, recipe.spec.layers, -1)
@@ -183,6 +183,7 @@ def _with_load(
         prompt_ids=streams.get(PROMPT_IDS),
         choices=choices,
         stacks=stacks,
+        sums=sums,
     )
 
 
@@ -226,12 +227,15 @@ def differentiated(recipe: Recipe, params: Params) -> Params:
     return {name: value for name, value in params.items() if name not in shapes} | stacks
 
 
-def _gradients(recipe: Recipe, params: Params, streams: Streams, base: Params) -> tuple[Params, statistics.Statistics]:
-    """`gradients`, by `differentiated`."""
+def _gradients(
+    recipe: Recipe, params: Params, streams: Streams, base: Params, held: Params | None = None
+) -> tuple[Params, statistics.Statistics]:
+    """`gradients`, by `differentiated`; with `held`, their sum with `held`."""
 
-    def total(trained: Params) -> tuple[Array, statistics.Statistics]:
+    def total(trained: Params, sums: Params | None) -> tuple[Array, statistics.Statistics]:
         model = dense(recipe, params | {name: trained[name] for name in trained.keys() & params.keys()}, base)
-        hidden, load = _with_load(recipe, model, streams, None if trained.keys() == params.keys() else trained)
+        stacks = trained if trained.keys() - params.keys() else None
+        hidden, load = _with_load(recipe, model, streams, stacks, sums)
         terms = _terms_of_hidden(recipe, model, hidden, streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
         # With one optimizer step per claim, the proximal policy is this forward pass: no extra program is needed.
@@ -247,8 +251,16 @@ def _gradients(recipe: Recipe, params: Params, streams: Streams, base: Params) -
             loss = loss + recipe.routers.loss * balance if recipe.routers.loss else loss
         return loss, seen
 
-    grads, seen = jax.grad(total, has_aux=True)(differentiated(recipe, params))
-    return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), seen
+    trained, sums = differentiated(recipe, params), {}
+    if held is not None and recipe.spec.remat == "layer":  # the loop that sums recomputes every layer
+        sums = {name: held[name] for name in trained if name not in params}
+    fixed = {name: trained.pop(name) for name in sums}
+    by_sums = jax.grad(lambda own, sums: total(own | fixed, sums or None), argnums=(0, 1), has_aux=True)
+    (grads, sums), seen = by_sums(trained, sums)
+    grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
+    if held is not None:
+        grads = {name: held[name] + grad for name, grad in grads.items()}
+    return grads | sums, seen
 
 
 def dense(recipe: Recipe, params: Params, base: Params) -> Params:
@@ -371,10 +383,8 @@ class Programs:
         return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
 
     def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams, base: Params) -> Accumulator:
-        grads, seen = _gradients(self.recipe, params, streams, base)
-        return Accumulator(
-            jax.tree.map(jnp.add, accumulator.grads, grads), statistics.merged(accumulator.statistics, seen)
-        )
+        grads, seen = _gradients(self.recipe, params, streams, base, accumulator.grads)
+        return Accumulator(grads, statistics.merged(accumulator.statistics, seen))
 
     def _logprobs(self, params: Params, streams: Streams) -> jax.Array:
         terms = terms_of(self.recipe, params, streams)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +89,12 @@ def forward_with_load(
     prompt_ids: Int[Array, "B T"] | None = None,
     choices: Int[Array, "B T L k"] | None = None,
     stacks: Params | None = None,
+    sums: Params | None = None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts).
 
-    `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`).
+    `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`). With
+    `sums` (float32, like `stacks`), differentiate by them instead: their cotangents are `sums` plus the gradients.
     """
     decoder = module(spec, params)
 
@@ -128,7 +131,7 @@ def forward_with_load(
         first = layers_in_loop(spec)
         steps = [layer[window] for window in spec.each_window[: spec.period]]
         stacks = stacked(spec, params, layout) if stacks is None else stacks
-        x, load = _scanned(spec, stacks, x, steps, None if given is None else given[:first])
+        x, load = _scanned(spec, stacks, x, steps, None if given is None else given[:first], sums)
         loads.append(load)
     for number in range(first, spec.layers):
         own = None if given is None else given[number]
@@ -144,19 +147,21 @@ def _scanned(
     x: Float[Array, "B T D"],
     steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, Load | None]]],
     choices: Int[Array, "L B T k"] | None,
+    sums: Params | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads.
 
-    `params` are those of `stacked`.
+    `params` are those of `stacked`; `sums` as in `forward_with_load`.
     """
     period = len(steps)
     cycles = spec.layers // period
-    each: list[Params] = [
-        {name: params[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(period)
-    ]
+
+    def each(params: Params) -> list[Params]:
+        return [{name: params[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(period)]
+
     given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
 
-    def cycle(x: Array, of_cycle: tuple[list[Params], Array | None]) -> tuple[Array, Load | None]:
+    def cycle(x: Array, of_cycle: tuple[Sequence[Params], Array | None]) -> tuple[Array, Load | None]:
         values, given = of_cycle
         loads = []
         for at, step in enumerate(steps):
@@ -164,8 +169,51 @@ def _scanned(
             loads.append(load)
         return x, jax.tree.map(lambda *some: jnp.stack(some), *loads) if spec.experts else None
 
-    x, loads = jax.lax.scan(cycle, x, (each, given))
+    xs = each(params), given
+    x, loads = jax.lax.scan(cycle, x, xs) if sums is None else _summing(cycle, xs, each(sums), x)
     return x, jax.tree.map(lambda leaf: leaf.reshape(cycles * period, *leaf.shape[2:]), loads)
+
+
+def _summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
+    """`lax.scan(cycle, x, xs)`; the cotangent of `sums` is `sums` plus the gradients by `xs[0]`.
+
+    The backward loop recomputes each cycle from its input and adds its gradients to the running sums, so that only the
+    gradients of one cycle exist at a time. That of `lax.scan` returns those of all cycles: a copy of the parameters.
+    """
+
+    @jax.custom_vjp
+    def run(xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
+        return jax.lax.scan(cycle, x, xs)
+
+    def forwards(xs: Any, sums: Any, x: Array) -> tuple[tuple[Array, Any], Any]:
+        def step(x: Array, of_cycle: Any) -> tuple[Array, Any]:
+            after, loads = cycle(x, of_cycle)
+            return after, (loads, x)
+
+        after, (loads, before) = jax.lax.scan(step, x, xs)
+        return (after, loads), (xs, sums, before)
+
+    def backwards(kept: Any, cotangents: tuple[Array, Any]) -> tuple[None, Any, Array]:
+        (xs, sums, before), (after, loads) = kept, cotangents
+        loads = [leaf for leaf in jax.tree.leaves(loads) if leaf.dtype != jax.dtypes.float0]
+
+        def step(carry: Any, of_cycle: Any) -> tuple[Any, None]:
+            (after, sums, at), ((values, given), x, loads) = carry, of_cycle
+
+            def floats(values: Any, x: Array) -> tuple[Array, list[Array]]:
+                after, loads = cycle(x, (values, given))
+                return after, [leaf for leaf in jax.tree.leaves(loads) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+            grads, before = jax.vjp(floats, values, x)[1]((after, loads))
+            sums = jax.tree.map(lambda total, grad: total.at[at].add(grad.astype(total.dtype)), sums, grads)
+            return (before, sums, at - 1), None
+
+        last = jnp.asarray(len(before) - 1)
+        (x, sums, _), _ = jax.lax.scan(step, (after, sums, last), (xs, before, loads), reverse=True)
+        return None, sums, x
+
+    run.defvjp(forwards, backwards)
+    return run(xs, sums, x)
 
 
 _LOOP = "loop"

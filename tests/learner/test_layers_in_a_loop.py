@@ -16,7 +16,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.step import Programs, Routers
+from jaxroll.learner.step import Programs, Routers, gradients
 from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
 from jaxroll.records import Version
@@ -81,6 +81,36 @@ def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(pr
         return sum(text.count(f"stablehlo.{kind} ") for kind in ("add", "slice", "dot_general", "multiply"))
 
     assert operations(9) == operations(3)
+
+
+def test_a_loop_adds_gradients_to_their_sums_without_a_copy_of_all_layers(programs) -> None:
+    """Temporary memory holds the parameters of each further layer (in a stack) and its input, but no gradients."""
+
+    def sizes(layers: int) -> tuple[int, int]:
+        made = programs(dataclasses.replace(NANO, layers=layers, scan=True, remat="layer"))
+        analysis = made.lowered("accumulate", 1).compile().memory_analysis()
+        return analysis.temp_size_in_bytes, sum(4 * leaf.size for leaf in made.accumulator.grads.values())
+
+    (few, small), (many, large) = sizes(4), sizes(16)
+    assert (many - few) < 1.5 * (large - small)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one window", *(pytest.param(name, marks=pytest.mark.soak) for name in ("a pattern and a rest", "experts"))],
+)
+def test_a_loop_that_sums_adds_the_gradients_of_a_micro_batch(programs, make_claim, name: str) -> None:
+    spec = dataclasses.replace(SPECS[name], scan=True, remat="layer")
+    made, (streams, *_) = programs(spec, None, make_claim())
+    rng = np.random.default_rng(0)
+    params = random_like(made.state.params, rng, 0.1)
+    held = random_like(made.accumulator, rng)
+    before = jax.device_get(transformer.unstacked(spec, held.grads))
+    wanted, _ = jax.jit(lambda *given: gradients(made.recipe, *given))(params, streams)
+    found = transformer.unstacked(spec, made.accumulate(params, held, streams).grads)
+    assert found.keys() == wanted.keys()
+    for key, grad in wanted.items():
+        np.testing.assert_allclose(found[key], before[key] + np.asarray(grad), rtol=1e-6, atol=1e-6, err_msg=key)
 
 
 def random_like(tree, rng: np.random.Generator, scale: float = 1.0):
