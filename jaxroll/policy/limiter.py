@@ -36,6 +36,10 @@ from jaxroll.errors import ConfigError
 # trial doubles the rest, which is a multiple of the time that the member took to fail; this bounds the cost of trials.
 # A put halves the number of rests, so that a holder that recovers gets all its leases again soon.
 #
+# Once a holder has rested, a member of it that the learner waits for counts as failed as soon as it takes `SLOWER`
+# times as long as the members of others: its lease ends, and another holder gets it (`jaxroll.store.core.leases.tick`).
+# Otherwise members that fail late would delay a claim by all the time that they take to fail.
+#
 # The failures of a holder that never succeeded count against it alone while other holders may do better: see
 # `jaxroll.store.core.admission.is_broken_alone`.
 #

@@ -169,7 +169,7 @@ class Durable:
 
 @dataclass(frozen=True)
 class Tick:
-    """Passage of time: expired leases end. `stalled_s` is how long the store's process was suspended."""
+    """Passage of time: expired leases and slow ones end. `stalled_s` is how long the store was suspended."""
 
     stalled_s: float = 0.0
 
@@ -259,11 +259,15 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):
-    """Leases ended without a put: they expired, were released, or their holder restarted."""
+    """Leases ended without a put: they expired, were released or too slow, or their holder restarted.
+
+    `holder_rest_s` is the rest imposed on a slow holder (0: none); None: the end does not count against the holder.
+    """
 
     group: int
     members: tuple[int, ...]
     reason: str
+    holder_rest_s: float | None = None
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
+import msgspec
+
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import Curriculum, Share, groups_ahead
+from jaxroll.policy.limiter import SHORT_S, SLOWER, Curriculum, Health, Share, groups_ahead
 from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
@@ -338,7 +342,7 @@ def release(settings: Settings, state: State, r: ev.Release, now_s: float) -> De
 
 
 def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision:
-    """End expired leases; after a stall of the store, first extend all leases by its length."""
+    """End expired leases and slow ones; after a stall of the store, first extend all leases by its length."""
     if r.stalled_s > 0:
         return Decision([ev.Extended(r.stalled_s)])
     events: list[ev.Event] = []
@@ -346,7 +350,37 @@ def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision
         late = [m for m, s in group.missing() if s.status == LEASED and s.deadline_s <= now_s]
         if late:
             events.append(ev.LeaseEnded(group.id, tuple(late), "expired"))
-    return Decision(events)
+    return Decision(events + _too_slow(settings, state, now_s))
+
+
+def _too_slow(settings: Settings, state: State, now_s: float) -> list[ev.Event]:
+    """The ends of leases that the learner waits for and that take much longer than others, of holders that rested.
+
+    Each counts as a failure.
+    """
+    events: list[ev.Event] = []
+    known: dict[str, Health] = {}  # with the ends so far
+    head = state.open.values() if state.awaited_at_s is not None else ()
+    for group in itertools.islice(head, settings.limiter.batch_groups):
+        for member, slot in group.missing():
+            if slot.status != LEASED or slot.deadline_s <= now_s or not _takes_long(settings, state, slot, now_s):
+                continue
+            health = known.setdefault(slot.holder, msgspec.structs.replace(state.holders[slot.holder]))
+            rest_s = health.next_rest_s(slot.leased_at_s, now_s)
+            if rest_s is not None:
+                health.note_failure(rest_s, health.error, now_s)
+            events.append(ev.LeaseEnded(group.id, (member,), "too slow", rest_s))
+    return events
+
+
+def _takes_long(settings: Settings, state: State, slot: Slot, now_s: float) -> bool:
+    """True if the slot's holder has rested and its lease takes `SLOWER` times as long as the members of others."""
+    health = state.holders.get(slot.holder)
+    if health is None or not health.rests or slot.leased_at_s is None:
+        return False
+    is_other = admission.holder_filter(settings, state, slot.holder, now_s)
+    means_s = [mean_s for mean_s, other in state.by_holder.quickest() if is_other(other)]
+    return bool(means_s) and now_s - slot.leased_at_s > max(SHORT_S, SLOWER * median(means_s))
 
 
 def _published_step(state: State) -> int:

@@ -199,6 +199,8 @@ def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
     group = state.open[e.group]
     for member in e.members:
         group.slots[member].status = FREE
+        if e.holder_rest_s is not None:
+            puts.note_too_slow(state, group.slots[member].holder, e.holder_rest_s, now_s)
     state.index.changed(group)
 
 

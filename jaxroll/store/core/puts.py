@@ -345,6 +345,11 @@ def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: f
     keep_newest(state.holders)
 
 
+def note_too_slow(state: State, holder: str, rest_s: float, now_s: float) -> None:
+    """Count a lease that was too slow as a failure of its holder; the reason of its rests stays."""
+    _note_failure(state, holder, rest_s, state.holders[holder].error, now_s)
+
+
 def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: float) -> None:
     """Count a put of the holder; `slow_rest_s` is the rest for slowness that it causes, None if there is none."""
     if slow_rest_s is not None:

@@ -6,6 +6,7 @@ spread evenly over the time it takes; those drawn after its sampler's weight swa
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxroll.errors import Closed, NoCredit, NotReady, StoreRefusal
+from jaxroll.errors import Closed, Fenced, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
@@ -25,6 +26,7 @@ from tests.harness.store.machine import offer
 
 TOKENS = 20  # of every member, however long it takes
 ASK_AGAIN_S = 1.0  # a sampler that was refused work
+TICK_S = 1.0  # as the store's ticker
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Cluster:
         for sampler, ready_s in enumerate(self.world.ready_s):
             self.later(ready_s, lambda sampler=sampler: self.lease(sampler))
         self.lease_all()
+        self.tick()
         while self.events and self.core.state.acked < self.world.steps:
             self.now, _, act = heapq.heappop(self.events)
             act()
@@ -141,6 +144,11 @@ class Cluster:
     def drawn_s(self, what: Callable[[random.Random], float], *name: int) -> float:
         """A duration that depends on nothing but the seed and the name."""
         return what(random.Random(repr((self.world.seed, name))))
+
+    def tick(self) -> None:
+        """Let the store look at the time, as its ticker does."""
+        self.ask(ev.Tick())
+        self.later(TICK_S, self.tick)
 
     # --- samplers
 
@@ -186,12 +194,14 @@ class Cluster:
 
     def fail(self, sampler: int, key: ev.Key, kind: str) -> None:
         self.result.failed += 1
-        self.ask(ev.PutMember(*key, f"{key}", 10, failure=(kind, "broken")))
+        with contextlib.suppress(Fenced):  # the lease has ended meanwhile
+            self.ask(ev.PutMember(*key, f"{key}", 10, failure=(kind, "broken")))
         self.free[sampler] += 1
         self.lease(sampler)
 
     def put(self, sampler: int, key: ev.Key, began: float) -> None:
-        self.ask(ev.PutMember(*key, f"{key}", 100, self.runs(sampler, began)))
+        with contextlib.suppress(Fenced):
+            self.ask(ev.PutMember(*key, f"{key}", 100, self.runs(sampler, began)))
         self.free[sampler] += 1
         if self.waiting is not None:
             self.claim(*self.waiting)

@@ -102,6 +102,7 @@ class Books:
         self.seen: dict[str, float] = {}  # holder → time of its last call
         self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
         self.avoided = 0  # how often a member was left to another holder
+        self.ended_as_slow = 0  # leases
         self.awaited = False  # the learner waits for a claim
         self.learner = self.closed = ""
         self.data_ended = False

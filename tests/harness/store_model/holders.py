@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxroll.store.core import events as ev
-from tests.harness.store_model.books import LEASED, broken
+from tests.harness.store_model.books import FREE, LEASED, broken
 from tests.harness.store_model.learner import LearnerSide
 
 THERE_S, AVOID_S, HUNGRY_S, IDLE_S, SEEN_S = 10.0, 60.0, 10.0, 120.0, 1.0
@@ -97,8 +97,13 @@ class Holders(LearnerSide):
 
     def note_failure(self, member: dict, now: float) -> None:
         """An INFRA failure of the member's holder, and the rest that it brings."""
-        name = member["name"]
         said = next((fact[2] for fact in self.take("rest")), None)
+        if self.count_failure(member, said, now):
+            self.health[member["name"]]["slow"] = False
+
+    def count_failure(self, member: dict, said: float | None, now: float) -> bool:
+        """Count a failure against the member's holder, which brings the rest that the store `said`; False: not."""
+        name = member["name"]
         health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
         leased = member["leased"]
         due: float | None = 0.0
@@ -110,12 +115,26 @@ class Holders(LearnerSide):
         if said != due:
             broken("failures: rest", f"{name} rests {said}, {due} is due: {health}, leased at {leased}")
         if due is None:
-            return
+            return False
         self.health[name] = health
-        health |= {"failures": health["failures"] + 1, "slow": False}
+        health["failures"] += 1
         if due:
             health |= {"failures": 0, "rests": health["rests"] + 1, "rest": due, "at": now}
             self.busy(name)
+        return True
+
+    def end_slow_lease(self, gid: int, number: int, rest: float | None, now: float) -> None:
+        """A lease that the learner waits for and that takes longer than others' members: as if it had failed now."""
+        member = self.open[gid]["members"][number]
+        name, leased = member["name"], member["leased"]
+        has_rested = self.health.get(name, {"rests": 0})["rests"] > 0
+        if member["status"] != LEASED or not has_rested or leased is None or now - leased <= 1.0:
+            broken("failures: rest", f"the lease of {gid}.{number} by {name} is ended as too slow: {member}")
+        if not self.awaited or gid not in list(self.open)[: self.rules.batch] or not self.helpers(name, now):
+            broken("failures: rest", f"{gid}.{number} of {name} is ended, and none waits for it or can take it")
+        member["status"] = FREE
+        self.ended_as_slow += 1
+        self.count_failure(member, rest, now)
 
     def note_success(self, name: str, now: float) -> None:
         """Count a put, which halves the counts, unless the store finds it slow compared with others."""

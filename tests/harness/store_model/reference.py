@@ -69,7 +69,10 @@ class Reference(Sharing):
 
     def on_Tick(self, r: ev.Tick, reply: Any, now: float) -> None:
         if not r.stalled_s:
-            return self.free(lambda m: m["deadline"] <= now)
+            self.free(lambda m: m["deadline"] <= now)
+            for _, gid, number, rest in self.take("lease too slow"):
+                self.end_slow_lease(gid, number, rest, now)
+            return None
         for group in self.open.values():  # a suspended store extends leases instead of expiring them all
             if group["leased_at"] is not None:
                 group["leased_at"] += r.stalled_s

@@ -55,6 +55,8 @@ def facts(events: list[Any]) -> list[Fact]:
             found.append(("rest", e.group, e.holder_rest_s))
         elif isinstance(e, ev.Put) and e.holder_rest_s is not None:
             found.append(("too slow", e.group, e.holder_rest_s))
+        elif isinstance(e, ev.LeaseEnded) and e.reason == "too slow":
+            found.extend(("lease too slow", e.group, member, e.holder_rest_s) for member in e.members)
         elif isinstance(e, ev.Shrunk):
             found.append(("shrunk", e.group, e.dropped))
     return found

@@ -13,8 +13,8 @@ from functools import cache
 
 import pytest
 
-from jaxroll.errors import Closed, Fenced, NoCredit
-from jaxroll.policy.limiter import ALONE_S, LONGEST_S, TRIP
+from jaxroll.errors import Closed, Fenced, NoCredit, NotReady
+from jaxroll.policy.limiter import ALONE_S, LONGEST_S, SLOWER, TRIAL_FROM, TRIP
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status, waits
@@ -104,11 +104,12 @@ BROKEN = (
 )
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.soak)])
 def test_no_prompt_dies_while_only_broken_holders_are_ready(seeds: Iterable[int]) -> None:
     """One or two broken ones and up to three healthy ones, which arrive up to five minutes later, in any order."""
-    rates = [rate_after_broken_ones(random.Random(seed), seed) for seed in seeds]
-    assert sum(rates) / len(rates) >= 0.9, rates
+    rates = {seed: rate_after_broken_ones(random.Random(seed), seed) for seed in seeds}
+    assert min(rates.values()) >= 0.9, rates
 
 
 def rate_after_broken_ones(rng: random.Random, seed: int) -> float:
@@ -151,7 +152,7 @@ def test_a_holder_that_recovers_works_again(seed: int) -> None:
 
 
 def failing(names: tuple[str, ...] = ("A", "B"), **rules) -> Machine:
-    m = Machine(alpha=4.0, batch=4, size=2, steps=50, lease_s=1000.0, **rules)
+    m = Machine(**({"alpha": 4.0, "batch": 4, "size": 2, "steps": 50, "lease_s": 1000.0} | rules))
     m.start()
     for name in names:
         m.ask(ev.Arrive(name, f"{name}-1"))
@@ -203,8 +204,8 @@ def test_a_holder_whose_members_keep_failing_rests_and_is_reported() -> None:
     assert len(m.lease(4, name="A")) == 4, "after the first rest it has all of its room"
 
 
-def twice_rested() -> Machine:
-    m = failing()
+def twice_rested(**rules) -> Machine:
+    m = failing(**rules)
     m.lease(1, name="B")
     for _ in range(2):
         for key in m.lease(TRIP, name="A"):
@@ -220,6 +221,73 @@ def test_after_its_second_rest_a_holder_is_tried_with_one_member_and_a_put_resto
         m.lease(4, name="A")
     m.put(trial)
     assert len(m.lease(4, name="A")) == 4
+
+
+def slow_trial(share: float, *, awaited: bool = True, others: int = TRIP) -> tuple[Machine, ev.Key]:
+    """A trial of A that has taken `share` of the longest time, and its member, after `others` members of B of 1 s each.
+
+    `awaited`: the learner waits for it.
+    """
+    m = twice_rested(batch=8)
+    for i in range(others):
+        (key,) = m.lease(1, name="B")
+        m.now += 1.0
+        m.put(key, digest=f"b{i}")
+    (trial,) = m.lease(4, name="A")
+    if awaited:
+        with pytest.raises(NotReady):
+            m.claim(0)
+    m.now += share * SLOWER * 1.0
+    m.ask(ev.Tick())
+    return m, trial
+
+
+def test_a_trial_that_the_learner_waits_for_ends_when_it_takes_much_longer_than_the_members_of_others() -> None:
+    m, (group, member, attempt) = slow_trial(1.01)
+    assert m.state.holders["A"].rest_s == pytest.approx(1.01 * SLOWER * 2**TRIAL_FROM)
+    with pytest.raises(NoCredit, match=r"resting: A .*it broke"):
+        m.lease(1, name="A")
+    assert m.ask(ev.Renew("A-1", ((group, member, attempt),))) == ((group, member, attempt),), "it is lost"
+    assert (group, member, attempt + 1) in m.lease(20, name="B")
+    with pytest.raises(Fenced):
+        m.fail((group, member, attempt), "INFRA", digest="late")
+    m.restart()
+    assert m.state.holders["A"].rests == TRIAL_FROM + 1
+
+
+def test_members_after_the_first_rest_end_likewise_and_count_as_failures() -> None:
+    m = failing(batch=8)
+    for key in m.lease(TRIP, name="A"):
+        m.fail(key, "INFRA")
+    for i in range(TRIP):
+        (key,) = m.lease(1, name="B")
+        m.now += 1.0
+        m.put(key, digest=f"b{i}")
+    wave = m.lease(TRIP + 1, name="A")
+    with pytest.raises(NotReady):
+        m.claim(0)
+    m.now += 1.01 * SLOWER
+    m.ask(ev.Tick())
+    assert m.ask(ev.Renew("A-1", tuple(wave))) == tuple(wave), "the last one ends without prolonging the rest"
+    health = m.state.holders["A"]
+    assert (health.rests, health.failures) == (2, 0) and health.rest_s == pytest.approx(1.01 * SLOWER * 2)
+
+
+def test_a_put_after_the_end_of_its_trial_counts_while_the_member_is_free() -> None:
+    m, key = slow_trial(1.01)
+    assert m.ask(ev.Renew("A-1", (key,))) == (key,)
+    assert m.put(key) == "OK"
+
+
+@pytest.mark.parametrize(
+    ("share", "how"),
+    [(0.99, {}), (9.0, {"awaited": False}), (9.0, {"others": TRIP - 1})],
+    ids=["it is quick enough", "the learner does not wait", "the usual time is not known"],
+)
+def test_other_trials_go_on(share: float, how: dict) -> None:
+    m, key = slow_trial(share, **how)
+    assert m.ask(ev.Renew("A-1", (key,))) == ()
+    assert m.state.holders["A"].rests == TRIAL_FROM
 
 
 def test_failed_trials_double_the_rest() -> None:

@@ -56,7 +56,7 @@ def what_happened(world: World) -> Counter[str]:
     found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)
     found.update(crashes=sum(operation[0] == "crash" for operation in world.operations))
     found.update({"stopped by the filter": ref.stopped, "aborted": core.aborted_members, "shared": ref.dealt})
-    found.update(avoided=ref.avoided)
+    found.update({"avoided": ref.avoided, "ended as slow": ref.ended_as_slow})
     found.update(narrowed=world.store.narrowed)
     return found
 
