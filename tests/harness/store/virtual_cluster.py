@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -209,10 +210,9 @@ class Cluster:
 
     def runs(self, sampler: int, began: float) -> tuple[VersionRun, ...]:
         """The versions of a member's tokens, which were drawn from `began` until now."""
-        flips, drawn = self.flips[sampler], []
-        for i in range(TOKENS):
-            at = began + (self.now - began) * i / TOKENS
-            drawn.append(max(version for t, version in flips[-8:] if t <= at or version == flips[0][1]))
+        flips, step_s = self.flips[sampler], (self.now - began) / TOKENS
+        places = (bisect_right(flips, began + step_s * i, key=lambda flip: flip[0]) - 1 for i in range(TOKENS))
+        drawn = [flips[max(0, place)][1] for place in places]
         return tuple(VersionRun(version, len(list(same))) for version, same in itertools.groupby(drawn))
 
     # --- the learner
