@@ -83,9 +83,41 @@ def learning_curve(data: Mapping[str, Any], path: Path) -> None:
     path.write_text(whole + "\n", encoding="utf-8")
 
 
+PANELS, PANEL_WIDTH, PANEL_HEIGHT = 3, 250, 150  # in a row; of one
+
+
+def learning_curves(data: Mapping[str, Any], path: Path) -> None:
+    """Draw one panel per task, with the training reward and the held-out accuracy of each of its runs."""
+    panels = []
+    for number, (name, runs) in enumerate(data["curves"].items()):
+        rewards = [[(row["step"], row["reward_mean"]) for row in run["steps"]] for run in runs]
+        held = [[(row["step"], row["accuracy"]) for row in run["evals"]] for run in runs]
+        values = [y for line in (*rewards, *held) for _, y in line]
+        last = max(x for line in (*rewards, *held) for x, _ in line)
+        size = {"width": PANEL_WIDTH, "height": PANEL_HEIGHT, "left": 40, "top": 24, "bottom": 22}
+        frame = plots.Frame.of((0, last), plots.padded(values, 0.09), **size)
+        marks = [plots.line(frame, line, "reward") for line in rewards]
+        marks += [plots.line(frame, line, "heldout thin") for line in held]
+        marks += [plots.dot(frame, point, 2.5, "heldout") for line in held for point in line]
+        title = tag("text", name, class_="key", x=40, y=15)
+        row, column = divmod(number, PANELS)
+        moved = f"translate({column * PANEL_WIDTH} {CURVE_KEY + row * PANEL_HEIGHT})"
+        panels.append(tag("g", title, plots.axes(frame, x_about=4, y_about=4), *marks, transform=moved))
+    key = [
+        tag("text", "held-out accuracy", class_="key heldout", x=40, y=16),
+        tag("text", "training reward, mean of several steps", class_="key reward", x=200, y=16),
+    ]
+    width, height = PANELS * PANEL_WIDTH, CURVE_KEY - (-len(panels) // PANELS) * PANEL_HEIGHT
+    size = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    paper = tag("rect", width=width, height=height, fill="#ffffff")
+    whole = tag("svg", tag("style", CURVE_STYLE), paper, *key, *panels, xmlns="http://www.w3.org/2000/svg", **size)
+    path.write_text(whole + "\n", encoding="utf-8")
+
+
 DRAWINGS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
     "intervals": intervals,
     "learning_curve": learning_curve,
+    "learning_curves": learning_curves,
 }
 
 

@@ -1,0 +1,191 @@
+"""Learning curves of the environments: one run per environment and seed, with the configs of the repository.
+
+    python -m benchmarks.curves [--quick] [--only=NAME,...] [--seeds=0,1] [--limit=SECONDS] [--draw]
+
+A curve has POINTS points of training reward, each the mean over the rollouts of consecutive steps, and the held-out
+evaluations of the run. A task whose environment of packages is missing (`make venv-more`) is skipped. A run that is not
+done after `--limit` seconds is stopped, and its curve ends there. The last line is one JSON object with an entry per
+task; `--draw` writes the curves into benchmarks/figures/environment_curves.json, where those of other tasks stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.figures import draw
+from benchmarks.lib.child import python_of
+from benchmarks.lib.report import ROOT, Runs, arguments, commit, finish, say
+from jaxroll import metrics
+from jaxroll.report import summary
+
+POINTS = 12
+LIMIT_S = 1500.0
+STOP_S = 60.0
+DATA = draw.DATA / "environment_curves.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config of configs/.
+
+    `peer` names the environment of packages that it runs in; with `served`, a server of OpenEnv plays that environment.
+    """
+
+    config: str
+    peer: str = "ours"
+    served: str = ""
+
+
+TASKS = {
+    "calculator": Task("agentic_calculator"),
+    "frozen_lake": Task("agentic_frozen_lake"),
+    "gymnasium": Task("gymnasium_blackjack"),
+    "shop": Task("shop"),
+    "sokoban": Task("sokoban"),
+    "tool_calls": Task("tool_calls"),
+    "code_repair": Task("code_repair"),
+    "agent": Task("agent_calculator"),
+    "openenv": Task("openenv_frozen_lake", served="frozen_lake"),
+    "verifiers": Task("verifiers_reversal"),
+    "pettingzoo": Task("pettingzoo_tictactoe", "more"),
+    "textarena": Task("textarena_frozen_lake", "more"),
+    "textworld": Task("textworld_home", "more"),
+}
+
+
+def points(steps: list[dict[str, Any]], count: int = POINTS) -> list[dict[str, Any]]:
+    """`count` means of the training reward over consecutive steps, each at its last step; fewer if steps are fewer."""
+    parts = np.array_split(np.arange(len(steps)), min(count, len(steps))) if steps else []
+    return [
+        {"step": steps[part[-1]]["step"], "reward_mean": float(np.mean([steps[i]["reward_mean"] for i in part]))}
+        for part in parts
+    ]
+
+
+def curve(run: Path) -> dict[str, Any]:
+    """The curve of a run, and the gain of its held-out accuracy with its 95 % interval."""
+    rows = metrics.read(run / "metrics.jsonl")
+    steps, evals = summary.trained_steps(rows), summary.evaluations(rows)
+    held = summary.accuracy(evals)
+    return {
+        "steps": points(steps),
+        "evals": [{key: row[key] for key in draw.EVAL_KEYS} for row in evals],
+        "trained": len(steps),
+        **{key: held[key] for key in ("accuracy_start", "accuracy_end", "accuracy_gain_low", "accuracy_gain_high")},
+    }
+
+
+@contextlib.contextmanager
+def server(task: Task, folder: Path) -> Iterator[list[str]]:
+    """The changes that name the server of the task's environment, while that runs; none if it needs no server."""
+    if not task.served:
+        yield []
+        return
+    token = folder / "token"
+    config = f"--config=configs/agentic_{task.served}.py"
+    words = [sys.executable, "-m", "jaxroll", "env", "serve", task.served, config, f"--token-file={token}", "--port=0"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next(word for word in process.stdout.readline().split() if word.startswith("http:")).rstrip(",")
+            yield [f"task.args.url={url.replace('//', f'//user:{token.read_text().strip()}@')}"]
+        finally:
+            process.terminate()
+
+
+def trained(task: Task, seed: int, limit_s: float, quick: bool) -> dict[str, Any]:
+    """The curve of one run of `task`."""
+    with tempfile.TemporaryDirectory() as name, server(task, Path(name)) as changes:
+        folder = Path(name)
+        changes += [f"run.seed={seed}"]
+        changes += ["schedule.steps=2", "sft.steps=2", "task.heldout_items=8"] if quick else []
+        words = [str(python_of(task.peer)), "-m", "jaxroll", "train", str(folder / "run")]
+        words += [f"--config=configs/{task.config}.py", *(f"--config.{change}" for change in changes)]
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        log = folder / "log"
+        with log.open("w") as out, subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process:
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    code = process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    code = process.wait()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if code and not (folder / "run" / "metrics.jsonl").exists():
+            raise RuntimeError(f"{' '.join(words)} ended with {code}:\n{log.read_text()[-3000:]}")
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        load = round(os.getloadavg()[0], 1)
+        return curve(folder / "run") | {
+            "config": task.config, "seed": seed, "exit": code, "commit": commit(), "load": load,
+            "seconds": time.monotonic() - began, "cpu_s": cpu_s,
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Run the chosen tasks and print their curves."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default=",".join(TASKS), help="names of tasks, separated by commas")
+    parser.add_argument("--seeds", default="0", help="seeds of the runs, separated by commas")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of one run")
+    parser.add_argument("--draw", action="store_true", help="write the curves into the figure of the documentation")
+    options = parser.parse_args()
+    names, seeds, started = options.only.split(","), [int(seed) for seed in options.seeds.split(",")], time.monotonic()
+    if unknown := sorted({*names} - {*TASKS}):
+        parser.error(f"unknown tasks {unknown}; known are {', '.join(TASKS)}")
+    names = names[:1] if options.quick else names
+    runs = Runs("curves", {"quick": options.quick, "limit": options.limit}, options.runs_file, options.resume)
+    found: dict[str, Any] = {}
+    for name in names:
+        if not python_of(TASKS[name].peer).exists():
+            say(f"{name} is skipped: make venv-{TASKS[name].peer}")
+            found[name] = {"skipped": TASKS[name].peer}
+            continue
+        run = partial(trained, TASKS[name], limit_s=options.limit, quick=options.quick)
+        found[name] = [runs.run(name, seed, partial(run, seed)) for seed in seeds]
+    if options.draw:
+        record({name: of for name, of in found.items() if isinstance(of, list)})
+    finish(found, command=f"python -m benchmarks.curves --only={options.only} --seeds={options.seeds}", started=started)
+
+
+def record(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the curves of `found` into DATA instead of those of the same tasks and seeds, and draw them."""
+    held = json.loads(DATA.read_text()) if DATA.exists() else {"drawn": "learning_curves", "class": "R", "curves": {}}
+    held["command"] = ["python -m benchmarks.curves --only=NAME --seeds=SEED"]
+    for name, several in found.items():
+        of_task = {str(one["seed"]): one for one in held["curves"].get(name, [])}
+        of_task |= {str(one["seed"]): _short(one) for one in several}
+        held["curves"][name] = [of_task[seed] for seed in sorted(of_task)]
+    held["curves"] = {name: held["curves"][name] for name in TASKS if name in held["curves"]}
+    held["commits"] = {name: sorted({one["commit"] for one in of}) for name, of in held["curves"].items()}
+    draw.write_json(DATA, held)
+    draw.draw(held, draw.FIGURES / f"{DATA.stem}.svg")
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
