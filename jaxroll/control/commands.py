@@ -27,6 +27,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
 RUNS = Path("runs")
+_OF_WEIGHTS = {"generate": "generate", "eval": "evaluate", "serve": "serve"}  # functions of `tools.generate`
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -103,10 +104,12 @@ def run_offline(options: argparse.Namespace) -> int:
         _evaluate_model_folder(options)
     config, path = _model_folder(options) or _config_and_run(options, options.command)
     if options.child:
-        module = importlib.import_module(f"jaxroll.tools.{options.command}")
         args = RoleArgs(config, path)
-        code = module.main(args) if options.command == "sft" else module.main(args, options)
-        if options.command == "sft" and not code:
+        if options.command != "sft":
+            module = importlib.import_module("jaxroll.tools.generate")
+            return getattr(module, _OF_WEIGHTS[options.command])(args, options)
+        code = importlib.import_module("jaxroll.tools.sft").main(args)
+        if not code:
             args.paths.warm_start_done.touch()
         return code
     if options.command != "sft" and not model_folder(config):

@@ -1,28 +1,35 @@
-"""`jaxroll generate`: answers of a run's newest weights, by an engine in this process."""
+"""`jaxroll generate`, `eval` and `serve`: a run's newest weights in an engine of this process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import json
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxroll import lifeline
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import longest_prompt
+from jaxroll.config.derived import episode_tokens, longest_prompt, request_tokens
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data import sources
+from jaxroll.data import tasks as heldout
 from jaxroll.engine.engine import Engine, EngineConfig
-from jaxroll.errors import ConfigError
+from jaxroll.envs import registry
+from jaxroll.envs.executors import Executors
+from jaxroll.errors import ConfigError, one_line
 from jaxroll.learner import critic, lora, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
@@ -30,8 +37,15 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import families, params
 from jaxroll.models import params as pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
-from jaxroll.records import Message, Version
+from jaxroll.records import Message, Task, Version
+from jaxroll.report.summary import wilson
+from jaxroll.rollout import episode
+from jaxroll.rollout import manager as rollouts
+from jaxroll.rollout.manager import RolloutManager, Score
+from jaxroll.rpc import http, protocol
 from jaxroll.run_paths import RunPaths
+from jaxroll.serving import http_answers, http_requests, http_server, weight_updates
+from jaxroll.serving.agents import Agents
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.text import tokenizers
 
@@ -151,7 +165,7 @@ async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None
 # --- `jaxroll generate RUN PROMPT…`: answers of a run's newest weights
 
 
-def main(args: RoleArgs, options: argparse.Namespace) -> int:
+def generate(args: RoleArgs, options: argparse.Namespace) -> int:
     """Print one answer (or `--samples`) per prompt and return 0. `options` are those of the command line."""
     max_tokens = args.config.sampling.max_tokens if options.max_tokens is None else options.max_tokens
     model = load(
@@ -185,4 +199,180 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
                 print(f"{prompt} -> {text}" + ("" if completion.finish == "stop" else f"  [{completion.finish}]"))
 
     ask(model, play)
+    return 0
+
+
+# --- `jaxroll eval RUN`: accuracy of a run's newest weights on its held-out sets, with intervals and by source
+
+
+def evaluate(args: RoleArgs, options: argparse.Namespace) -> int:
+    """Print the figures of each held-out set and return 0. `options` are those of the command line."""
+    check_options(args.config, options)
+    with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout may be read as JSON
+        source, found = evaluated(args, options)
+    if options.json:
+        print(json.dumps({"weights": source, "sets": found}))
+    else:
+        print(f"weights: {source}", *(line for name in found for line in lines(name, found[name])), sep="\n")
+    return 0
+
+
+def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The description of the weights, and the figures of each held-out set by name."""
+    config, found = args.config, {}
+    sets = chosen(heldout.evaluated(config), options.set)
+    pool = registry.scoring_pool(config, args.run_dir)
+    pool.start()
+    try:
+        slots = config.evaluator.slots
+        max_tokens = episode_tokens(config) - config.task.max_prompt_tokens
+        model = load(config, args.run_dir, slots=slots, max_tokens=max_tokens)
+        sampling = episode.sampling_params(config, model.tokenizer, options.temperature)
+
+        async def play(proxy: EngineProxy) -> None:
+            executors, bounds = Executors(pool, config), episode.bounds_of(config)
+            agents = Agents(pool, config.task)
+            player = agents.play if config.task.agent else episode.run
+            manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds, play=player)
+            first = 0
+            try:
+                for name, tasks in sets.items():
+                    samples = [
+                        await rollouts.scores(
+                            manager,
+                            tasks,
+                            model.tokenizer,
+                            model.version,
+                            permits=2 * slots,
+                            sample=sample,
+                            first=first,
+                        )
+                        for sample in range(options.samples)
+                    ]
+                    found[name] = figures(samples, options.k)
+                    first += len(tasks)  # so that no two sets draw with the same keys
+            finally:
+                await executors.close()
+                await agents.close()
+
+        ask(model, play)
+        return model.source, found
+    finally:
+        pool.close()
+
+
+def check_options(config: Config, options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that contradict each other, and for sets that the config does not have."""
+    known = (heldout.HELDOUT, *config.evaluator.sets)
+    for name in options.set:
+        if name not in known:
+            raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
+    if options.samples < 1:
+        raise ConfigError("--samples", options.samples, "each item needs an answer", "Give 1 or more.")
+    for k in options.k:
+        if not 1 <= k <= options.samples:
+            raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={max(k, 1)} or more.")
+    if options.samples > 1 and options.temperature <= 0:
+        raise ConfigError(
+            "--temperature",
+            options.temperature,
+            "several greedy answers are all the same",
+            "Set it above 0, for example to 1.",
+        )
+
+
+def chosen(sets: Mapping[str, tuple[Task, ...]], names: Sequence[str]) -> dict[str, tuple[Task, ...]]:
+    """The sets with these names, or all that have items."""
+    return {name: tasks for name, tasks in sets.items() if tasks and (not names or name in names)}
+
+
+def figures(samples: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, Any]:
+    """Figures of one set: items and answers that count, accuracy or mean@n and pass@k with intervals, by source.
+
+    `samples` has one list of scores per repetition. With one repetition the accuracy has a Wilson interval.
+    """
+    found = rollouts.counts(samples)
+    figures: dict[str, Any] = {"items": len(samples[0]), "scored": len(found)}
+    if not found:
+        return figures
+    if len(samples) == 1:
+        share = rollouts.mean([c for _, c in found])
+        figures["accuracy"] = [share, *wilson(share, len(found))]
+    else:
+        figures |= {name: list(values) for name, values in rollouts.table(found, ks).items()}
+    places = range(len(samples[0]))
+    by_source = rollouts.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
+    sources = {
+        name: rollouts.counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()
+    }
+    if sources:
+        figures["sources"] = {
+            name: [rollouts.mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
+        }
+    return figures
+
+
+def lines(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The figures of one set as text, one line per figure."""
+    shown = [
+        f"{name}: {key} {100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f}) of {found['scored']} items"
+        for key, (share, low, high) in ((key, value) for key, value in found.items() if isinstance(value, list))
+    ]
+    shown += [
+        f"{name}, {one_line(source, 60)}: {100 * share:.1f} % of {count} items"
+        for source, (share, count) in found.get("sources", {}).items()
+    ]
+    return shown or [f"{name}: no item could be scored"]
+
+
+# --- `jaxroll serve`: the newest weights of a run, or a model's folder, behind OpenAI's HTTP interface
+
+
+def serve(args: RoleArgs, options: argparse.Namespace) -> int:
+    """Serve until a stop signal and return 0. `options` are those of the command line."""
+    config, paths = args.config, args.paths
+    listening = http.listen(options.host, options.port, insecure=options.insecure)
+    of_run = paths.run_file.exists()
+    secret = protocol.load_secret(args.run_dir) if of_run else None
+    token_file = (
+        Path(options.token_file)
+        if options.token_file
+        else (paths.http_token if of_run else http.user_token_file(paths.http_token.name))
+    )
+    token = http.token(None if options.token_file else secret, token_file)
+    longest = longest_prompt(config)
+    context = request_tokens(config) if options.context is None else options.context
+    if context <= longest:
+        reason = f"the config's longest prompt has {longest} tokens, and an answer needs one more"
+        raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")
+    model = load(config, args.run_dir, slots=options.slots, max_tokens=context - longest)
+    engine = model.host.engine
+    url = http.address(options.host, listening)
+    name = options.name or args.run_dir.name
+
+    stop = Future[None]()
+    lifeline.on_stop(lambda: stop.done() or stop.set_result(None))
+
+    def version() -> Version:
+        return engine.version or model.version
+
+    async def play(proxy: EngineProxy) -> None:
+        updates = weight_updates.WeightUpdates(model.read, model.use, version, 2 * model.size_bytes)
+        room = http_requests.Room(context, model.tokenizer)
+        served = http_answers.Served(
+            name, proxy, room, version, engine.stats, engine.latencies.percentiles, options.slots + options.queue,
+            options.slots,
+        )  # fmt: skip
+        front = http_server.FrontEnd(served, token, weight_updates.routes(updates))
+        serving = asyncio.ensure_future(http.serve(front.app, listening))
+        print(f"weights: {model.source}")
+        print(f"serves {name} on {url}/v1, token in {token_file}", flush=True)
+        await asyncio.wait([serving, asyncio.wrap_future(stop)], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        updates.discard()
+
+    ask(model, play, limit_s=None)
     return 0

@@ -246,7 +246,7 @@ def test_generate_passes_prompts_and_options_to_its_child(
 ) -> None:
     seen: list[tuple[RoleArgs, argparse.Namespace]] = []
     module = types.ModuleType("jaxroll.tools.generate")
-    module.main = lambda args, options: seen.append((args, options))  # type: ignore[attr-defined]
+    module.generate = lambda args, options: seen.append((args, options))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxroll.tools.generate", module)
     path = run_dir.create(here / "r", configs.load(SMOKE), [])
     (path / "warm").mkdir()

@@ -14,7 +14,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.records import Task
 from jaxroll.report.summary import wilson
 from jaxroll.rollout.manager import Score
-from jaxroll.tools import eval as evaluation
+from jaxroll.tools import generate as evaluation
 
 CONFIG = dataclasses.replace(Config(), evaluator=EvaluatorConfig(sets={"hard": {"name": "gcd"}}))
 
@@ -54,7 +54,7 @@ def test_only_the_json_is_on_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     monkeypatch.setattr(evaluation, "evaluated", evaluated)
     options = cli.parser().parse_args(["eval", "runs/a", "--json"])
-    assert evaluation.main(RoleArgs(CONFIG, Path("runs/a")), options) == 0
+    assert evaluation.evaluate(RoleArgs(CONFIG, Path("runs/a")), options) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["weights"] == "the warm start" and err == "an environment prints\n"
 
