@@ -210,7 +210,7 @@ GAMES: Mapping[str, str] = {
     "code_repair": "jaxroll.envs.adapters.code_repair:CodeRepairSource",
     "shop": "jaxroll.envs.adapters.shop:ShopSource",
     "textarena": "jaxroll.envs.adapters.text_games:TextArenaSource",
-    "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env:PettingZooSource",
+    "pettingzoo": "jaxroll.envs.adapters.gymnasium_env:PettingZooSource",
     "textworld": "jaxroll.envs.adapters.text_games:TextWorldSource",
     "openenv": "jaxroll.envs.adapters.openenv_env:OpenEnvSource",
     "verifiers": "jaxroll.envs.adapters.verifiers_env:VerifiersSource",

@@ -43,7 +43,7 @@ ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "code_repair": "jaxroll.envs.adapters.code_repair",
     "shop": "jaxroll.envs.adapters.shop",
     "textarena": "jaxroll.envs.adapters.text_games",
-    "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env",
+    "pettingzoo": "jaxroll.envs.adapters.gymnasium_env",
     "textworld": "jaxroll.envs.adapters.text_games",
     "openenv": "jaxroll.envs.adapters.openenv_env",
 }

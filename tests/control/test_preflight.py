@@ -571,7 +571,8 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/adapters/gymnasium_env.py::shown": HERE,  # an environment of the user
     "envs/adapters/gymnasium_env.py::text_env": ("gymnasium's environment absent", "environment without text"),
     "envs/adapters/openenv_env.py::Settings.address": HERE,
-    "envs/adapters/pettingzoo_env.py": HERE,
+    "envs/adapters/gymnasium_env.py::text_aec": HERE,
+    "envs/adapters/gymnasium_env.py::_function": HERE,
     "envs/adapters/text_games.py": HERE,
     "envs/adapters/tool_calls.py::ToolCallGame.__init__": ("problems absent",),
     "envs/adapters/verifiers_env.py": HERE,

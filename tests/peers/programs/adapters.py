@@ -94,9 +94,9 @@ def pettingzoo() -> dict[str, Any]:
     from pettingzoo.classic import tictactoe_v3
     from pettingzoo.test import api_test
 
-    from jaxroll.envs.adapters.pettingzoo_env import Settings, numbers, text_aec
+    from jaxroll.envs.adapters.gymnasium_env import AECSettings, numbers, text_aec
 
-    api_test(text_aec(Settings()), num_cycles=300, verbose_progress=False)
+    api_test(text_aec(AECSettings()), num_cycles=300, verbose_progress=False)
     own = tictactoe_v3.env()
     own.reset(seed=0)
     config = loaded("pettingzoo_tictactoe")
