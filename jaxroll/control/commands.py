@@ -73,10 +73,11 @@ def run_role(options: argparse.Namespace) -> int:
         program.place_alone(options.command, args)
     if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
-    module = importlib.import_module(f"jaxroll.roles.{options.command}")
+    feeds = options.command == "feeder"  # in a child process of the store
+    module = importlib.import_module(f"jaxroll.roles.{'store' if feeds else options.command}")
     alone = options.command == "store" and not options.child
     with run_dir.locked(args.run_dir) if alone else contextlib.nullcontext():  # against `train` on the same run
-        return module.main(args)
+        return module.feed(args) if feeds else module.main(args)
 
 
 def role_args(options: argparse.Namespace) -> RoleArgs:

@@ -1,4 +1,4 @@
-"""Store role: the trajectory server, with a prompt feeder as its child process.
+"""Store role: the trajectory server, and the prompt feeder, which is its child process.
 
 Threads: the main thread runs the asyncio loop that serves all calls; a writer thread commits the log (`jaxroll.store`).
 Tasks: serve calls; read prompts ahead from the feeder; expire leases and report metrics by the clock.
@@ -9,14 +9,22 @@ Stops: on SIGTERM, SIGINT or SIGHUP, or some time after the run is closed.
 from __future__ import annotations
 
 import asyncio
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from jaxroll import lifeline
+import msgspec
+
+from jaxroll import lifeline, wire
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, tokenizer_folder
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, InfraError, JaxRollError
 from jaxroll.models import folders
-from jaxroll.roles.feeder import FeederProcess
+from jaxroll.records import Task
 from jaxroll.store.server.server import serve
 from jaxroll.text import tokenizers
 
@@ -90,3 +98,176 @@ class Vocabulary:
 
 def _announce(address: str) -> None:
     print(f"store: serving on {address}", flush=True)
+
+
+# --- Feeder: reads prompts from the dataset for the store, in a child process of the store
+#
+# grain imports jax, which the store must not load, so the prompt pipeline runs in a child (`jaxroll feeder`). The child
+# keeps no history: the store saves the pipeline's state with every prompt that it issues and sends it after a restart.
+#
+# Threads: one, blocking. Messages are length-prefixed MessagePack frames on standard input and output.
+# Waits for: requests of the store.
+# Stops: when its standard input ends.
+
+_HEADER = struct.Struct("<I")
+PROGRESS_EVERY_S = 1.0
+
+
+class FeedRequest(msgspec.Struct, frozen=True):
+    """Ask for `count` tasks; with `restore`, first go (back) to `state` (None is the beginning)."""
+
+    count: int
+    restore: bool = False
+    state: bytes | None = None
+
+
+class FeedReply(msgspec.Struct, frozen=True):
+    """Tasks in order, each with the pipeline's state after it; or an error; or a progress message.
+
+    `skipped` are the items that the stream has skipped or truncated since the beginning of the run, by kind.
+    """
+
+    tasks: tuple[tuple[Task, bytes], ...] = ()
+    error: str = ""
+    progress: str = ""  # a phase that began; the reply to the request follows
+    skipped: dict[str, int] = {}
+
+
+def feed(args: RoleArgs) -> None:
+    """Answer feed requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output that datasets print must not mix with the frames
+
+    def send(reply: FeedReply) -> None:
+        data = wire.encode(reply)
+        answers.write(_HEADER.pack(len(data)) + data)
+        answers.flush()
+
+    send(FeedReply(progress="it imports jax and grain"))
+    from jaxroll.data.prompts import PromptPipeline
+
+    pipeline: PromptPipeline | None = None
+    while True:
+        frame = _read_frame(sys.stdin.buffer)
+        if frame is None:
+            return
+        try:
+            if pipeline is None:
+                send(FeedReply(progress="it opens the task's data"))
+                pipeline = PromptPipeline(args.config)
+                tokenizers.note(args.run_dir, pipeline.tokenizer)
+            reply = _answer(pipeline, wire.decode(frame, FeedRequest), send)
+        except JaxRollError as error:
+            reply = FeedReply(error=str(error))
+        send(reply)
+
+
+def _answer(pipeline, request: FeedRequest, send: Callable[[FeedReply], None]) -> FeedReply:
+    sent_s = time.monotonic()
+    if request.restore and request.state is not None:
+        pipeline.restore(request.state)
+    tasks = []
+    for _ in range(request.count):
+        try:
+            task = next(pipeline)
+        except StopIteration:
+            break
+        tasks.append((task, pipeline.state()))
+        if time.monotonic() - sent_s >= PROGRESS_EVERY_S:
+            sent_s = time.monotonic()
+            send(FeedReply(progress=f"it makes prompt {len(tasks) + 1} of {request.count}"))
+    return FeedReply(tuple(tasks), skipped=dict(pipeline.skipped))
+
+
+def _read_frame(stream: BinaryIO) -> bytes | None:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack(header)
+    return stream.read(size)
+
+
+class FeederProcess:
+    """The store's end of the pipe: a feeder child, restarted at the same prompt if it dies or makes no progress.
+
+    `deadline_s` is the longest time without a progress message; the second child in a row has twice, the third four
+    times that, because the machine may be busy. Use it from one event loop. `next` raises ConfigError if the task
+    gives no prompts, InfraError if three children in a row did not answer.
+    """
+
+    def __init__(self, run_dir: Path, *, deadline_s: float = 120.0, command: Sequence[str] = ()) -> None:
+        self._run_dir, self._deadline_s = run_dir, deadline_s
+        self._command = [*command] or [sys.executable, "-m", "jaxroll", "feeder", f"--run={run_dir}"]
+        self._doing = ""
+        self.skipped: dict[str, int] = {}  # as the stream has reported last
+        self._process: asyncio.subprocess.Process | None = None
+        self._state: bytes | None = None
+        self._lock = asyncio.Lock()
+
+    async def restore(self, state: bytes | None) -> None:
+        """Continue after the prompt that `state` belongs to; None is the beginning."""
+        self._state = state
+        await self._stop()
+
+    async def next(self, count: int) -> list[tuple[Task, bytes]]:
+        """The next `count` tasks, each with the pipeline state after it; fewer only at the end of the data."""
+        async with self._lock:
+            failures: list[str] = []
+            for patience_s in (self._deadline_s, 2 * self._deadline_s, 4 * self._deadline_s):
+                try:
+                    reply = await self._ask(count, patience_s)
+                except TimeoutError:
+                    failures.append(f"no progress for {patience_s:g} s; last phase: {self._doing}")
+                    await self._stop()
+                    continue
+                except (OSError, asyncio.IncompleteReadError) as error:
+                    failures.append(f"it ended ({type(error).__name__}); last phase: {self._doing}")
+                    await self._stop()
+                    continue
+                if reply.error:
+                    raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}")
+                self.skipped = reply.skipped
+                if reply.tasks:
+                    self._state = reply.tasks[-1][1]
+                return list(reply.tasks)
+            raise InfraError(
+                f"the prompt feeder gave no prompts, three times in a row ({'; '.join(failures)}); "
+                "its output is in the store's log"
+            )
+
+    async def close(self) -> None:
+        """End the child."""
+        await self._stop()
+
+    async def _ask(self, count: int, patience_s: float) -> FeedReply:
+        """The reply; TimeoutError if the child sends nothing for `patience_s`."""
+        process, fresh = self._process, False
+        if process is None or process.returncode is not None:
+            process, fresh = await self._start(), True
+        assert process.stdin is not None and process.stdout is not None
+        request = wire.encode(FeedRequest(count, restore=fresh, state=self._state if fresh else None))
+        process.stdin.write(_HEADER.pack(len(request)) + request)
+        await asyncio.wait_for(process.stdin.drain(), patience_s)
+        while True:
+            (size,) = _HEADER.unpack(await asyncio.wait_for(process.stdout.readexactly(_HEADER.size), patience_s))
+            data = await asyncio.wait_for(process.stdout.readexactly(size), patience_s)
+            if not (reply := wire.decode(data, FeedReply)).progress:
+                return reply
+            self._doing = reply.progress
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._doing = "its start"
+        self._process = await lifeline.child(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", lifeline.PARENT_ENV: str(os.getpid())},
+            start_new_session=True,  # signals of the terminal must reach it through the store only
+        )
+        return self._process
+
+    async def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()

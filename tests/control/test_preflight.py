@@ -617,7 +617,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/weights.py::model_spec": HERE,
     "learner/weights.py::_json": HERE,
     "learner/weights.py::_file": HERE,
-    "roles/feeder.py::FeederProcess.next": ("every row held out",),
+    "roles/store.py::FeederProcess.next": ("every row held out",),
     "learner/multihost.py": HERE,
     "roles/learner.py::LearnerSession._cannot_start": HERE,
     "roles/learner.py::_run_follower.start": HERE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import InfraError
-from jaxroll.roles.feeder import FeederProcess
+from jaxroll.roles.store import FeederProcess
 
 pytestmark = pytest.mark.process
 
@@ -19,7 +19,7 @@ CHILD = """
 import pathlib, struct, sys, time
 from jaxroll import wire
 from jaxroll.records import Task
-from jaxroll.roles.feeder import FeedReply
+from jaxroll.roles.store import FeedReply
 
 def send(reply):
     data = wire.encode(reply)
