@@ -12,6 +12,7 @@ from typing import Any
 from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, SftConfig, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.policy.selection import is_kept
 
 # --- named schedules: the values of `schedule` that each fixes, for the same processes and loops
 #
@@ -266,6 +267,24 @@ def engines(config: Config) -> int:
 def has_evaluator(config: Config) -> bool:
     """True if a role scores published versions."""
     return "evaluator" in roles_with_devices(config)
+
+
+def is_evaluated(config: Config, step: int, due: int) -> bool:
+    """True if the evaluator scores a version of `step` when the next evaluation is due at step `due`.
+
+    With `learner.keep_best` it scores only versions of which the learner writes a checkpoint.
+    """
+    learner, last = config.learner, config.schedule.steps
+    return step >= min(due, last) and (not learner.keep_best or is_kept(step, learner.checkpoint_every, last))
+
+
+def next_evaluation(config: Config, step: int) -> int | None:
+    """Step at which an evaluation is due after that of `step`: a multiple of `evaluator.every`, or the last step.
+
+    None after the last step.
+    """
+    every, last = config.evaluator.every, config.schedule.steps
+    return min(step - step % every + every, last) if step < last else None
 
 
 def actor_names(config: Config) -> tuple[str, ...]:

@@ -81,9 +81,7 @@ class Trainer:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = layouts.shards(mesh), packing.attention_share(spec)
-        self.buckets = packing.row_buckets(
-            config.learner.micro_batch_rows, self._shards, config.learner.shared_prompt_rows
-        )
+        self.buckets = packing.learner_buckets(config.learner, config.learner.shared_prompt_rows)
         self._settings = minibatch.Settings.of(config)
         self.algorithm = self._settings.algorithm
         self._rows = shared_rows(config.learner)

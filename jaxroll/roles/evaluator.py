@@ -19,10 +19,10 @@ from typing import Any
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.derived import is_evaluated, next_evaluation
 from jaxroll.config.section_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
-from jaxroll.policy import selection
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
@@ -70,13 +70,14 @@ class EvaluatorLoops:
     async def run(self) -> None:
         """Evaluate every version that is due, until the last. InfraError if its weights cannot be fetched."""
         held: Version | None = None
-        due, last, failures = 0, self.config.schedule.steps, 0
-        while held is None or held.step < last:
+        due = failures = 0
+        while True:
             ref = await self.session.store.published(held, PUBLISHED_WAIT_S)
             if ref is None:
                 continue
             step = ref.version.step
-            if (step >= due or step == last) and self._may_measure(step):
+            evaluated = is_evaluated(self.config, step, due)
+            if evaluated:
                 if not await self._fetch(ref):
                     failures += 1
                     if failures > FETCH_TRIES:
@@ -87,13 +88,10 @@ class EvaluatorLoops:
                 await self.session.store.published(ref.version)  # the learner waits until this role has the last one
                 # At once: the learner keeps this version's checkpoint until its value is stored or another one is held.
                 await self.session.store.report([await self._row(ref.version)])
-                due = step - step % self.config.evaluator.every + self.config.evaluator.every
-            held = ref.version
-
-    def _may_measure(self, step: int) -> bool:
-        """False for versions without a checkpoint where the best one is kept (`learner.keep_best`)."""
-        learner = self.config.learner
-        return not learner.keep_best or selection.is_kept(step, learner.checkpoint_every, self.config.schedule.steps)
+            held, following = ref.version, next_evaluation(self.config, step)
+            if following is None:
+                return
+            due = following if evaluated else due
 
     async def _fetch(self, ref: VersionRef) -> bool:
         """True if the weights are in the engine; they may be replaced by newer ones during the fetch."""
