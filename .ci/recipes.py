@@ -96,10 +96,14 @@ def _row(name: str, config: Config) -> str:
     task = Path(config.task.path).stem if config.task.path else config.task.name
     times = [f"{learner_s(config, chip):.2g} / {sampler_s(config, chip):.2g}" for chip in CHIPS]
     cells = (
-        task, f"`{name}`", f"{families.parameter_count(spec_of(config)) / 1e9:.2f}",
+        task,
+        f"`{name}`",
+        f"{families.parameter_count(spec_of(config)) / 1e9:.2f}",
         f"{config.learner.mesh.devices} + {config.sampler.count * config.sampler.mesh.devices}",
-        f"{learner_gb(config):.1f}", f"{(parameters + cache) / 1e9:.1f}", *times,
-    )  # fmt: skip
+        f"{learner_gb(config):.1f}",
+        f"{(parameters + cache) / 1e9:.1f}",
+        *times,
+    )
     return f"| {' | '.join(cells)} |"
 
 

@@ -123,10 +123,16 @@ def measured(make: Callable[[int], Environment], sleeps_s: np.ndarray, healthy: 
     longest_s = float(sleeps_s[healthy].sum(axis=1).max())
     ends = Counter("finished" if isinstance(m.outcome, Finished) else m.outcome.kind for m in members)
     return {
-        "environments": len(members), "wall_s": wall_s, "longest_s": longest_s, "ratio": wall_s / longest_s,
-        "lag_p50_ms": percentile_ms(late_s, 50), "lag_p99_ms": percentile_ms(late_s, 99),
-        "lag_max_ms": percentile_ms(late_s, 100), "probes": len(late_s), **{f"members_{k}": v for k, v in ends.items()},
-    }  # fmt: skip
+        "environments": len(members),
+        "wall_s": wall_s,
+        "longest_s": longest_s,
+        "ratio": wall_s / longest_s,
+        "lag_p50_ms": percentile_ms(late_s, 50),
+        "lag_p99_ms": percentile_ms(late_s, 99),
+        "lag_max_ms": percentile_ms(late_s, 100),
+        "probes": len(late_s),
+        **{f"members_{k}": v for k, v in ends.items()},
+    }
 
 
 def sleeping(kind: str, count: int, mean_s: float, seed: int) -> dict[str, Any]:

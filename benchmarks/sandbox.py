@@ -125,10 +125,24 @@ def main() -> None:
     }
     rate = rates["one_line"]["scores_per_s"]["median"]
     say(f"{rate:.0f} scores/s for one-line programs (aim {AIM_PER_S:.0f}); paid {paid}, escaped {escaped}")
-    finish({**settings, "rounds": rounds, "scores_per_s": rate, "aim_scores_per_s": AIM_PER_S, "arms": rates,
-            "hacks": len(hacks.PRINTING) + len(hacks.CALLED), "hacks_paid": len(paid), "paid": paid,
-            "restarts": restarts, "escape_attempts": len(hacks.ESCAPES), "escapes": len(escaped), "escaped": escaped},
-           command="python benchmarks/sandbox.py", started=started)  # fmt: skip
+    finish(
+        {
+            **settings,
+            "rounds": rounds,
+            "scores_per_s": rate,
+            "aim_scores_per_s": AIM_PER_S,
+            "arms": rates,
+            "hacks": len(hacks.PRINTING) + len(hacks.CALLED),
+            "hacks_paid": len(paid),
+            "paid": paid,
+            "restarts": restarts,
+            "escape_attempts": len(hacks.ESCAPES),
+            "escapes": len(escaped),
+            "escaped": escaped,
+        },
+        command="python benchmarks/sandbox.py",
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -357,12 +357,19 @@ def main() -> None:
     say(f"aims: {aims}")
     finish(
         {
-            **settings, "rounds": rounds, "of_in_process": share, "p99_over_quiet": slower, "aims": aims,
+            **settings,
+            "rounds": rounds,
+            "of_in_process": share,
+            "p99_over_quiet": slower,
+            "aims": aims,
             "tokens_per_s": {arm: spread(each) for arm, each in rates.items()},
-            "p99_ms": {arm: spread(each) for arm, each in p99.items()}, "least_over_most": fair, "cores": cores,
+            "p99_ms": {arm: spread(each) for arm, each in p99.items()},
+            "least_over_most": fair,
+            "cores": cores,
         },
-        command="python -m benchmarks.serving", started=started,
-    )  # fmt: skip
+        command="python -m benchmarks.serving",
+        started=started,
+    )
 
 
 if __name__ == "__main__":

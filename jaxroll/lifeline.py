@@ -358,9 +358,13 @@ def _stream(old: TextIO | None, outlet: Outlet) -> io.TextIOWrapper:
     shown = locale.getencoding() if outlet.isatty() else "utf-8"  # a terminal reads its locale's encoding
     unbuffered = bool(getattr(old, "write_through", False))
     return io.TextIOWrapper(
-        io.BufferedWriter(outlet), encoding=shown, errors="backslashreplace", newline="\n",
-        line_buffering=outlet.isatty() or bool(getattr(old, "line_buffering", False)), write_through=unbuffered,
-    )  # fmt: skip
+        io.BufferedWriter(outlet),
+        encoding=shown,
+        errors="backslashreplace",
+        newline="\n",
+        line_buffering=outlet.isatty() or bool(getattr(old, "line_buffering", False)),
+        write_through=unbuffered,
+    )
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def test_a_role_behind_a_connection_is_asked_to_stop_when_it_breaks_and_then_kil
 def test_a_role_without_a_connection_lives_on() -> None:
     env = {**os.environ, lifeline.PARENT_ENV: lifeline.CONNECTION}
     command = [sys.executable, "-c", ROLE.format(then="time.sleep(1)")]
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-                          timeout=LIMIT_S)  # fmt: skip
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     assert (done.returncode, done.stdout) == (0, "ready\n")

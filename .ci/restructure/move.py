@@ -195,8 +195,13 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
     tree = ast.parse(source)
     taken = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     taken |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | set(definitions(source))
-    taken |= {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
-              if f"{n.module}.{a.name}" not in moved}  # fmt: skip
+    taken |= {
+        a.asname or a.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom)
+        for a in n.names
+        if f"{n.module}.{a.name}" not in moved
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and len(node.names) == 1 and node.names[0].name in moved:
             alias = node.names[0]
@@ -310,10 +315,14 @@ def relocated(text: str, old: Path, new: Path, paths: dict[str, str]) -> str:
         return f'{file}.parents[{up}] / "{target.relative_to(new.parents[up])}"'
 
     if deeper:
-        text = re.sub(file + r"\.parents\[(?P<up>\d+)\]",
-                      lambda m: f"{m['file']}.parents[{int(m['up']) + deeper}]", text)  # fmt: skip
-        text = re.sub(file + r"(?P<up>(?:\.parent\b){2,})",
-                      lambda m: f"{m['file']}.parents[{m['up'].count('.parent') - 1 + deeper}]", text)  # fmt: skip
+        text = re.sub(
+            file + r"\.parents\[(?P<up>\d+)\]", lambda m: f"{m['file']}.parents[{int(m['up']) + deeper}]", text
+        )
+        text = re.sub(
+            file + r"(?P<up>(?:\.parent\b){2,})",
+            lambda m: f"{m['file']}.parents[{m['up'].count('.parent') - 1 + deeper}]",
+            text,
+        )
     text = re.sub(file + r"\.with_name\(\"(?P<name>[^\"]+)\"\)", lambda m: sibling(m["name"], m["file"]), text)
     for variable in re.findall(r"^(\w+) = " + file + r"\.parent$", text, re.MULTILINE):
         used = re.compile(rf"\b{variable[0]} / \"([\w.]+)\"")

@@ -26,15 +26,19 @@ class Server:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [".venv/bin/pyright-langserver", "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [".venv/bin/pyright-langserver", "--stdio"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         self._id = 0
         self._versions: dict[str, int] = {}
         folder = {"uri": ROOT.as_uri(), "name": "root"}
         able = {"workspace": {"configuration": True, "workspaceEdit": {"documentChanges": True}}}
-        self.ask("initialize", {"processId": None, "rootUri": ROOT.as_uri(), "capabilities": able,
-                                "workspaceFolders": [folder]})  # fmt: skip
+        self.ask(
+            "initialize",
+            {"processId": None, "rootUri": ROOT.as_uri(), "capabilities": able, "workspaceFolders": [folder]},
+        )
         self.notify("initialized", {})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -119,8 +123,15 @@ def apply(server: Server, edit: dict[str, Any]) -> int:
     for uri, edits in files:
         path = Path(uri.removeprefix("file://"))
         lines = path.read_text().splitlines(keepends=True)
-        unique = {(e["range"]["start"]["line"], e["range"]["start"]["character"], e["range"]["end"]["character"],
-                   e["newText"]) for e in edits}  # fmt: skip
+        unique = {
+            (
+                e["range"]["start"]["line"],
+                e["range"]["start"]["character"],
+                e["range"]["end"]["character"],
+                e["newText"],
+            )
+            for e in edits
+        }
         for line, begin, end, new in sorted(unique, reverse=True):
             lines[line] = lines[line][:begin] + new + lines[line][end:]
             count += 1
@@ -143,8 +154,10 @@ def main(table: Path) -> None:
         path = ROOT / "jaxroll" / Path(*module.split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         line, column = position(path, name)
-        edit = server.ask("textDocument/rename", {"textDocument": {"uri": path.as_uri()},
-                          "position": {"line": line, "character": column}, "newName": right})  # fmt: skip
+        edit = server.ask(
+            "textDocument/rename",
+            {"textDocument": {"uri": path.as_uri()}, "position": {"line": line, "character": column}, "newName": right},
+        )
         print(f"{left} -> {right}: {apply(server, edit or {})}", flush=True)
         done.append(name.split(".")[-1])
     settings.unlink()

@@ -41,10 +41,13 @@ class Scale:
     def options(self) -> dict[str, Any]:
         """The engine's options: long prompts are prefilled in pieces, one between two dispatches."""
         return {
-            "slots": self.watched + self.guests, "max_tokens": self.guest_prompt + self.guest_tokens,
-            "prefill_rows": 1, "prefill_buckets": [self.prefill_tokens], "decode_chunk": self.chunk,
+            "slots": self.watched + self.guests,
+            "max_tokens": self.guest_prompt + self.guest_tokens,
+            "prefill_rows": 1,
+            "prefill_buckets": [self.prefill_tokens],
+            "decode_chunk": self.chunk,
             "page_tokens": 32,
-        }  # fmt: skip
+        }
 
 
 class Bench:

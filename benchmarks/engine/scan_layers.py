@@ -141,12 +141,16 @@ def case(name: str, width: int, layers: int, rounds: int, steps: int, runs: Runs
     times = {of: [one["cpu_s"] for one in found[of]] for of in made}
     walls = {of: [one["wall_s"] for one in found[of]] for of in made}
     return {
-        "equal_tokens": equal, "parameters": families.parameter_count(spec), "layers": layers, "width": width,
+        "equal_tokens": equal,
+        "parameters": families.parameter_count(spec),
+        "layers": layers,
+        "width": width,
         "compile_cpu_s": {of: arm.compile_cpu_s for of, arm in made.items()},
         "temp_bytes": {of: arm.temp_bytes for of, arm in made.items()},
-        "cpu_ratio": ratio(times["loop"], times["single"]), "wall_ratio": ratio(walls["loop"], walls["single"]),
+        "cpu_ratio": ratio(times["loop"], times["single"]),
+        "wall_ratio": ratio(walls["loop"], walls["single"]),
         "tokens_per_s": {of: spread([SLOTS * steps / wall for wall in walls[of]]) for of in made},
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

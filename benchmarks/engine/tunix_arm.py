@@ -74,12 +74,18 @@ def model(folder: Path) -> qwen3.Qwen3:
     put(made.final_norm.w, "final_norm")
     for number, layer in enumerate(made.layers):
         theirs = {
-            "attn_norm": layer.input_layernorm.w, "mlp_norm": layer.post_attention_layernorm.w,
-            "attn.q": layer.attn.q_proj.w, "attn.k": layer.attn.k_proj.w, "attn.v": layer.attn.v_proj.w,
-            "attn.o": layer.attn.o_proj.w, "attn.q_norm": layer.attn.q_norm.w, "attn.k_norm": layer.attn.k_norm.w,
-            "mlp.gate": layer.mlp.gate_proj.kernel, "mlp.up": layer.mlp.up_proj.kernel,
+            "attn_norm": layer.input_layernorm.w,
+            "mlp_norm": layer.post_attention_layernorm.w,
+            "attn.q": layer.attn.q_proj.w,
+            "attn.k": layer.attn.k_proj.w,
+            "attn.v": layer.attn.v_proj.w,
+            "attn.o": layer.attn.o_proj.w,
+            "attn.q_norm": layer.attn.q_norm.w,
+            "attn.k_norm": layer.attn.k_norm.w,
+            "mlp.gate": layer.mlp.gate_proj.kernel,
+            "mlp.up": layer.mlp.up_proj.kernel,
             "mlp.down": layer.mlp.down_proj.kernel,
-        }  # fmt: skip
+        }
         for name, variable in theirs.items():
             put(variable, f"layers.{number:02d}.{name}")
     if ours:

@@ -462,10 +462,14 @@ async def malformed(attack: Attack) -> None:
     hello, keys = attack.orders.get("config_digest", ""), msg.Members((unknown,))
     meant = {
         "Hello": (msg.Hello(wire.PROTOCOL_VERSION, hello), msg.Hello(wire.PROTOCOL_VERSION - 1, hello)),
-        "Renew": (keys,), "Release": (keys,), "Ended": (msg.EndedCall(0.0),), "Status": (None,),
-        "Lease": (msg.LeaseCall(V0, 1, 0.0, "r"),), "Published": (msg.PublishedCall(None, 0.0),),
+        "Renew": (keys,),
+        "Release": (keys,),
+        "Ended": (msg.EndedCall(0.0),),
+        "Status": (None,),
+        "Lease": (msg.LeaseCall(V0, 1, 0.0, "r"),),
+        "Published": (msg.PublishedCall(None, 0.0),),
         "Report": (msg.ReportCall((b"{}",), "r"),),
-    }  # fmt: skip
+    }
     bodies = {method: [wire.encode(body) for body in some] for method, some in meant.items()}
     every = [body for some in bodies.values() for body in some]
 

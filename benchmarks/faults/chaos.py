@@ -272,17 +272,31 @@ def main(words: Sequence[str] | None = None) -> int:
         found = facts(run, steps)
         tally.wrong += violations(found)
     result = {
-        "benchmark": "chaos", "faults": tally.faults.total(), "steps": found.get("steps", 0),
-        "lost": len(found.get("lost", ())), "trained_twice": len(found.get("trained_twice", ())),
-        "age_max": found.get("age_max"), "alpha": found.get("alpha"), "conservation": found.get("conservation"),
+        "benchmark": "chaos",
+        "faults": tally.faults.total(),
+        "steps": found.get("steps", 0),
+        "lost": len(found.get("lost", ())),
+        "trained_twice": len(found.get("trained_twice", ())),
+        "age_max": found.get("age_max"),
+        "alpha": found.get("alpha"),
+        "conservation": found.get("conservation"),
         "replay_clean": found.get("replay_clean", False),
-        "prompts_in_order": bool(found) and found["prompts_out_of_order"] is None, "seed": options.seed,
-        "minutes": minutes, "violations": tally.wrong, "by_kind": dict(+tally.faults), "skipped": tally.skipped,
-        "ends": tally.ends, "lives": run.lives,
-        **{key: found.get(key) for key in ("steps_wanted", "steps_trained_again", "rewinds", "dead", "prompts_issued",
-                                           "acknowledged_puts")},
-        "wall_s": round(time.monotonic() - began, 1), "hardware": hardware(), "commit": commit(),
-    }  # fmt: skip
+        "prompts_in_order": bool(found) and found["prompts_out_of_order"] is None,
+        "seed": options.seed,
+        "minutes": minutes,
+        "violations": tally.wrong,
+        "by_kind": dict(+tally.faults),
+        "skipped": tally.skipped,
+        "ends": tally.ends,
+        "lives": run.lives,
+        **{
+            key: found.get(key)
+            for key in ("steps_wanted", "steps_trained_again", "rewinds", "dead", "prompts_issued", "acknowledged_puts")
+        },
+        "wall_s": round(time.monotonic() - began, 1),
+        "hardware": hardware(),
+        "commit": commit(),
+    }
     keep_or_remove(folder, disk, keep=options.keep or bool(tally.wrong), mounted=not refused)
     for text in tally.wrong:
         say(f"VIOLATED: {text}")

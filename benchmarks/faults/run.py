@@ -87,10 +87,18 @@ class Run:
         """The environment of the run's processes."""
         path = os.pathsep.join([str(HERE / "hooks"), str(ROOT)])
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "jax")
-        return {**os.environ, "PYTHONPATH": path, "JAXROLL_CACHE": cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu",
-                "CHAOS_CLOCK": str(self.clock), "CHAOS_JOURNAL": str(self.journal),
-                "CHAOS_ORDERS": str(self.orders), "CHAOS_MEMORY": str(self.memory),
-                "MALLOC_ARENA_MAX": "1"}  # fmt: skip
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "JAXROLL_CACHE": cache,
+            "XLA_FLAGS": "",
+            "JAX_PLATFORMS": "cpu",
+            "CHAOS_CLOCK": str(self.clock),
+            "CHAOS_JOURNAL": str(self.journal),
+            "CHAOS_ORDERS": str(self.orders),
+            "CHAOS_MEMORY": str(self.memory),
+            "MALLOC_ARENA_MAX": "1",
+        }
 
     def output(self, name: str) -> Path:
         """The file with the present supervisor's stdout (`out`) or stderr (`err`)."""

@@ -160,12 +160,18 @@ def compared(of: dict[str, list[dict[str, Any]]], aim: float) -> dict[str, Any]:
     spreads, value = {arm: spread(rates[arm]) for arm in of}, ratio(rates["ours"], rates[PEER])
     mean = lambda key: float(np.mean([one[key] for one in of["ours"]]))  # noqa: E731
     return {
-        "ours": spreads["ours"]["median"], "peer": spreads[PEER]["median"], "ratio": value["value"],
-        "low": value["low"], "high": value["high"], "runs": len(rates["ours"]), "against": PEER,
-        "met": value["value"] >= aim, "samples_per_s": spreads,
+        "ours": spreads["ours"]["median"],
+        "peer": spreads[PEER]["median"],
+        "ratio": value["value"],
+        "low": value["low"],
+        "high": value["high"],
+        "runs": len(rates["ours"]),
+        "against": PEER,
+        "met": value["value"] >= aim,
+        "samples_per_s": spreads,
         "tokens_a_sample": {arm: float(np.mean([one["tokens_a_sample"] for one in of[arm]])) for arm in of},
         **{key: mean(key) for key in ("train_s", "wait_s", "decode_s", "age_mean", "computed_share")},
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

@@ -248,10 +248,13 @@ class Arm:
         settling = min(SETTLING, len(self.ends) // 2)
         counted, seconds = len(self.ends) - settling, self.ends[-1] - self.ends[settling - 1]
         return {
-            "samples_per_s": GROUPS * GROUP * counted / seconds, "steps": counted, "seconds": seconds,
+            "samples_per_s": GROUPS * GROUP * counted / seconds,
+            "steps": counted,
+            "seconds": seconds,
             "tokens_a_sample": float(np.mean(self.tokens)) / (GROUPS * GROUP),
-            "advantage": float(np.mean(self.advantages)), "whole_s": time.time() - began,
-        }  # fmt: skip
+            "advantage": float(np.mean(self.advantages)),
+            "whole_s": time.time() - began,
+        }
 
 
 def main() -> None:

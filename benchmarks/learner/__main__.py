@@ -116,9 +116,15 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
     found = runs.run(case.name, 0, run)
     mfu = spread(found["mfu"]) if found["mfu"] else None
     met = None if case.aim is None or mfu is None else mfu["median"] >= case.aim
-    return {"aim": case.aim, "met": met, "mfu": mfu, "ours": found["tokens"] / float(np.median(found["seconds"])),
-            "flops_per_s": spread(found["flops_per_s"]), "runs": case.steps,
-            **{key: found[key] for key in ("device", "devices", "attention", "loss")}}  # fmt: skip
+    return {
+        "aim": case.aim,
+        "met": met,
+        "mfu": mfu,
+        "ours": found["tokens"] / float(np.median(found["seconds"])),
+        "flops_per_s": spread(found["flops_per_s"]),
+        "runs": case.steps,
+        **{key: found[key] for key in ("device", "devices", "attention", "loss")},
+    }
 
 
 COMPILE, COMPILE_ROUNDS, COMPILE_AIM = "compile", 3, 2.0
@@ -134,11 +140,18 @@ def compilation(layers: tuple[int, int], runs: Runs, rounds: int) -> dict[str, A
     found = runs.alternate({f"{count} layers": partial(run, count) for count in layers}, rounds)
     few, many = ([one["cpu_s"] for one in of] for of in found.values())
     apart = ratio(many, few)
-    parts = {arm: {name: float(np.median([one["parts"][name] for one in of])) for name in of[0]["parts"]}
-             for arm, of in found.items()}  # fmt: skip
-    return {"aim": COMPILE_AIM, "met": apart["value"] <= COMPILE_AIM, "ratio": apart, "parts_cpu_s": parts,
-            "cpu_s": {arm: spread([one["cpu_s"] for one in of]) for arm, of in found.items()},
-            "wall_s": {arm: spread([one["wall_s"] for one in of]) for arm, of in found.items()}}  # fmt: skip
+    parts = {
+        arm: {name: float(np.median([one["parts"][name] for one in of])) for name in of[0]["parts"]}
+        for arm, of in found.items()
+    }
+    return {
+        "aim": COMPILE_AIM,
+        "met": apart["value"] <= COMPILE_AIM,
+        "ratio": apart,
+        "parts_cpu_s": parts,
+        "cpu_s": {arm: spread([one["cpu_s"] for one in of]) for arm, of in found.items()},
+        "wall_s": {arm: spread([one["wall_s"] for one in of]) for arm, of in found.items()},
+    }
 
 
 def small(case: Case) -> Case:
@@ -202,12 +215,19 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
     found, of = raced(case.name, best, runs, run, rounds)
     computed = flops(batch, case.options.get("shared_prompt_tokens", 0))
     limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
-    return result | found | {
-        "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": computed,
-        "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best}, "options": case.options,
-        "of_matmul": spread([computed / one["seconds"] / limit for one in of["ours"]]),
-        "matmul_gflops_per_s": limit / 1e9,
-    }  # fmt: skip
+    return (
+        result
+        | found
+        | {
+            "met": found["ratio"] >= case.aim,
+            "tokens": batch.tokens,
+            "flops": computed,
+            "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best},
+            "options": case.options,
+            "of_matmul": spread([computed / one["seconds"] / limit for one in of["ours"]]),
+            "matmul_gflops_per_s": limit / 1e9,
+        }
+    )
 
 
 def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

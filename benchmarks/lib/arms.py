@@ -57,8 +57,14 @@ def raced(case: str, best: dict[str, int], runs: Runs, run: Run, rounds: int) ->
     busy = {arm: [1 / one["cpu_s"] for one in of[arm]] for arm in best}
     spreads, value = {arm: spread(values) for arm, values in rates.items()}, ratio(rates[ours], rates[peer])
     result = {
-        "ours": spreads[ours]["median"], "peer": spreads[peer]["median"], "ratio": value["value"],
-        "low": value["low"], "high": value["high"], "runs": rounds, "against": peer, "tokens_per_s": spreads,
+        "ours": spreads[ours]["median"],
+        "peer": spreads[peer]["median"],
+        "ratio": value["value"],
+        "low": value["low"],
+        "high": value["high"],
+        "runs": rounds,
+        "against": peer,
+        "tokens_per_s": spreads,
         "per_cpu_second": ratio(busy[ours], busy[peer]),
-    }  # fmt: skip
+    }
     return result, of

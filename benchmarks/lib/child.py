@@ -34,10 +34,14 @@ class Child:
         environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
         environment |= {
             "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": platform, "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
+            "JAX_PLATFORMS": platform,
+            "NPROC": count,
+            "OMP_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **HUGE_PAGES,  # every arm may use large pages
-        }  # fmt: skip
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            **HUGE_PAGES,  # every arm may use large pages
+        }
         if devices > 1:
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process

@@ -112,11 +112,15 @@ def loop_round(scale: Scale, folder: Path) -> dict[str, Any]:
     trained = scale.loop_steps * scale.loop_groups * scale.group_size
     put_bytes = sum(len(r["acknowledged"]) * r["payload_bytes"] for r in results)
     return {
-        "members_per_s": trained / seconds, "steps": len(claim_s), "claim_s": claim_s,
-        "lease_s": [s for r in results for s in r["lease_s"]], "put_s": [s for r in results for s in r["put_s"]],
+        "members_per_s": trained / seconds,
+        "steps": len(claim_s),
+        "claim_s": claim_s,
+        "lease_s": [s for r in results for s in r["lease_s"]],
+        "put_s": [s for r in results for s in r["put_s"]],
         "written_per_byte": (after["written"] - before["written"]) / put_bytes,
-        "conservation_residual": status["conservation_residual"], "expired": status["expired"],
-    }  # fmt: skip
+        "conservation_residual": status["conservation_residual"],
+        "expired": status["expired"],
+    }
 
 
 async def _learn(learner: StoreClient, steps: int) -> list[float]:
@@ -164,11 +168,16 @@ def kill_round(scale: Scale, folder: Path) -> dict[str, Any]:
         found, healthy = _found(server.folder, acknowledged)
     gigabytes = len(acknowledged) * results[0]["payload_bytes"] / 1e9
     return {
-        "acknowledged": len(acknowledged), "found": found, "integrity": healthy, "put_before_kill_gb": gigabytes,
-        "file_gb": on_disk / 1e9, "recovery_s": seconds, "empty_start_s": empty_s,
+        "acknowledged": len(acknowledged),
+        "found": found,
+        "integrity": healthy,
+        "put_before_kill_gb": gigabytes,
+        "file_gb": on_disk / 1e9,
+        "recovery_s": seconds,
+        "empty_start_s": empty_s,
         "recovery_s_per_gb": seconds / gigabytes,
         "interrupted": sum(len(r["put_s"]) for r in results) < scale.killed_puts,
-    }  # fmt: skip
+    }
 
 
 def _rows(folder: Path) -> int:
@@ -197,30 +206,41 @@ def summary(scale: Scale, results: dict[str, list[dict]], loop: dict, killed: di
     ours = results["ours"]
     return {
         "puts_per_s": spread(rates["ours"])["median"],
-        "put_p50_ms": percentile_ms(put_s["ours"], 50), "put_p99_ms": percentile_ms(put_s["ours"], 99),
-        "lease_p99_ms": percentile_ms(loop["lease_s"], 99), "claim_p99_ms": percentile_ms(loop["claim_s"], 99),
+        "put_p50_ms": percentile_ms(put_s["ours"], 50),
+        "put_p99_ms": percentile_ms(put_s["ours"], 99),
+        "lease_p99_ms": percentile_ms(loop["lease_s"], 99),
+        "claim_p99_ms": percentile_ms(loop["claim_s"], 99),
         "recovery_s_per_gb": killed["recovery_s_per_gb"],
         "bytes_written_per_byte": spread([r["written_per_byte"] for r in ours])["median"],
         "fsyncs_per_s_of_the_disk": disk["fsyncs_per_s"],
         "sqlite_raw_puts_per_s": spread(rates["raw"])["median"],
-        "synchronous": ours[-1]["synchronous"], "in_flight": scale.clients * scale.in_flight,
+        "synchronous": ours[-1]["synchronous"],
+        "in_flight": scale.clients * scale.in_flight,
         "floor_puts_per_s": spread(rates["floor"])["median"],
-        "of_floor": ratio(rates["ours"], rates["floor"]), "of_raw": ratio(rates["ours"], rates["raw"]),
-        "acknowledged": killed["acknowledged"], "found": killed["found"],
-        "floor_put_p50_ms": percentile_ms(put_s["floor"], 50), "floor_put_p99_ms": percentile_ms(put_s["floor"], 99),
+        "of_floor": ratio(rates["ours"], rates["floor"]),
+        "of_raw": ratio(rates["ours"], rates["raw"]),
+        "acknowledged": killed["acknowledged"],
+        "found": killed["found"],
+        "floor_put_p50_ms": percentile_ms(put_s["floor"], 50),
+        "floor_put_p99_ms": percentile_ms(put_s["floor"], 99),
         "puts_per_commit": spread([r["puts_per_commit"] for r in ours])["median"],
         "server_cpu_ms_per_put": spread([r["server_cpu_ms_per_put"] for r in ours])["median"],
         "floor_cpu_ms_per_put": spread([r["server_cpu_ms_per_put"] for r in results["floor"]])["median"],
-        "member_bytes": ours[-1]["payload_bytes"], "spread": {arm: spread(values) for arm, values in rates.items()},
+        "member_bytes": ours[-1]["payload_bytes"],
+        "spread": {arm: spread(values) for arm, values in rates.items()},
         "loop": {
-            "members_per_s": loop["members_per_s"], "put_p99_ms": percentile_ms(loop["put_s"], 99),
-            "lease_p50_ms": percentile_ms(loop["lease_s"], 50), "claim_p50_ms": percentile_ms(loop["claim_s"], 50),
+            "members_per_s": loop["members_per_s"],
+            "put_p99_ms": percentile_ms(loop["put_s"], 99),
+            "lease_p50_ms": percentile_ms(loop["lease_s"], 50),
+            "claim_p50_ms": percentile_ms(loop["claim_s"], 50),
             "claim_mb": scale.loop_groups * scale.group_size * ours[-1]["payload_bytes"] / 1e6,
             "bytes_written_per_byte": loop["written_per_byte"],
             "conservation_residual": loop["conservation_residual"],
         },
-        "kill": killed, "scale": asdict(scale), "class": "R",
-    }  # fmt: skip
+        "kill": killed,
+        "scale": asdict(scale),
+        "class": "R",
+    }
 
 
 def main() -> int:

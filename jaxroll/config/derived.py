@@ -45,8 +45,8 @@ def with_mode(schedule: ScheduleConfig, mode: str, named: Collection[str] = ()) 
     for key, value in fixed.items():
         given = getattr(schedule, key)
         if given != value and (given != defaults[key] or key in named):
-            raise ConfigError(f"schedule.{key}", given, f"schedule.mode = {mode!r} fixes it at {value!r}",
-                              f"Leave schedule.{key} out, or set schedule.mode to 'async'.")  # fmt: skip
+            remedy = f"Leave schedule.{key} out, or set schedule.mode to 'async'."
+            raise ConfigError(f"schedule.{key}", given, f"schedule.mode = {mode!r} fixes it at {value!r}", remedy)
     return replace(schedule, **fixed)
 
 
@@ -335,8 +335,10 @@ def actor_members(config: Config, samplers: int) -> int:
 
 def memory_fractions(config: Config) -> dict[str, float]:
     """Fraction of a GPU's memory by role, for roles that share GPUs."""
-    shares = {"learner": config.placement.learner_memory_fraction,
-              "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
+    shares = {
+        "learner": config.placement.learner_memory_fraction,
+        "evaluator": config.placement.evaluator_memory_fraction,
+    }
     others = config.placement.sampler_memory_fraction
     return {name: shares.get(name.partition("-")[0], others) for name in roles_with_devices(config)}
 
@@ -410,8 +412,14 @@ def item_ranges(config: Config) -> dict[str, tuple[int, int]]:
     Training and held-out ranges are four times as large as needed, because repeated questions are skipped.
     """
     train = 4 * (config.schedule.steps + 2) * (config.schedule.groups_per_step + config.schedule.redundant_groups)
-    sizes = {"task.train_start": train, "task.heldout_start": 4 * config.task.heldout_items,
-             "sft.start": config.sft.steps * config.sft.batch}  # fmt: skip
-    starts = {"task.train_start": config.task.train_start, "task.heldout_start": config.task.heldout_start,
-              "sft.start": config.sft.start}  # fmt: skip
+    sizes = {
+        "task.train_start": train,
+        "task.heldout_start": 4 * config.task.heldout_items,
+        "sft.start": config.sft.steps * config.sft.batch,
+    }
+    starts = {
+        "task.train_start": config.task.train_start,
+        "task.heldout_start": config.task.heldout_start,
+        "sft.start": config.sft.start,
+    }
     return {key: (start, start + sizes[key]) for key, start in starts.items()}

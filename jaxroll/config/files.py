@@ -108,10 +108,13 @@ _FOLDER_TOKENS, _FOLDER_BUCKETS = 4096, (64, 256)  # of a model that is served w
 
 def of_model_folder(folder: Path) -> Config:
     """The config to serve the model in `folder`, which has Hugging Face's layout: 4096 tokens a request."""
-    sizes = {"sampler": {"prefill_buckets": _FOLDER_BUCKETS, "decode_chunk": 4},
-             "sampling": {"max_tokens": _FOLDER_BUCKETS[-1]},
-             "task": {"max_prompt_tokens": _FOLDER_TOKENS - _FOLDER_BUCKETS[-1]},
-             "model": {"path": str(folder)}, "tokenizer": {"kind": "hf", "path": str(folder)}}  # fmt: skip
+    sizes = {
+        "sampler": {"prefill_buckets": _FOLDER_BUCKETS, "decode_chunk": 4},
+        "sampling": {"max_tokens": _FOLDER_BUCKETS[-1]},
+        "task": {"max_prompt_tokens": _FOLDER_TOKENS - _FOLDER_BUCKETS[-1]},
+        "model": {"path": str(folder)},
+        "tokenizer": {"kind": "hf", "path": str(folder)},
+    }
     return derived.with_model(build(Config, sizes))
 
 

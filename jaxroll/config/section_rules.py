@@ -27,8 +27,8 @@ def _check_agent(config: Config) -> None:
     """Refuse an agent without its program, a program without its environment, and learners of one conversation."""
     task, learner = config.task, settled(config.learner)
     if (task.env == "agent") != bool(task.agent):
-        raise ConfigError("task.agent", task.agent, f"task.env is {task.env!r}",
-                          "Set task.env to 'agent' and task.agent to its program, or neither.")  # fmt: skip
+        remedy = "Set task.env to 'agent' and task.agent to its program, or neither."
+        raise ConfigError("task.agent", task.agent, f"task.env is {task.env!r}", remedy)
     if not task.agent:
         if task.agent_limit_s != type(task)().agent_limit_s:
             raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
@@ -47,22 +47,22 @@ def check_flushes(config: Config) -> None:
     tokens = config.sampler.flush_tokens
     remedy = "Set sampler.flush_tokens to 0, or"
     if tokens and config.learner.routing_replay:
-        raise ConfigError("sampler.flush_tokens", tokens, "the experts chosen for flushed tokens are not kept",
-                          f"{remedy} learner.routing_replay to False.")  # fmt: skip
+        reason = "the experts chosen for flushed tokens are not kept"
+        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} learner.routing_replay to False.")
     if tokens and config.placement.actors:
-        raise ConfigError("sampler.flush_tokens", tokens, "members that actors play are not continued elsewhere",
-                          f"{remedy} placement.actors to 0.")  # fmt: skip
+        reason = "members that actors play are not continued elsewhere"
+        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} placement.actors to 0.")
     if tokens and config.schedule.weight_swap == "restart":
-        raise ConfigError("sampler.flush_tokens", tokens, "weight swaps discard the tokens of unfinished answers",
-                          f"{remedy} schedule.weight_swap to another policy.")  # fmt: skip
+        reason = "weight swaps discard the tokens of unfinished answers"
+        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} schedule.weight_swap to another policy.")
 
 
 def check_algorithm(config: Config) -> None:
     """Raise ConfigError where the algorithm and what it is given do not go together."""
     name = config.learner.algorithm
     if not is_custom(name) and name not in PRESETS:
-        raise ConfigError("learner.algorithm", name, "there is no such algorithm",
-                          f"{nearest(name, tuple(PRESETS))} Your own is named package.module:name.")  # fmt: skip
+        remedy = f"{nearest(name, tuple(PRESETS))} Your own is named package.module:name."
+        raise ConfigError("learner.algorithm", name, "there is no such algorithm", remedy)
     row, learner = preset(name), settled(config.learner)
     _check_choices(config, row)
     _check_clips(learner)
@@ -77,9 +77,8 @@ def check_algorithm(config: Config) -> None:
     _check_agent(config)
     least = 1 if learner.advantage in ACROSS_GROUPS else 2
     if config.schedule.group_size < least and not is_custom(name):
-        raise ConfigError("schedule.group_size", config.schedule.group_size,
-                          f"advantage {learner.advantage!r} compares the members of a group",
-                          "Set it to 2 or more.")  # fmt: skip
+        reason = f"advantage {learner.advantage!r} compares the members of a group"
+        raise ConfigError("schedule.group_size", config.schedule.group_size, reason, "Set it to 2 or more.")
 
 
 def _check_choices(config: Config, row: Preset) -> None:
@@ -97,22 +96,22 @@ def _check_choices(config: Config, row: Preset) -> None:
             words = " or ".join(map(repr, allowed)) or "'auto'"
             raise ConfigError(f"learner.{key}", value, f"algorithm {name!r} does not go with it", f"Set it to {words}.")
     if config.schedule.alpha > 0 and learner.correction == "none":
-        raise ConfigError("learner.correction", "none",
-                          f"alpha = {config.schedule.alpha:g} would train on stale samples",
-                          "Leave it at 'auto', set it to 'decoupled' or 'tis', or schedule.alpha to 0.")  # fmt: skip
+        reason = f"alpha = {config.schedule.alpha:g} would train on stale samples"
+        remedy = "Leave it at 'auto', set it to 'decoupled' or 'tis', or schedule.alpha to 0."
+        raise ConfigError("learner.correction", "none", reason, remedy)
 
 
 def _check_clips(learner: LearnerConfig) -> None:
     name = learner.algorithm
     if learner.clip_low > 1 or (learner.clip_low == 1 and name != "cispo" and not is_custom(name)):
-        raise ConfigError("learner.clip_low", learner.clip_low, "a ratio cannot fall below 0",
-                          "Set it below 1 (0.2 is usual).")  # fmt: skip
+        reason = "a ratio cannot fall below 0"
+        raise ConfigError("learner.clip_low", learner.clip_low, reason, "Set it below 1 (0.2 is usual).")
     if 0 < learner.dual_clip <= 1:
-        raise ConfigError("learner.dual_clip", learner.dual_clip, "would bound the loss of samples that are on policy",
-                          "Set it above 1 (3 is usual), or to 0.")  # fmt: skip
+        reason = "would bound the loss of samples that are on policy"
+        raise ConfigError("learner.dual_clip", learner.dual_clip, reason, "Set it above 1 (3 is usual), or to 0.")
     if learner.dual_clip and not (is_custom(name) or _clips_gains(learner)):
-        raise ConfigError("learner.dual_clip", learner.dual_clip, "this loss has no clip that could be doubled",
-                          "Set it to 0.")  # fmt: skip
+        reason = "this loss has no clip that could be doubled"
+        raise ConfigError("learner.dual_clip", learner.dual_clip, reason, "Set it to 0.")
 
 
 def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
@@ -144,11 +143,12 @@ def _check_adapters(config: Config, learner: LearnerConfig) -> None:
     usual = LearnerConfig()
     for key in ("lora_alpha", "lora_targets", "lora_path", "lora_publish"):
         if (value := getattr(learner, key)) != getattr(usual, key) and not learner.lora_rank:
-            raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0",
-                              "Set learner.lora_rank above 0 (8 is usual), or leave it out.")  # fmt: skip
+            remedy = "Set learner.lora_rank above 0 (8 is usual), or leave it out."
+            raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0", remedy)
     if learner.lora_publish == "adapters" and config.transfer.channel == "tensorstore":
-        raise ConfigError("learner.lora_publish", "adapters", "by files everything would be written with every version",
-                          "Use transfer.channel=auto, or learner.lora_publish=merged.")  # fmt: skip
+        reason = "by files everything would be written with every version"
+        remedy = "Use transfer.channel=auto, or learner.lora_publish=merged."
+        raise ConfigError("learner.lora_publish", "adapters", reason, remedy)
 
 
 def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
@@ -160,12 +160,12 @@ def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
             "Leave it out, or set learner.shared_prompt_tokens to task.max_prompt_tokens.",
         )
     if learner.shared_prompt_tokens and row.loss == "preference":
-        raise ConfigError("learner.shared_prompt_tokens", learner.shared_prompt_tokens,
-                          "dpo compares answers that lie side by side in a row, each with its prompt",
-                          "Leave it out.")  # fmt: skip
+        reason = "dpo compares answers that lie side by side in a row, each with its prompt"
+        raise ConfigError("learner.shared_prompt_tokens", learner.shared_prompt_tokens, reason, "Leave it out.")
     if learner.shared_prompt_tokens and learner.attention not in ("auto", "xla"):
-        raise ConfigError("learner.attention", learner.attention, "no fused kernel knows prompts that answers share",
-                          "Set it to 'xla', or leave learner.shared_prompt_tokens out.")  # fmt: skip
+        reason = "no fused kernel knows prompts that answers share"
+        remedy = "Set it to 'xla', or leave learner.shared_prompt_tokens out."
+        raise ConfigError("learner.attention", learner.attention, reason, remedy)
 
 
 def _clips(learner: LearnerConfig) -> bool:
@@ -186,14 +186,15 @@ def _caps(learner: LearnerConfig) -> bool:
 def _check_correction(learner: LearnerConfig) -> None:
     masks = learner.correction == "decoupled" or learner.algorithm == "cispo"
     if learner.correction_mode == "mask" and not masks and not is_custom(learner.algorithm):
-        raise ConfigError("learner.correction_mode", "mask", f"correction {learner.correction!r} has no such mode",
-                          "Set it to 'truncate', or learner.correction to 'decoupled'.")  # fmt: skip
+        reason = f"correction {learner.correction!r} has no such mode"
+        remedy = "Set it to 'truncate', or learner.correction to 'decoupled'."
+        raise ConfigError("learner.correction_mode", "mask", reason, remedy)
     if learner.correction_cap < 1:
-        raise ConfigError("learner.correction_cap", learner.correction_cap, "would weigh fresh samples down",
-                          "Set it to 1 or more, or to 0 for the usual value.")  # fmt: skip
+        remedy = "Set it to 1 or more, or to 0 for the usual value."
+        raise ConfigError("learner.correction_cap", learner.correction_cap, "would weigh fresh samples down", remedy)
     if learner.correction == "icepop" and learner.correction_floor >= 1:
-        raise ConfigError("learner.correction_floor", learner.correction_floor, "would drop fresh samples",
-                          "Set it below 1 (0.5 is usual).")  # fmt: skip
+        remedy = "Set it below 1 (0.5 is usual)."
+        raise ConfigError("learner.correction_floor", learner.correction_floor, "would drop fresh samples", remedy)
 
 
 def _check_reference(learner: LearnerConfig, row: Preset) -> None:
@@ -202,29 +203,30 @@ def _check_reference(learner: LearnerConfig, row: Preset) -> None:
         why = "learner.kl_coef" if learner.kl_coef > 0 else f"algorithm {learner.algorithm!r}"
         raise ConfigError("learner.reference", "none", f"{why} compares with a reference model", "Set it to 'init'.")
     if learner.reference != "none" and not wants and not is_custom(learner.algorithm):
-        raise ConfigError("learner.reference", learner.reference, "nothing compares with it",
-                          "Set it to 'none', or learner.kl_coef above 0.")  # fmt: skip
+        remedy = "Set it to 'none', or learner.kl_coef above 0."
+        raise ConfigError("learner.reference", learner.reference, "nothing compares with it", remedy)
     if learner.reference_offload and learner.reference == "none":
-        raise ConfigError("learner.reference_offload", True, "there is no reference to offload",
-                          "Set it to false, or learner.reference to 'init'.")  # fmt: skip
+        reason = "there is no reference to offload"
+        raise ConfigError("learner.reference_offload", True, reason, "Set it to false, or learner.reference to 'init'.")
     if learner.kl_coef > 0 and row.loss == "preference":
-        raise ConfigError("learner.kl_coef", learner.kl_coef, "dpo holds the policy near the reference by dpo_beta",
-                          "Set it to 0.")  # fmt: skip
+        reason = "dpo holds the policy near the reference by dpo_beta"
+        raise ConfigError("learner.kl_coef", learner.kl_coef, reason, "Set it to 0.")
     if reason := _KL_REASONS.get((learner.kl_in, learner.kl_estimator)):
         right = "'k2' or 'k3'" if learner.kl_in == "loss" else "'k1'"
-        raise ConfigError("learner.kl_estimator", learner.kl_estimator, f"in the {learner.kl_in} {reason}",
-                          f"Set it to {right}.")  # fmt: skip
+        reason = f"in the {learner.kl_in} {reason}"
+        raise ConfigError("learner.kl_estimator", learner.kl_estimator, reason, f"Set it to {right}.")
 
 
 def _check_critic(learner: LearnerConfig) -> None:
     if learner.advantage == "gae" and learner.critic == "none":
         raise ConfigError("learner.critic", "none", "advantage 'gae' needs the values of a critic", "Set it to 'init'.")
     if learner.critic != "none" and learner.advantage != "gae":
-        raise ConfigError("learner.critic", learner.critic, f"advantage {learner.advantage!r} asks for no values",
-                          "Set it to 'none', or learner.advantage to 'gae' (algorithm 'ppo' has it).")  # fmt: skip
+        reason = f"advantage {learner.advantage!r} asks for no values"
+        remedy = "Set it to 'none', or learner.advantage to 'gae' (algorithm 'ppo' has it)."
+        raise ConfigError("learner.critic", learner.critic, reason, remedy)
     if learner.critic_offload and learner.critic == "none":
-        raise ConfigError("learner.critic_offload", True, "there is no critic to offload",
-                          "Set it to false, or learner.critic to 'init'.")  # fmt: skip
+        reason = "there is no critic to offload"
+        raise ConfigError("learner.critic_offload", True, reason, "Set it to false, or learner.critic to 'init'.")
 
 
 def _check_best(config: Config) -> None:
@@ -236,36 +238,42 @@ def _check_best(config: Config) -> None:
     if metric not in known:
         raise ConfigError("learner.keep_best", metric, "no evaluation measures it", nearest(metric, known))
     if not evaluator.every:
-        raise ConfigError("learner.keep_best", metric, "evaluator.every is 0: nothing is evaluated",
-                          "Set it to a multiple of learner.checkpoint_every, or leave keep_best out.")  # fmt: skip
+        remedy = "Set it to a multiple of learner.checkpoint_every, or leave keep_best out."
+        raise ConfigError("learner.keep_best", metric, "evaluator.every is 0: nothing is evaluated", remedy)
     if metric == selection.ACCURACY and not config.task.heldout_items and not config.task.mixture:
-        raise ConfigError("learner.keep_best", metric, "task.heldout_items is 0",
-                          "Hold questions out, or name a set: sets.NAME.accuracy.")  # fmt: skip
+        reason = "task.heldout_items is 0"
+        raise ConfigError("learner.keep_best", metric, reason, "Hold questions out, or name a set: sets.NAME.accuracy.")
     if evaluator.every % learner.checkpoint_every:
-        raise ConfigError("evaluator.every", evaluator.every,
-                          f"with learner.keep_best an evaluated version needs a checkpoint, and there is one every "
-                          f"{learner.checkpoint_every} steps",
-                          "Set it to a multiple of learner.checkpoint_every.")  # fmt: skip
+        raise ConfigError(
+            "evaluator.every",
+            evaluator.every,
+            f"with learner.keep_best an evaluated version needs a checkpoint, and there is one every "
+            f"{learner.checkpoint_every} steps",
+            "Set it to a multiple of learner.checkpoint_every.",
+        )
     if learner.checkpoint_every % config.schedule.publish_every:
-        raise ConfigError("learner.checkpoint_every", learner.checkpoint_every,
-                          f"with learner.keep_best a checkpoint needs a published version, and there is one every "
-                          f"{config.schedule.publish_every} steps",
-                          "Set it to a multiple of schedule.publish_every.")  # fmt: skip
+        raise ConfigError(
+            "learner.checkpoint_every",
+            learner.checkpoint_every,
+            f"with learner.keep_best a checkpoint needs a published version, and there is one every "
+            f"{config.schedule.publish_every} steps",
+            "Set it to a multiple of schedule.publish_every.",
+        )
     if learner.checkpoints_kept < 2:
-        raise ConfigError("learner.checkpoints_kept", learner.checkpoints_kept,
-                          "the evaluator may still fetch the version before the newest (learner.keep_best)",
-                          "Set it to 2 or more.")  # fmt: skip
+        reason = "the evaluator may still fetch the version before the newest (learner.keep_best)"
+        raise ConfigError("learner.checkpoints_kept", learner.checkpoints_kept, reason, "Set it to 2 or more.")
 
 
 def _check_rewards(config: Config) -> None:
     learner, sampling = config.learner, config.sampling
     if learner.overlong_tokens >= sampling.max_tokens:
-        raise ConfigError("learner.overlong_tokens", learner.overlong_tokens,
-                          f"every answer would be too long: sampling.max_tokens = {sampling.max_tokens}",
-                          f"Set it below {sampling.max_tokens} (a fifth is usual).")  # fmt: skip
+        reason = f"every answer would be too long: sampling.max_tokens = {sampling.max_tokens}"
+        remedy = f"Set it below {sampling.max_tokens} (a fifth is usual)."
+        raise ConfigError("learner.overlong_tokens", learner.overlong_tokens, reason, remedy)
     if learner.shuffle_rewards and settled(learner).advantage in OF_TURNS:
-        raise ConfigError("learner.shuffle_rewards", True, f"advantage {learner.advantage!r} reads rewards of turns",
-                          "Set it to false, or learner.advantage to 'group_std'.")  # fmt: skip
+        reason = f"advantage {learner.advantage!r} reads rewards of turns"
+        remedy = "Set it to false, or learner.advantage to 'group_std'."
+        raise ConfigError("learner.shuffle_rewards", True, reason, remedy)
 
 
 # --- Prompts as the config describes them: sources of a mixture, messages before every question, tools; their checks
@@ -295,8 +303,8 @@ def few_shot(task: TaskConfig) -> tuple[Message, ...]:
             found.append(_message(entry, key))
     if found and found[-1].role != "assistant":
         last = f"task.few_shot[{len(task.few_shot) - 1}]"
-        raise ConfigError(last, found[-1].role, "the last message before the question must be an answer",
-                          "End with a message of the assistant, or use pairs.")  # fmt: skip
+        reason = "the last message before the question must be an answer"
+        raise ConfigError(last, found[-1].role, reason, "End with a message of the assistant, or use pairs.")
     return tuple(found)
 
 
@@ -403,8 +411,8 @@ def check_prompts(config: Config) -> None:
     opening_messages(config.task)
     for name in config.evaluator.sets:
         if name == HELDOUT or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-            raise ConfigError(f"evaluator.sets.{name}", name, "not a name for a set",
-                              f"Use letters, digits and '_.-', and another name than {HELDOUT}.")  # fmt: skip
+            remedy = f"Use letters, digits and '_.-', and another name than {HELDOUT}."
+            raise ConfigError(f"evaluator.sets.{name}", name, "not a name for a set", remedy)
         evaluation_set(config, name)
     if config.task.mixture and config.task.path:
         raise ConfigError("task.path", config.task.path, "task.mixture has the paths of its sources", "Leave it out.")
@@ -413,8 +421,9 @@ def check_prompts(config: Config) -> None:
             config.task.mixture
             and max(part.task.train_start, part.task.heldout_start, config.sft.start) > SOURCE_ITEMS // 2
         ):
-            raise ConfigError(f"{part.key}.train_start", part.task.train_start, "too large for a source of a mixture",
-                              f"Use starts of at most {SOURCE_ITEMS // 2}.")  # fmt: skip
+            reason = "too large for a source of a mixture"
+            remedy = f"Use starts of at most {SOURCE_ITEMS // 2}."
+            raise ConfigError(f"{part.key}.train_start", part.task.train_start, reason, remedy)
     for number, tool in enumerate(config.task.tools):
         if not isinstance(tool, Mapping):
             raise ConfigError(
@@ -423,19 +432,19 @@ def check_prompts(config: Config) -> None:
     if config.task.source not in FILES and not config.task.mixture:
         for name in ("prompt_column", "answer_column", "answer_after"):
             if value := getattr(config.task, name):
-                raise ConfigError(f"task.{name}", value,
-                                  f"task.source = {config.task.source!r} has no rows with columns",
-                                  f"Set task.source to one of {', '.join(FILES)}, or leave it out.")  # fmt: skip
+                reason = f"task.source = {config.task.source!r} has no rows with columns"
+                remedy = f"Set task.source to one of {', '.join(FILES)}, or leave it out."
+                raise ConfigError(f"task.{name}", value, reason, remedy)
     if config.tokenizer.kind != "hf":
         for key, value in (
             ("tokenizer.template_args", config.tokenizer.template_args),
             ("task.tools", config.task.tools),
         ):
             if value:
-                raise ConfigError(key, value, "only chat templates read it, and tokenizer.kind is 'char'",
-                                  f"Set tokenizer.kind to 'hf', or leave {key} out.")  # fmt: skip
+                reason = "only chat templates read it, and tokenizer.kind is 'char'"
+                raise ConfigError(key, value, reason, f"Set tokenizer.kind to 'hf', or leave {key} out.")
     for name in RESERVED:
         if name in config.tokenizer.template_args:
             remedy = "Use task.tools for tools." if name == "tools" else "Leave it out."
-            raise ConfigError(f"tokenizer.template_args.{name}", config.tokenizer.template_args[name],
-                              "JaxRoll sets this variable itself", remedy)  # fmt: skip
+            reason = "JaxRoll sets this variable itself"
+            raise ConfigError(f"tokenizer.template_args.{name}", config.tokenizer.template_args[name], reason, remedy)

@@ -66,8 +66,9 @@ class Child:
                 with contextlib.suppress(OSError):  # no room for the mark: no reason not to start
                     words = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}"
                     file.write(f"{_MARK}{words}\n".encode(errors="replace"))
-                self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
-                                                 start_new_session=True)  # fmt: skip
+                self._process = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
+                )
         except OSError as error:
             why = f"cannot be started ({error.strerror}: {error.filename or argv[0]})"
             if error.errno in _FINAL and error.filename == argv[0]:
@@ -178,8 +179,10 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
         return Restart(config.backoff_s, replace(lives, restarts=lives.restarts + 1))
     lives = replace(lives, deaths=1 if lived_s >= FORGIVEN_AFTER_S else lives.deaths + 1)
     if lives.deaths > config.max_restarts:
-        return GiveUp(f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "
-                      f"{config.max_restarts})")  # fmt: skip
+        return GiveUp(
+            f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "
+            f"{config.max_restarts})"
+        )
     delay_s = min(config.backoff_s * 2 ** (lives.deaths - 1), config.backoff_max_s)
     return Restart(delay_s, replace(lives, restarts=lives.restarts + 1))
 

@@ -240,8 +240,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of every command."""
     from jaxroll.control import init, launchers, train
 
-    top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
-               description="Asynchronous RL for language models in JAX.")  # fmt: skip
+    top = _Top(
+        prog="jaxroll",
+        usage="jaxroll COMMAND [RUN] [OPTIONS]",
+        description="Asynchronous RL for language models in JAX.",
+    )
     top.add_argument("--version", action="version", version=f"jaxroll {__version__}")
     commands = top.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="jaxroll", parser_class=argparse.ArgumentParser
@@ -249,8 +252,9 @@ def parser() -> argparse.ArgumentParser:
     known = {}
     for one in (command for group in GROUPS.values() for command in group):
         text = f"{one.text[0].upper()}{one.text[1:]}."
-        known[one.name] = commands.add_parser(one.name, description=text, epilog=f"example: {one.example}",
-                                              allow_abbrev=False)  # fmt: skip
+        known[one.name] = commands.add_parser(
+            one.name, description=text, epilog=f"example: {one.example}", allow_abbrev=False
+        )
     for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "tinker-serve", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
@@ -324,17 +328,15 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
     if role == "learner":
         one.add_argument("--host", default="127.0.0.1", help="the host name by which samplers reach this process")
         one.add_argument("--index", type=int, default=0, help="the number of this host among the learner's hosts")
-        one.add_argument(
-            "--coordinator", metavar="HOST:PORT",
-            help="the address on the first host at which the learner's hosts meet (default: JAX finds it)",
-        )  # fmt: skip
+        text = "the address on the first host at which the learner's hosts meet (default: JAX finds it)"
+        one.add_argument("--coordinator", metavar="HOST:PORT", help=text)
     if role in ("learner", "colocated"):
         _fork_option(one)
     if role in ("sampler", "actor"):
         one.add_argument("--index", type=int, default=0, help=f"the number of this {role}, from 0")
     if role in ("sampler", "actor"):
-        one.add_argument("--drain", type=_seconds, default=0.0, metavar="SECONDS",
-                         help="on SIGTERM finish running members for so long (default: 0)")  # fmt: skip
+        text = "on SIGTERM finish running members for so long (default: 0)"
+        one.add_argument("--drain", type=_seconds, default=0.0, metavar="SECONDS", help=text)
     if role == "sampler":
         one.add_argument(
             "--join", metavar="HOST:PORT|RUN", help="join a running run: its store's address, or its folder"
@@ -342,10 +344,8 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
         one.add_argument("--port", type=int, default=0, help="the port on which it listens for actors (0: any)")
     if role == "actor":
-        one.add_argument(
-            "--sampler", action="append", default=[], metavar="HOST:PORT",
-            help="the address of a sampler that the run starts with, once for each (default: those in RUN)",
-        )  # fmt: skip
+        text = "the address of a sampler that the run starts with, once for each (default: those in RUN)"
+        one.add_argument("--sampler", action="append", default=[], metavar="HOST:PORT", help=text)
 
 
 def _seconds(text: str) -> float:
@@ -379,12 +379,12 @@ def _generate_options(one: argparse.ArgumentParser) -> None:
 
 
 def _eval_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--set", action="append", default=[], metavar="NAME",
-                     help="a held-out set: heldout or a name of evaluator.sets, repeatable (default: all)")  # fmt: skip
+    text = "a held-out set: heldout or a name of evaluator.sets, repeatable (default: all)"
+    one.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
     one.add_argument("--samples", type=int, default=1, metavar="N", help="answers per item (default: 1)")
     one.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
-    one.add_argument("--k", action="append", type=int, default=[], metavar="K",
-                     help="print pass@K, repeatable; needs --samples of at least K")  # fmt: skip
+    text = "print pass@K, repeatable; needs --samples of at least K"
+    one.add_argument("--k", action="append", type=int, default=[], metavar="K", help=text)
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -392,12 +392,12 @@ def _serve_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll serve RUN|FOLDER [OPTIONS]"
     http_options(one, 8000)
     one.add_argument("--name", help="the name of the model (default: that of the folder)")
-    one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token, or "
-                     "jaxroll/http.token in your state folder)")  # fmt: skip
+    text = "file of the clients' token (default: RUN/http.token, or jaxroll/http.token in your state folder)"
+    one.add_argument("--token-file", metavar="FILE", help=text)
     one.add_argument("--slots", type=int, default=8, help="slots of the engine (default: 8)")
     one.add_argument("--queue", type=int, default=504, help="answers that may wait for a slot (default: 504)")
-    one.add_argument("--context", type=int, metavar="TOKENS",
-                     help="tokens of prompt and answer together (default: the config's, or 4096)")  # fmt: skip
+    text = "tokens of prompt and answer together (default: the config's, or 4096)"
+    one.add_argument("--context", type=int, metavar="TOKENS", help=text)
 
 
 def http_options(one: argparse.ArgumentParser, port: int) -> None:
@@ -408,11 +408,11 @@ def http_options(one: argparse.ArgumentParser, port: int) -> None:
 
 
 def _ui_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("folder", nargs="?", default="runs", metavar="RUNS",
-                     help="the folder that holds the runs, or the folder of one run (default: runs)")  # fmt: skip
+    text = "the folder that holds the runs, or the folder of one run (default: runs)"
+    one.add_argument("folder", nargs="?", default="runs", metavar="RUNS", help=text)
     http_options(one, 8100)
-    one.add_argument("--token-file", metavar="FILE",
-                     help="file of the token (default: jaxroll/ui.token in your state folder)")  # fmt: skip
+    text = "file of the token (default: jaxroll/ui.token in your state folder)"
+    one.add_argument("--token-file", metavar="FILE", help=text)
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:
@@ -424,14 +424,14 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
         one = directions.add_parser(name, help=text, description=text, allow_abbrev=False)
         one.add_argument("source", metavar=source)
         one.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-        one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored",
-                         help="the dtype of the written weights (default: as-stored)")  # fmt: skip
+        text = "the dtype of the written weights (default: as-stored)"
+        one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored", help=text)
         if name == "export":
             one.add_argument(
                 "--shard-mb", type=int, default=5000, metavar="MB", help="largest size of one file (default: 5000)"
             )
-            one.add_argument("--checkpoint", choices=("newest", "best"), default="newest",
-                             help="the checkpoint of a run; best: the one that learner.keep_best keeps")  # fmt: skip
+            text = "the checkpoint of a run; best: the one that learner.keep_best keeps"
+            one.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help=text)
             one.add_argument("--adapters", action="store_true", help="write a run's LoRA adapters alone, for PEFT")
 
 
@@ -447,28 +447,28 @@ def _env_options(env: argparse.ArgumentParser) -> None:
     serve = actions.add_parser("serve", help=text, description=text, allow_abbrev=False)
     serve.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     serve.add_argument("--config", metavar="FILE", help="a config file with the tasks to serve (see configs/)")
-    serve.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: openenv.token in "
-                       "jaxroll/ of your state folder)")  # fmt: skip
+    text = "file of the clients' token (default: openenv.token in jaxroll/ of your state folder)"
+    serve.add_argument("--token-file", metavar="FILE", help=text)
     http_options(serve, 8000)
 
 
 def _sim_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll sim [RUN] --config=FILE --cluster=FILE [OPTIONS]\n       jaxroll sim calibrate RUN"
-    one.add_argument("targets", nargs="*", metavar="RUN", help="the folder of the simulated run; `calibrate RUN` "
-                     "prints the cluster on which RUN was recorded")  # fmt: skip
+    text = "the folder of the simulated run; `calibrate RUN` prints the cluster on which RUN was recorded"
+    one.add_argument("targets", nargs="*", metavar="RUN", help=text)
     one.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate each value of a key")
 
 
 def _plan_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
-    one.add_argument("--topology", metavar="NAME", default="", help="v5e:8x8, v5p:4x4x4, v6e:8x8 or another slice of "
-                     "TPUs; gpu:8xH100, gpu:8xH200 or gpu:8xA100; cpu:2")  # fmt: skip
+    text = "v5e:8x8, v5p:4x4x4, v6e:8x8 or another slice of TPUs; gpu:8xH100, gpu:8xH200 or gpu:8xA100; cpu:2"
+    one.add_argument("--topology", metavar="NAME", default="", help=text)
     one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _tls_options(tls: argparse.ArgumentParser) -> None:
-    tls.add_argument("--host", action="append", default=[], metavar="NAME",
-                     help="a host name of the store or the learner, repeatable")  # fmt: skip
+    text = "a host name of the store or the learner, repeatable"
+    tls.add_argument("--host", action="append", default=[], metavar="NAME", help=text)
     tls.add_argument(
         "--token-of", metavar="ROLE", help="print the token of a machine that may act only as ROLE, and end"
     )
@@ -477,7 +477,10 @@ def _tls_options(tls: argparse.ArgumentParser) -> None:
 
 def _fork_option(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--fork", metavar="STEP", nargs="?", const="",
+        "--fork",
+        metavar="STEP",
+        nargs="?",
+        const="",
         help="discard the training after the checkpoint of STEP (or LINEAGE.STEP; default: the newest checkpoint) and "
         "continue from it in a new lineage",
-    )  # fmt: skip
+    )

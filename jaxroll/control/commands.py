@@ -42,8 +42,8 @@ def run_train(options: argparse.Namespace) -> int:
             raise ConfigError("--resume", True, "no run named", "Add RUN (`jaxroll list` shows the runs).")
         path = run_dir.checked(options.run)
         if options.config:
-            raise ConfigError("--config", options.config, "a run is resumed with its own config",
-                              "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
+            remedy = "Leave --config out; --config.KEY=VALUE may change a few keys."
+            raise ConfigError("--config", options.config, "a run is resumed with its own config", remedy)
         run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is not a run
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
@@ -89,8 +89,14 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     config, path = _config_and_run(options, name)
     if options.command == "learner" and index >= (hosts := len(learner_names(config))):
         raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
-    words = {"host": "host", "port": "port", "insecure": "insecure", "fork": "fork", "coordinator": "coordinator",
-             "drain": "drain_s"}  # fmt: skip
+    words = {
+        "host": "host",
+        "port": "port",
+        "insecure": "insecure",
+        "fork": "fork",
+        "coordinator": "coordinator",
+        "drain": "drain_s",
+    }
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
@@ -129,8 +135,8 @@ def _evaluate_model_folder(options: argparse.Namespace) -> None:
     if RunPaths(folder).run_file.exists() or not (folder / "config.json").is_file():
         return
     if not options.config:
-        raise ConfigError("RUN", options.run, "is the folder of a model, which has no task",
-                          f"Name a task too: jaxroll eval {options.run} --config=FILE")  # fmt: skip
+        reason = "is the folder of a model, which has no task"
+        raise ConfigError("RUN", options.run, reason, f"Name a task too: jaxroll eval {options.run} --config=FILE")
     named = [f"--config.model.path={folder}"]
     if (folder / "tokenizer.json").is_file():
         named += ["--config.tokenizer.kind=hf", f"--config.tokenizer.path={folder}"]
@@ -158,12 +164,18 @@ def run_compile(options: argparse.Namespace) -> int:
     config, path = _config_and_run(options, options.command)
     name = "sampler-0" if options.role == "sampler" else options.role
     if not options.child:
-        specs = program.compilers(config, path, train.find_inventory(config), python=sys.executable,
-                                  cache_dir=program.default_cache_dir(path, os.environ), names=(name,),
-                                  visible_gpus=program.visible_gpus())  # fmt: skip
+        specs = program.compilers(
+            config,
+            path,
+            train.find_inventory(config),
+            python=sys.executable,
+            cache_dir=program.default_cache_dir(path, os.environ),
+            names=(name,),
+            visible_gpus=program.visible_gpus(),
+        )
         if not specs:
-            raise ConfigError("--role", options.role, "has no programs of its own in this run",
-                              "Colocated roles and a learner of several hosts compile when they start.")  # fmt: skip
+            remedy = "Colocated roles and a learner of several hosts compile when they start."
+            raise ConfigError("--role", options.role, "has no programs of its own in this run", remedy)
         return run_foreground(list(specs[0].argv), dict(specs[0].env))
     from jaxroll.metrics import JsonlTracker
     from jaxroll.roles.weights import Progress
@@ -182,8 +194,8 @@ def _check_trained(path: Path) -> None:
 
     paths = RunPaths(path)
     if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
-        raise ConfigError("RUN", str(path), "has neither checkpoints nor a warm start",
-                          f"Train first: jaxroll train {os.path.relpath(path)} --resume")  # fmt: skip
+        reason = "has neither checkpoints nor a warm start"
+        raise ConfigError("RUN", str(path), reason, f"Train first: jaxroll train {os.path.relpath(path)} --resume")
 
 
 def run_config(options: argparse.Namespace) -> None:
@@ -207,8 +219,8 @@ def run_sim(options: argparse.Namespace) -> None:
         print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
         return
     if not options.cluster or len(options.targets) > 1:
-        raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN",
-                          "Add --cluster=FILE; `jaxroll sim calibrate RUN` makes one.")  # fmt: skip
+        remedy = "Add --cluster=FILE; `jaxroll sim calibrate RUN` makes one."
+        raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN", remedy)
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):
@@ -416,8 +428,8 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
     if not folder:
         raise ConfigError("RUN", None, "no run named", "Name an existing run, or give --config=FILE.")
     if options.overrides:
-        raise ConfigError(options.overrides[0], folder, "the run has its config already",
-                          "Give --config=FILE with overrides, or none.")  # fmt: skip
+        reason = "the run has its config already"
+        raise ConfigError(options.overrides[0], folder, reason, "Give --config=FILE with overrides, or none.")
     path = run_dir.checked(folder)
     config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
     preflight.check_role(options, config)

@@ -82,8 +82,8 @@ class Program:
 def program_of(config: Config, request: Request) -> Program:
     """The program of `config`. ConfigError for a run that cannot be spread over hosts."""
     if config.placement.colocated:
-        raise ConfigError("placement.colocated", True, "the engines start a process for each role",
-                          "Set it to False, or use --on=local.")  # fmt: skip
+        reason = "the engines start a process for each role"
+        raise ConfigError("placement.colocated", True, reason, "Set it to False, or use --on=local.")
     common = [f"--config={request.config_file}", *(f"--config.{text}" for text in request.overrides)]
     plain = ("--insecure",) if request.insecure else ()
     store = f"--store={STORE}:{request.port}"
@@ -131,8 +131,8 @@ def warm_start(config: Config, learner: Sequence[str], run: str, prefix: str = "
 
 def check_scratch(request: Request) -> None:
     if not request.scratch:
-        raise ConfigError("--scratch", "", "the store's database must not be on a shared file system",
-                          "Name a folder on the disk of the store's host, as in --scratch=/local/x.")  # fmt: skip
+        remedy = "Name a folder on the disk of the store's host, as in --scratch=/local/x."
+        raise ConfigError("--scratch", "", "the store's database must not be on a shared file system", remedy)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -172,10 +172,12 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
         "set -uo pipefail",
         f"cd {shlex.quote(request.workdir)}",
         f"chmod 600 {shlex.quote(request.run)}/token  # on the shared folder: all nodes read it there",
-        "first() { scontrol show hostnames \"$1\" | head -n 1; }",
-        *(f'export {name}="$(first "$SLURM_JOB_NODELIST_HET_GROUP_{numbers[role]}")"'
-          for name, role in (("STORE_HOST", "store"), ("LEARNER_HOST", "learner"))),
-        f"export {TOKEN_VARIABLE}=\"$(cat {shlex.quote(request.run)}/token)\"",
+        'first() { scontrol show hostnames "$1" | head -n 1; }',
+        *(
+            f'export {name}="$(first "$SLURM_JOB_NODELIST_HET_GROUP_{numbers[role]}")"'
+            for name, role in (("STORE_HOST", "store"), ("LEARNER_HOST", "learner"))
+        ),
+        f'export {TOKEN_VARIABLE}="$(cat {shlex.quote(request.run)}/token)"',
         *([] if request.insecure else [f"export {TLS_VARIABLE}={shlex.quote(request.run + '/tls')}"]),
         "",
         f"# Starts a role again when it dies, at most {program.restarts} times. 0: done, {EXIT_CONFIG}: refused, "
@@ -191,7 +193,7 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
         "}",
         END_JOBS,
         "trap 'end_jobs; exit 143' TERM",
-    ]  # fmt: skip
+    ]
     for role in program.roles:
         inner = f"export ROLE_INDEX=$SLURM_PROCID HOST_NAME=$SLURMD_NODENAME; {role.line()}"
         copies = role.count if role.name == "sampler" else 1
@@ -247,14 +249,20 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
             {"name": "STORE_HOST", "value": pod_host(program.name, "store")},
             {"name": "LEARNER_HOST", "value": pod_host(program.name, "learner")},
             {"name": "HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": {
-                "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}},
+            {
+                "name": "ROLE_INDEX",
+                "valueFrom": {
+                    "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+                },
+            },
             {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
             *tls,
         ],
-        "volumeMounts": [{"name": "secrets", "mountPath": SECRETS, "readOnly": True},
-                         {"name": "run", "mountPath": request.run}],
-    }  # fmt: skip
+        "volumeMounts": [
+            {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
+            {"name": "run", "mountPath": request.run},
+        ],
+    }
     if limits:
         container["resources"] = {"limits": limits}
     volumes: list[dict] = [{"name": "secrets", "secret": {"secretName": secret, "defaultMode": 0o400}}]
@@ -271,8 +279,13 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
         "containers": [container],
         "volumes": volumes,
     }
-    job = {"parallelism": pods, "completions": pods, "completionMode": "Indexed",
-           "backoffLimit": program.restarts if role.hosts == 1 else 0, "template": {"spec": pod}}  # fmt: skip
+    job = {
+        "parallelism": pods,
+        "completions": pods,
+        "completionMode": "Indexed",
+        "backoffLimit": program.restarts if role.hosts == 1 else 0,
+        "template": {"spec": pod},
+    }
     return {"name": role.name, "replicas": 1, "template": {"spec": job}}
 
 
@@ -287,8 +300,8 @@ def _pod_devices(role: Role, request: Request) -> tuple[dict[str, int], dict[str
         chip, topology = rest.split(":")
         selector = {"cloud.google.com/gke-tpu-accelerator": chip, "cloud.google.com/gke-tpu-topology": topology}
         return {"google.com/tpu": role.devices}, selector
-    raise ConfigError("--accelerator", request.accelerator, "pods ask for gpu, gpu:TYPE or tpu:TYPE:TOPOLOGY",
-                      "As in --accelerator=tpu:tpu-v5-lite-podslice:2x2.")  # fmt: skip
+    reason = "pods ask for gpu, gpu:TYPE or tpu:TYPE:TOPOLOGY"
+    raise ConfigError("--accelerator", request.accelerator, reason, "As in --accelerator=tpu:tpu-v5-lite-podslice:2x2.")
 
 
 # --- SkyPilot: a cluster for store, learner and evaluator; a managed job for each sampler
@@ -299,16 +312,21 @@ def skypilot(program: Program, request: Request) -> dict[str, str]:
     fixed = [role for role in program.roles if role.name != "sampler"]
     sampler = next(role for role in program.roles if role.name == "sampler")
     if any(role.hosts > 1 for role in fixed):
-        raise ConfigError("placement.learner_hosts", max(role.hosts for role in fixed), "a task has one host per role",
-                          "Set it to 1, or use --on=slurm or --on=jobset.")  # fmt: skip
+        reason = "a task has one host per role"
+        remedy = "Set it to 1, or use --on=slurm or --on=jobset."
+        raise ConfigError("placement.learner_hosts", max(role.hosts for role in fixed), reason, remedy)
     nodes = [role for role in fixed for _ in range(role.count)]
     cases = []
     for rank, role in enumerate(nodes):
         index = nodes[:rank].count(role)
         cases.append(f"  {rank}) ROLE_INDEX={index}; run() {{ {role.line(replaces=False)}; }} ;;")
-    addresses = ["HOST_NAME=$(hostname -I | cut -d' ' -f1)",
-                 *(f'{name}_HOST=$(sed -n {number}p <<< "$SKYPILOT_NODE_IPS")'
-                   for number, name in ((1, "STORE"), (2, "LEARNER")))]  # fmt: skip
+    addresses = [
+        "HOST_NAME=$(hostname -I | cut -d' ' -f1)",
+        *(
+            f'{name}_HOST=$(sed -n {number}p <<< "$SKYPILOT_NODE_IPS")'
+            for number, name in ((1, "STORE"), (2, "LEARNER"))
+        ),
+    ]
     script = ["set -u", *addresses, "case $SKYPILOT_NODE_RANK in", *cases, "esac", *_restarts("run", program.restarts)]
     main = _task(program.name, request, max(fixed, key=lambda role: role.devices).devices, False, "\n".join(script))
     main["num_nodes"] = len(nodes)
@@ -356,18 +374,26 @@ def tpu_vm(program: Program, request: Request) -> dict[str, str]:
     Token and certificates travel through the standard input of ssh into files with mode 0600.
     """
     if not (request.zone and request.accelerator and request.runtime):
-        raise ConfigError("--zone", request.zone, "a queued resource has a zone, an accelerator type and a runtime",
-                          "Add --zone=ZONE, --accelerator=v5litepod-8 and --runtime=v2-alpha-tpuv5-lite.")  # fmt: skip
+        reason = "a queued resource has a zone, an accelerator type and a runtime"
+        remedy = "Add --zone=ZONE, --accelerator=v5litepod-8 and --runtime=v2-alpha-tpuv5-lite."
+        raise ConfigError("--zone", request.zone, reason, remedy)
     check_scratch(request)
     run, kept = shlex.quote(request.run), f".jaxroll/{program.name}"
     files = "token" if request.insecure else f"token {' '.join(f'tls/{name}' for name in CERTIFICATES)}"
     receive = f"umask 077; mkdir -p {kept} && tar -C {kept} -xf - && chmod -R go= {kept}"
     wanted = f"--accelerator-type={shlex.quote(request.accelerator)} --runtime-version={shlex.quote(request.runtime)}"
     text = TPU_VM.format(
-        zone=shlex.quote(request.zone), run=run, files=files, receive=shlex.quote(receive), wanted=wanted,
+        zone=shlex.quote(request.zone),
+        run=run,
+        files=files,
+        receive=shlex.quote(receive),
+        wanted=wanted,
         project=f" --project={shlex.quote(request.project)}" if request.project else "",
-        restarts=program.restarts, end_jobs=END_JOBS, refused=EXIT_CONFIG, closed=EXIT_CLOSED,
-    )  # fmt: skip
+        restarts=program.restarts,
+        end_jobs=END_JOBS,
+        refused=EXIT_CONFIG,
+        closed=EXIT_CLOSED,
+    )
     names = [(role, f"{program.name}-{role.name}-{copy}") for role in program.roles for copy in range(role.count)]
     lines = [f"vms=({' '.join(name for role, name in names if role.devices)})"]
     for role, name in names:
@@ -455,6 +481,11 @@ ENGINES: Mapping[str, Engine] = {
 def secret_manifest(name: str, files: Mapping[str, bytes]) -> str:
     """The Kubernetes secret of the run, for a file with mode 0600."""
     data = {file: base64.b64encode(content).decode() for file, content in files.items()}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{name}-secrets"}, "type": "Opaque",
-              "data": data}  # fmt: skip
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-secrets"},
+        "type": "Opaque",
+        "data": data,
+    }
     return json.dumps(secret, indent=1) + "\n"

@@ -100,9 +100,14 @@ OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
 def add_options(one: argparse.ArgumentParser) -> None:
     """Add the options of `jaxroll launch`; `engine_of` sets their defaults."""
     one.add_argument("--target", choices=("tpu_vm", "gpu"), help="print lines for this kind of machine (launch/*.sh)")
-    one.add_argument("--on", action="append", default=[], metavar="ENGINE|ROLE=HOST",
-                     help=f"{', '.join(KNOWN[:-1])} or {KNOWN[-1]}; or the host of a role, repeatable: store=a, "
-                     "learner=b, sampler-0=c")  # fmt: skip
+    one.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        metavar="ENGINE|ROLE=HOST",
+        help=f"{', '.join(KNOWN[:-1])} or {KNOWN[-1]}; or the host of a role, repeatable: store=a, "
+        "learner=b, sampler-0=c",
+    )
     for name, (default, metavar, text, readers) in OPTIONS.items():
         text += "" if readers == ALL else f" [{', '.join(map(_spelled, readers))}]"
         if default is False:
@@ -131,8 +136,8 @@ def _check_options(options: argparse.Namespace, engine: str) -> None:
         if given[name] is None:
             setattr(options, name.replace("-", "_"), default)
         elif reader not in readers:
-            raise ConfigError(f"--{name}", given[name], f"{_spelled(reader)} does not read it",
-                              f"Leave it out; it is for {', '.join(map(_spelled, readers))}.")  # fmt: skip
+            remedy = f"Leave it out; it is for {', '.join(map(_spelled, readers))}."
+            raise ConfigError(f"--{name}", given[name], f"{_spelled(reader)} does not read it", remedy)
 
 
 def target_of(options: argparse.Namespace) -> Target:
@@ -147,9 +152,22 @@ def target_of(options: argparse.Namespace) -> Target:
         hosts[name] = host
     if options.target == "tpu_vm" and any(host != LOCAL for host in hosts.values()) and not options.zone:
         raise ConfigError("--zone", "", "TPU VMs are found by their zone", "Add --zone=ZONE.")
-    return Target(options.target or "gpu", options.config, tuple(options.overrides), hosts, options.run or Target.run,
-                  options.workdir, options.python, options.port, options.devices_per_host, options.gpu_memory_mb,
-                  options.zone, options.project, options.insecure, options.tls)  # fmt: skip
+    return Target(
+        options.target or "gpu",
+        options.config,
+        tuple(options.overrides),
+        hosts,
+        options.run or Target.run,
+        options.workdir,
+        options.python,
+        options.port,
+        options.devices_per_host,
+        options.gpu_memory_mb,
+        options.zone,
+        options.project,
+        options.insecure,
+        options.tls,
+    )
 
 
 def plan(config: Config, target: Target) -> list[Launch]:
@@ -163,10 +181,14 @@ def plan(config: Config, target: Target) -> list[Launch]:
     common = program.common_env(CACHE)
     spread = len({target.host(name) for name in names}) > 1
     if spread and not (target.tls or target.insecure):
-        raise ConfigError("--on", " ".join(f"{n}={h}" for n, h in target.hosts.items()), "plain text between machines",
-                          "Make certificates with `jaxroll tls RUN --host=NAME` (the store's and the learner's hosts), "
-                          "copy them to the hosts and add --tls=DIR; or add --insecure on a net you trust. Every host "
-                          f"needs the run's secret in {TOKEN_VARIABLE}.")  # fmt: skip
+        raise ConfigError(
+            "--on",
+            " ".join(f"{n}={h}" for n, h in target.hosts.items()),
+            "plain text between machines",
+            "Make certificates with `jaxroll tls RUN --host=NAME` (the store's and the learner's hosts), "
+            "copy them to the hosts and add --tls=DIR; or add --insecure on a net you trust. Every host "
+            f"needs the run's secret in {TOKEN_VARIABLE}.",
+        )
     address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
     if spread and target.tls:
         common = {**common, TLS_VARIABLE: target.tls}
@@ -193,12 +215,13 @@ def _check_learner_hosts(config: Config, target: Target) -> None:
         return
     where = [target.host(name) for name in _with_devices(config, target)]
     if target.kind == "tpu_vm" and (target.host("learner") == LOCAL or where.count(target.host("learner")) > 1):
-        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes a TPU slice for itself",
-                          "Add --on learner=NAME, and give the other roles another.")  # fmt: skip
+        reason = f"a learner of {hosts} hosts takes a TPU slice for itself"
+        remedy = "Add --on learner=NAME, and give the other roles another."
+        raise ConfigError("--on", target.host("learner"), reason, remedy)
     theirs = {target.host(name) for name in learners}
     if target.kind == "gpu" and (LOCAL in theirs or len(theirs) < hosts):
-        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes that many",
-                          f"Name each: {' '.join(f'--on {name}=HOST' for name in learners)}.")  # fmt: skip
+        remedy = f"Name each: {' '.join(f'--on {name}=HOST' for name in learners)}."
+        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes that many", remedy)
 
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
@@ -261,8 +284,9 @@ def _fits(here: Mapping[str, int], host: str, target: Target) -> None:
     needed = sum(here.values())
     if target.devices_per_host < needed:
         spelled = ", ".join(f"{name} {count}" for name, count in here.items())
-        raise ConfigError("--devices-per-host", target.devices_per_host, f"{host} must have {needed} ({spelled})",
-                          "Say how many it has, or use one host per role.")  # fmt: skip
+        reason = f"{host} must have {needed} ({spelled})"
+        remedy = "Say how many it has, or use one host per role."
+        raise ConfigError("--devices-per-host", target.devices_per_host, reason, remedy)
 
 
 def text(config: Config, target: Target, *, dry_run: bool) -> str:
@@ -277,8 +301,9 @@ def shown(config: Config, engine: str, options: argparse.Namespace) -> str:
         return text(config, target_of(options), dry_run=options.dry_run)
     run = Path(os.path.abspath(options.run or f"runs/{config.run.name}"))
     inventory, cache_dir = program.find(config.placement.platform), program.default_cache_dir(run, os.environ)
-    specs = program.build(config, run, inventory, python=sys.executable, cache_dir=cache_dir,
-                          visible_gpus=program.visible_gpus())  # fmt: skip
+    specs = program.build(
+        config, run, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=program.visible_gpus()
+    )
     return "\n\n".join(describe(Launch(spec.name, LOCAL, spec.argv, spec.env)) for spec in specs)
 
 
@@ -323,8 +348,8 @@ def engine_of(options: argparse.Namespace) -> str:
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
-        raise ConfigError("--on", " ".join(unknown or named), "names no engine, or several",
-                          f"Engines: {', '.join(KNOWN)}.")  # fmt: skip
+        reason = "names no engine, or several"
+        raise ConfigError("--on", " ".join(unknown or named), reason, f"Engines: {', '.join(KNOWN)}.")
     engine = named[0] if named else ""
     _check_options(options, engine)
     return engine
@@ -333,11 +358,24 @@ def engine_of(options: argparse.Namespace) -> str:
 def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
     """The options, for an engine other than local and ssh."""
     return engines.Request(
-        options.config, tuple(options.overrides), _name(config, options), options.run or Target.run,
-        options.scratch, options.workdir, options.python, options.port, options.accelerator, options.image,
-        options.queue, options.zone, options.project, options.runtime, options.spot, options.insecure,
+        options.config,
+        tuple(options.overrides),
+        _name(config, options),
+        options.run or Target.run,
+        options.scratch,
+        options.workdir,
+        options.python,
+        options.port,
+        options.accelerator,
+        options.image,
+        options.queue,
+        options.zone,
+        options.project,
+        options.runtime,
+        options.spot,
+        options.insecure,
         options.address,
-    )  # fmt: skip
+    )
 
 
 def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
@@ -399,8 +437,14 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
         warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
         gang = "learner" if is_learner and len(learner_names(config)) > 1 else ""
         shell = shell_line(one, target, warm)
-        command = (sys.executable, "-m", "jaxroll.lifeline", "bash", "-c",
-                   shell if one.host == LOCAL else f"exec {shell}")  # fmt: skip
+        command = (
+            sys.executable,
+            "-m",
+            "jaxroll.lifeline",
+            "bash",
+            "-c",
+            shell if one.host == LOCAL else f"exec {shell}",
+        )
         found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang))
     return tuple(found)
 

@@ -74,8 +74,9 @@ def groups_of(config: Config, program: Program, request: Request) -> tuple[Group
                 Process(each, _line(config, role, request, copy), copy + host) for host, each in enumerate(names)
             )
             strategy = "STRICT_PACK" if role.hosts == 1 else "STRICT_SPREAD"
-            found.append(Group(f"{program.name}-{name}", strategy, bundle(role, request), processes,
-                               here=role.name == "store"))  # fmt: skip
+            found.append(
+                Group(f"{program.name}-{name}", strategy, bundle(role, request), processes, here=role.name == "store")
+            )
     return tuple(found)
 
 
@@ -83,11 +84,12 @@ def bundle(role: Role, request: Request) -> dict[str, float]:
     """The resources of one process. `accelerator` is gpu, gpu:TYPE, tpu or tpu:TYPE, with Ray's accelerator types."""
     kind, _, model = request.accelerator.partition(":")
     if kind not in ("", "gpu", "tpu"):
-        raise ConfigError("--accelerator", request.accelerator, "Ray has the resources GPU and TPU",
-                          "As in --accelerator=gpu:H100 or --accelerator=tpu:TPU-V5P.")  # fmt: skip
+        remedy = "As in --accelerator=gpu:H100 or --accelerator=tpu:TPU-V5P."
+        raise ConfigError("--accelerator", request.accelerator, "Ray has the resources GPU and TPU", remedy)
     if kind == "tpu" and role.hosts > 1:
-        raise ConfigError("placement.learner_hosts", role.hosts, "the hosts of a TPU slice must be placed as one",
-                          "Set it to 1, or use --on=tpu-vm or --on=jobset.")  # fmt: skip
+        reason = "the hosts of a TPU slice must be placed as one"
+        remedy = "Set it to 1, or use --on=tpu-vm or --on=jobset."
+        raise ConfigError("placement.learner_hosts", role.hosts, reason, remedy)
     if not (kind and role.devices):
         return {"CPU": 1.0}
     return {"CPU": 1.0, kind.upper(): float(role.devices)} | ({f"accelerator_type:{model}": 0.001} if model else {})
@@ -107,12 +109,15 @@ def _line(config: Config, role: Role, request: Request, copy: int) -> str:
 def files(config: Config, program: Program, request: Request) -> dict[str, str]:
     """The placement groups as YAML, for reading."""
     shown = [
-        {"placement_group": group.name, "strategy": group.strategy,
-         "bundles": [dict(group.bundle)] * len(group.processes),
-         **({"node": "that of the driver"} if group.here else {}),
-         "actors": {process.name: process.line for process in group.processes}}
+        {
+            "placement_group": group.name,
+            "strategy": group.strategy,
+            "bundles": [dict(group.bundle)] * len(group.processes),
+            **({"node": "that of the driver"} if group.here else {}),
+            "actors": {process.name: process.line for process in group.processes},
+        }
         for group in groups_of(config, program, request)
-    ]  # fmt: skip
+    ]
     where = {"cluster": request.address or "that of this node", "workdir": request.workdir, "placement_groups": shown}
     return {"ray.yaml": yaml.dump(where, Dumper=_Plain, sort_keys=False, width=1000)}
 
@@ -160,9 +165,17 @@ class RoleProcess:
         if self._stopped:
             return 0, ""
         # This thread lives as long as the process, as its parent-death signal needs.
-        process = subprocess.Popen(command, env=env, cwd=workdir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True, text=True,
-                                   errors="replace")  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=workdir,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
         self._process = process
 
         def copy() -> None:
@@ -205,8 +218,12 @@ class Cluster:
         self._groups = []
         for group in groups:
             here = [{NODE_LABEL: own.get_node_id()}] if group.here else None
-            placed = ray.util.placement_group([dict(group.bundle)] * len(group.processes), strategy=group.strategy,
-                                              name=group.name, bundle_label_selector=here)  # fmt: skip
+            placed = ray.util.placement_group(
+                [dict(group.bundle)] * len(group.processes),
+                strategy=group.strategy,
+                name=group.name,
+                bundle_label_selector=here,
+            )
             self._groups.append(placed)
             if group.here and not placed.wait(HERE_S):
                 why, remedy = f"this node has no {dict(group.bundle)} free for the store", "Run this on another node."
@@ -222,11 +239,18 @@ class Cluster:
         group, placed, at = self._where[spec.name]
         self._starts[spec.name] += 1
         resources = dict(group.bundle)
-        actor = ray.remote(RoleProcess).options(
-            name=f"{group.name}:{spec.name}:{self._starts[spec.name]}", max_concurrency=2,
-            num_cpus=resources.pop("CPU"), num_gpus=resources.pop("GPU", 0), resources=resources,
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, at),
-        ).remote(spec.name)  # fmt: skip
+        actor = (
+            ray.remote(RoleProcess)
+            .options(
+                name=f"{group.name}:{spec.name}:{self._starts[spec.name]}",
+                max_concurrency=2,
+                num_cpus=resources.pop("CPU"),
+                num_gpus=resources.pop("GPU", 0),
+                resources=resources,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, at),
+            )
+            .remote(spec.name)
+        )
         if at == 0:
             self._leaders[group.name] = actor.address.remote()
         process = group.processes[at]
@@ -318,8 +342,9 @@ def run(config: Config, request: Request, words: Sequence[str]) -> int:
     """
     _ray()
     if request.address.startswith("ray://"):
-        raise ConfigError("--address", request.address, "a Ray client is on no node, and the store is on the driver's",
-                          "Run this on a node of the cluster, or with `ray job submit`.")  # fmt: skip
+        reason = "a Ray client is on no node, and the store is on the driver's"
+        remedy = "Run this on a node of the cluster, or with `ray job submit`."
+        raise ConfigError("--address", request.address, reason, remedy)
     groups = groups_of(config, engines.program_of(config, request), request)
     path = run_dir.shared(request.scratch, config, words)
     secret, values = protocol.create(path), configs.to_dict(config)

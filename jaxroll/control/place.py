@@ -97,8 +97,13 @@ def hardware(path: Path) -> Hardware:
         return _with_plan(found, path)
     measured = found.learner != LearnerCosts() and found.sampler != SamplerCosts()
     if not (found.roles or found.model or measured):
-        refuse("model", None, "nothing tells the time of a step", "Add [model] and the rates of [[devices]], a plan, "
-               "[[roles]], or the tables that `jaxroll sim calibrate RUN` prints.")  # fmt: skip
+        refuse(
+            "model",
+            None,
+            "nothing tells the time of a step",
+            "Add [model] and the rates of [[devices]], a plan, "
+            "[[roles]], or the tables that `jaxroll sim calibrate RUN` prints.",
+        )
     if found.model and not found.roles:
         for each in found.devices:
             if math.isinf(each.flops) or math.isinf(each.bytes_per_s):
@@ -118,8 +123,8 @@ def _with_plan(found: Hardware, path: Path) -> Hardware:
         sends = TransferCosts(latency_s=speed["transfer_s"])
         devices = {"sampler": roles["sampler"]["chips"], "learner": roles["learner"]["chips"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: plan", found.plan, f"is no plan that fits ({type(error).__name__}: {error})",
-                          "Write it with `jaxroll plan --json`.") from error  # fmt: skip
+        reason = f"is no plan that fits ({type(error).__name__}: {error})"
+        raise ConfigError(f"{path}: plan", found.plan, reason, "Write it with `jaxroll plan --json`.") from error
     space = replace(found.search, sampler_devices=(devices["sampler"],), learner_devices=(devices["learner"],))
     return replace(found, sampler=sampler, learner=learner, transfer=sends, search=space, model=None)
 
@@ -131,9 +136,16 @@ def _print_workflow(found: Hardware, options: argparse.Namespace) -> None:
     units = {
         "+".join(leaf.roles): {name: n * unit for name, n in zip(names, leaf.devices, strict=True) if n}
         for leaf in plan.leaves()
-    }  # fmt: skip
-    row = {"step_s": plan.seconds, "low_s": plan.seconds * (1 - spread), "high_s": plan.seconds * (1 + spread),
-           "alpha": plan.lag, "kind": plan.kind, "roles": units, "order": _order(plan)}  # fmt: skip
+    }
+    row = {
+        "step_s": plan.seconds,
+        "low_s": plan.seconds * (1 - spread),
+        "high_s": plan.seconds * (1 + spread),
+        "alpha": plan.lag,
+        "kind": plan.kind,
+        "roles": units,
+        "order": _order(plan),
+    }
     if options.json:
         print(json.dumps({"objective": options.objective, "source": found.source, "class": "S"} | row))
         return
@@ -157,12 +169,14 @@ def _described(
     """A candidate and its prediction as a JSON object."""
     devices = planner.hardware.devices
     return asdict(found) | {
-        "schedule": one.schedule, "alpha": one.alpha,
+        "schedule": one.schedule,
+        "alpha": one.alpha,
         "learner": {devices[one.learner_type].name: one.learner_devices},
         "samplers": {each.name: n for each, n in zip(devices, one.samplers, strict=True) if n},
-        "sampler_devices": one.sampler_devices, "overrides": changes,
+        "sampler_devices": one.sampler_devices,
+        "overrides": changes,
         "accelerator": devices[one.learner_type].accelerator,
-    }  # fmt: skip
+    }
 
 
 def _lines(row: Mapping[str, Any]) -> list[str]:

@@ -379,10 +379,10 @@ def named_config(options: argparse.Namespace) -> Config:
 def check_role(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError if the run does not have this role."""
     if options.command == COLOCATED and not config.placement.colocated:
-        raise ConfigError("placement.colocated", False, "this run has a process for each role",
-                          "Set it to True, for every process of the run.")  # fmt: skip
+        reason = "this run has a process for each role"
+        raise ConfigError("placement.colocated", False, reason, "Set it to True, for every process of the run.")
     if options.command != "actor":
         return
     if not config.placement.actors:
-        raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves",
-                          "Set it to how many actors there are, for every role of the run.")  # fmt: skip
+        remedy = "Set it to how many actors there are, for every role of the run."
+        raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves", remedy)

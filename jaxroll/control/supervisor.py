@@ -79,8 +79,10 @@ class Guarded:
             self.failures[method] += 1
             if self.failures[method] == 1:
                 at = traceback.extract_tb(error.__traceback__)[-1]
-                self._report(f"the view failed in `{method}`, the run goes on: {type(error).__name__}: {error} "
-                             f"({Path(at.filename).name}:{at.lineno})")  # fmt: skip
+                self._report(
+                    f"the view failed in `{method}`, the run goes on: {type(error).__name__}: {error} "
+                    f"({Path(at.filename).name}:{at.lineno})"
+                )
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,8 @@ class Supervisor:
         unready = [name for name in slot.spec.after if not self._ready(name)]
         if unready and slot.spec.name not in self._begun:
             if now - slot.since_s > READY_S:
-                raise ConfigError(slot.spec.name, "waiting", f"{', '.join(unready)} not ready after {READY_S:.0f} s",
-                                  f"See {self._log(unready[0])}.")  # fmt: skip
+                reason = f"{', '.join(unready)} not ready after {READY_S:.0f} s"
+                raise ConfigError(slot.spec.name, "waiting", reason, f"See {self._log(unready[0])}.")
             return
         slot.child = self._start(slot.spec, self._log(slot.spec.name), self._environ)
         slot.due_s, slot.since_s = None, now
@@ -256,8 +258,17 @@ class Supervisor:
                 slot.lives = lives
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
-                self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "restart", "process": slot.spec.name,
-                                   "pid": pid, "code": code, **({"cause": cause} if cause else {})})  # fmt: skip
+                self._tracker.log(
+                    {
+                        "t": unix_s(),
+                        "role": "supervisor",
+                        "kind": "restart",
+                        "process": slot.spec.name,
+                        "pid": pid,
+                        "code": code,
+                        **({"cause": cause} if cause else {}),
+                    }
+                )
                 why = f" ({cause})" if cause else ""
                 self._observer.say(
                     f"{slot.spec.name} died {policy.how(code)}{why}; it starts again in {delay_s:.1f} s."
@@ -309,8 +320,9 @@ class Supervisor:
         return True
 
     def _order(self) -> str:
-        ranks = [(role, [slot.spec.name for slot in self._slots.values() if slot.spec.role == role])
-                 for role in STOP_ORDER]  # fmt: skip
+        ranks = [
+            (role, [slot.spec.name for slot in self._slots.values() if slot.spec.role == role]) for role in STOP_ORDER
+        ]
         return ", ".join(names[0] if len(names) == 1 else f"{len(names)} {role}s" for role, names in ranks if names)
 
     def _stop_all(self) -> None:
@@ -334,8 +346,11 @@ class Supervisor:
                 return
             if self._clock.now_s() > by_s or self._interrupts >= 2:
                 names = ", ".join(slot.spec.name for slot in left)
-                self._observer.say(f"{names} did not leave within {self._config.stop_s:g} s: killed."
-                                   if self._interrupts < 2 else f"{names} killed.")  # fmt: skip
+                self._observer.say(
+                    f"{names} did not leave within {self._config.stop_s:g} s: killed."
+                    if self._interrupts < 2
+                    else f"{names} killed."
+                )
                 self._kill(left)
                 return
             self._pause()

@@ -72,10 +72,13 @@ def train(
         if needs_warm_start(config, path):
             warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
             names = compiled_meanwhile(config, inventory, len(os.sched_getaffinity(0)))
-            compilers = program.compilers(config, path, inventory, python=sys.executable, cache_dir=cache_dir,
-                                          names=names, visible_gpus=gpus)  # fmt: skip
-            view.say(f"Warm start: {config.sft.steps} steps on worked answers."
-                     f"{' The programs of the roles compile meanwhile.' if compilers else ''}")  # fmt: skip
+            compilers = program.compilers(
+                config, path, inventory, python=sys.executable, cache_dir=cache_dir, names=names, visible_gpus=gpus
+            )
+            view.say(
+                f"Warm start: {config.sft.steps} steps on worked answers."
+                f"{' The programs of the roles compile meanwhile.' if compilers else ''}"
+            )
             code = _supervise([warm, *compilers], path, config, view, leader="sft")
         if code == 0:
             leader = next(spec.name for spec in specs if spec.name in LEADERS)
@@ -186,8 +189,8 @@ def _store_address(shared: Path) -> str:
     try:
         return RunPaths(shared).store_address.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError("--join", str(shared), "no store has written its address here",
-                          "Start the run first, or give the address of its store.") from error  # fmt: skip
+        remedy = "Start the run first, or give the address of its store."
+        raise ConfigError("--join", str(shared), "no store has written its address here", remedy) from error
 
 
 def _config_of(joined: Joined) -> Config:
@@ -217,8 +220,8 @@ def find_config(file: str | None, here: Path) -> Path:
     for root in (here, Path(jaxroll.__file__).parent.parent):
         if (root / "configs" / "demo.py").is_file():
             return root / "configs" / "demo.py"
-    raise ConfigError("--config", "configs/demo.py", f"not found under {here}",
-                      "Run the demo in a checkout of JaxRoll, or give --config=FILE.")  # fmt: skip
+    remedy = "Run the demo in a checkout of JaxRoll, or give --config=FILE."
+    raise ConfigError("--config", "configs/demo.py", f"not found under {here}", remedy)
 
 
 def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> int:

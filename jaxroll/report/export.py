@@ -306,9 +306,15 @@ def open_parquet(path: Path) -> Iterator[Write]:
             "pyarrow is not installed",
             "Install it (pip install 'jaxroll[data]'), or use --jsonl=FILE.",
         ) from error
-    kinds = {"list<int32>": pa.list_(pa.int32()), "list<uint8>": pa.list_(pa.uint8()), "int64": pa.int64(),
-             "list<list<int32>>": pa.list_(pa.list_(pa.int32())),
-             "list<float>": pa.list_(pa.float32()), "string": pa.string(), "double": pa.float64()}  # fmt: skip
+    kinds = {
+        "list<int32>": pa.list_(pa.int32()),
+        "list<uint8>": pa.list_(pa.uint8()),
+        "int64": pa.int64(),
+        "list<list<int32>>": pa.list_(pa.list_(pa.int32())),
+        "list<float>": pa.list_(pa.float32()),
+        "string": pa.string(),
+        "double": pa.float64(),
+    }
     schema = pa.schema([(name, kinds[kind]) for name, kind in COLUMNS])
     with pq.ParquetWriter(path, schema) as writer:
         yield lambda rows: writer.write_table(pa.Table.from_pylist(rows, schema=schema))

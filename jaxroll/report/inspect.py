@@ -278,8 +278,11 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
         rows = metrics.read(RunPaths(run_dir).metrics)
         found = activity.bottleneck(activity.latest(rows), config)
-        return {"bottleneck": asdict(found) if found else None, "best_checkpoint": best_checkpoint(run_dir, config),
-                "joins_and_leaves": _joins_and_leaves(rows, time.time())}  # fmt: skip
+        return {
+            "bottleneck": asdict(found) if found else None,
+            "best_checkpoint": best_checkpoint(run_dir, config),
+            "joins_and_leaves": _joins_and_leaves(rows, time.time()),
+        }
     return {"bottleneck": None, "best_checkpoint": None, "joins_and_leaves": []}
 
 
@@ -334,20 +337,32 @@ def _waits(f: Facts) -> Section:
 
 def _by_state(f: Facts) -> Section:
     rows = [
-        (row["state"], number(row["groups"]), number(row["members_done"]), number(row["members_missing"]),
-         duration(row["oldest_s"]), number(row["oldest_token_age"]))
+        (
+            row["state"],
+            number(row["groups"]),
+            number(row["members_done"]),
+            number(row["members_missing"]),
+            duration(row["oldest_s"]),
+            number(row["oldest_token_age"]),
+        )
         for row in f["groups"]
-    ]  # fmt: skip
+    ]
     headings = ("state", "groups", "members done", "missing", "oldest", "oldest token, steps")
     return Section("groups by state", headings, rows, right=frozenset({1, 2, 3, 5}))
 
 
 def _head(f: Facts) -> Section:
     rows = [
-        (str(row["group"]), row["state"], duration(row["age_s"]), f"{row['done']} of {row['size']}",
-         row["holders"] or "", short(row["question"]))
+        (
+            str(row["group"]),
+            row["state"],
+            duration(row["age_s"]),
+            f"{row['done']} of {row['size']}",
+            row["holders"] or "",
+            short(row["question"]),
+        )
         for row in f["head"]
-    ]  # fmt: skip
+    ]
     headings = ("group", "state", "issued", "done", "held by", "question")
     return Section("unfinished groups, those before the next claim first", headings, rows, right=frozenset({0}))
 
@@ -380,10 +395,15 @@ def _ended(f: Facts) -> Section:
 
 def _causes(f: Facts) -> Section:
     rows = [
-        (number(row["failures"]), number(row["groups"]), row["kind"], f"{duration(row['ago_s'])} ago",
-         short(row["cause"], 80))
+        (
+            number(row["failures"]),
+            number(row["groups"]),
+            row["kind"],
+            f"{duration(row['ago_s'])} ago",
+            short(row["cause"], 80),
+        )
         for row in f["failures"]["causes"]
-    ]  # fmt: skip
+    ]
     headings = ("failures", "groups", "kind", "newest", "cause")
     return Section("failures by cause", headings, rows, right=frozenset({0, 1}))
 
@@ -422,10 +442,15 @@ def _joins(f: Facts) -> Section:
 
 def _claims(f: Facts) -> Section:
     rows = [
-        (f"{row['lineage']}.{row['step']}", row["state"], str(row["groups"]), duration(row["waited_s"]),
-         duration(row["ago_s"]))
+        (
+            f"{row['lineage']}.{row['step']}",
+            row["state"],
+            str(row["groups"]),
+            duration(row["waited_s"]),
+            duration(row["ago_s"]),
+        )
         for row in f["claims"]
-    ]  # fmt: skip
+    ]
     return Section("newest claims", ("claim", "state", "groups", "learner waited", "ago"), rows, right=frozenset({2}))
 
 

@@ -161,17 +161,37 @@ def numbers(rows: Iterable[Row], key: str) -> list[float]:
 
 def accuracy(evals: Sequence[Row]) -> dict[str, Any]:
     """Held-out accuracy at the first and the last evaluation, and the gain with its 95 % interval."""
-    names = ("accuracy_start", "accuracy_end", "accuracy_gain", "accuracy_gain_low", "accuracy_gain_high",
-             "heldout_items", "eval_steps", "reward_parts_start", "reward_parts_end",
-             "accuracy_by_set", "accuracy_by_source")  # fmt: skip
+    names = (
+        "accuracy_start",
+        "accuracy_end",
+        "accuracy_gain",
+        "accuracy_gain_low",
+        "accuracy_gain_high",
+        "heldout_items",
+        "eval_steps",
+        "reward_parts_start",
+        "reward_parts_end",
+        "accuracy_by_set",
+        "accuracy_by_source",
+    )
     if not evals:
         return dict.fromkeys(names)
     first, last = evals[0], evals[-1]
     low, high = paired_interval(first["correct"], last["correct"])
     gain = last["accuracy"] - first["accuracy"]
-    figures = (first["accuracy"], last["accuracy"], gain, low, high, last["n"], [first["step"], last["step"]],
-               first.get("reward_parts"), last.get("reward_parts"), _by_name(first, last, "sets"),
-               _by_name(first, last, "sources"))  # fmt: skip
+    figures = (
+        first["accuracy"],
+        last["accuracy"],
+        gain,
+        low,
+        high,
+        last["n"],
+        [first["step"], last["step"]],
+        first.get("reward_parts"),
+        last.get("reward_parts"),
+        _by_name(first, last, "sets"),
+        _by_name(first, last, "sources"),
+    )
     return dict(zip(names, figures, strict=True))
 
 

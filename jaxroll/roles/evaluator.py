@@ -122,12 +122,25 @@ class EvaluatorLoops:
             | ({} if score.extracted is None else {"extracted": score.extracted})
             for score in results[:EXAMPLES]
         ]
-        return {
-            "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
-            "accuracy": manager.accuracy(results), "correct": manager.marks(results),
-            "n": sum(score.pinned for score in results), "reward_parts": manager.parts(results),
-            "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
-        } | ({"sets": sets} if sets else {}) | ({"sources": sources} if sources else {})  # fmt: skip
+        return (
+            {
+                "t": t1,
+                "role": self.session.role,
+                "kind": "eval",
+                "step": version.step,
+                "lineage": version.lineage,
+                "accuracy": manager.accuracy(results),
+                "correct": manager.marks(results),
+                "n": sum(score.pinned for score in results),
+                "reward_parts": manager.parts(results),
+                "t0": t0,
+                "t1": t1,
+                "seconds": t1 - t0,
+                "examples": examples,
+            }
+            | ({"sets": sets} if sets else {})
+            | ({"sources": sources} if sources else {})
+        )
 
 
 def _figures(results: Sequence[manager.Score]) -> dict[str, Any]:

@@ -96,11 +96,9 @@ def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int 
         ahead = claims is not None and version.step > claims and on_line(lineages, version)
         if version.lineage >= len(lineages) or ahead:
             known = f"lineages below {len(lineages)}" + (f" and {claims} claims" if ahead else "")
-            raise ConfigError(
-                "checkpoints", str(checkpoints.path(version)),
-                f"store.db knows only {known}: it is missing, or older than this checkpoint",
-                "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away.",
-            )  # fmt: skip
+            reason = f"store.db knows only {known}: it is missing, or older than this checkpoint"
+            remedy = "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away."
+            raise ConfigError("checkpoints", str(checkpoints.path(version)), reason, remedy)
 
 
 def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
@@ -112,8 +110,8 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
 
     warm = RunPaths(run_dir).warm_start
     if has_warm_start(config) and not warm.is_dir():
-        raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
-                          f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0.")  # fmt: skip
+        remedy = f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0."
+        raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}", remedy)
     return weights.initial(config, run_dir, spec)
 
 
@@ -381,10 +379,9 @@ class LearnerSession:
         if not self.checkpoints.damaged:
             return refusal
         damaged = ", ".join(str(self.checkpoints.path(version)) for version in sorted(self.checkpoints.damaged))
-        return ConfigError(
-            "checkpoint", damaged, f"is damaged, and the store does not accept an older one: {refusal}",
-            "Restore it from a copy, or continue from the older one with --fork=STEP.",
-        )  # fmt: skip
+        reason = f"is damaged, and the store does not accept an older one: {refusal}"
+        remedy = "Restore it from a copy, or continue from the older one with --fork=STEP."
+        return ConfigError("checkpoint", damaged, reason, remedy)
 
     async def _claim(self, trainer: Trainer, version: Version) -> Work | None:
         """The batch of this step; None after the last step, after a stop request, and at the end of the data."""

@@ -156,9 +156,16 @@ class EngineProxy:
         done: asyncio.Future = self._loop.create_future()
         pass_on = None if on_tokens is None else functools.partial(self._pass_on, on_tokens)
         request = Request(
-            next(self._ids), prompt, key, params, keep=keep, allowed=allowed, on_tokens=pass_on,
-            piece_tokens=piece_tokens, before=before,
-        )  # fmt: skip
+            next(self._ids),
+            prompt,
+            key,
+            params,
+            keep=keep,
+            allowed=allowed,
+            on_tokens=pass_on,
+            piece_tokens=piece_tokens,
+            before=before,
+        )
 
         def deliver(result: Result) -> None:
             self._loop.call_soon_threadsafe(_resolve, done, result)

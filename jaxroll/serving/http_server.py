@@ -303,13 +303,18 @@ class FrontEnd:
             "weights_step": -1 if stats.version is None else stats.version.step,
         }
         totals = {
-            "engine_tokens_decoded": stats.tokens_decoded, "engine_prefill_tokens": stats.prefill_tokens,
-            "engine_requests_finished": stats.finished, "engine_requests_aborted": stats.aborted,
-            "engine_preemptions": stats.preemptions, "engine_prefix_hits": stats.prefix_hits,
-            "engine_weight_swaps": stats.weight_swaps, "http_answers": counts.answers,
-            "http_answers_cancelled": counts.cancelled, "http_prompt_tokens": counts.prompt_tokens,
+            "engine_tokens_decoded": stats.tokens_decoded,
+            "engine_prefill_tokens": stats.prefill_tokens,
+            "engine_requests_finished": stats.finished,
+            "engine_requests_aborted": stats.aborted,
+            "engine_preemptions": stats.preemptions,
+            "engine_prefix_hits": stats.prefix_hits,
+            "engine_weight_swaps": stats.weight_swaps,
+            "http_answers": counts.answers,
+            "http_answers_cancelled": counts.cancelled,
+            "http_prompt_tokens": counts.prompt_tokens,
             "http_completion_tokens": counts.completion_tokens,
-        }  # fmt: skip
+        }
         lines = [f"# TYPE jaxroll_{name} gauge\njaxroll_{name} {value}" for name, value in gauges.items()]
         lines += [
             f"# TYPE jaxroll_{name}_total counter\njaxroll_{name}_total {value}" for name, value in totals.items()

@@ -134,8 +134,11 @@ class Flushes:
             known = (await self._call(PutCall(tuple(bodies)))).tokens
         except (StoreRefusal, InfraError):
             known = (msg.LOST,) * len(batch)
-        ended = {stream.key for (stream, piece), tokens in zip(batch, known, strict=True)
-                 if not stream.answered(piece, tokens)}  # fmt: skip
+        ended = {
+            stream.key
+            for (stream, piece), tokens in zip(batch, known, strict=True)
+            if not stream.answered(piece, tokens)
+        }
         for key in {stream.key: stream for stream, _ in batch}:
             if key in ended:
                 self.end(key)

@@ -121,14 +121,25 @@ class Server:
         self._described = (registry.factory(name).__doc__ or "").strip().partition("\n")[0]
         self._alone = Session(self)  # for the HTTP endpoints, which have no session
         self._token = None if token is None else token.encode()
-        self.app = self._guarded(Starlette(routes=[
-            Route("/health", self._answers({"status": "healthy"})),
-            Route("/metadata", self._answers({"name": name, "description": self._described, "version": __version__})),
-            Route("/schema", self._answers(SCHEMAS)), Route("/openapi.json", self._answers(self._openapi())),
-            Route("/mcp", self._mcp, methods=["POST"]), Route("/reset", self._reset, methods=["POST"]),
-            Route("/step", self._step, methods=["POST"]), Route("/state", self._state),
-            WebSocketRoute("/ws", self._session),
-        ], exception_handlers={_Refused: _refused, JaxRollError: _refused}))  # fmt: skip
+        self.app = self._guarded(
+            Starlette(
+                routes=[
+                    Route("/health", self._answers({"status": "healthy"})),
+                    Route(
+                        "/metadata",
+                        self._answers({"name": name, "description": self._described, "version": __version__}),
+                    ),
+                    Route("/schema", self._answers(SCHEMAS)),
+                    Route("/openapi.json", self._answers(self._openapi())),
+                    Route("/mcp", self._mcp, methods=["POST"]),
+                    Route("/reset", self._reset, methods=["POST"]),
+                    Route("/step", self._step, methods=["POST"]),
+                    Route("/state", self._state),
+                    WebSocketRoute("/ws", self._session),
+                ],
+                exception_handlers={_Refused: _refused, JaxRollError: _refused},
+            )
+        )
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -138,9 +138,14 @@ def app(tinker: Tinker, token: str) -> Starlette:
     def weights_info(given: dict[str, Any]) -> dict[str, Any]:
         about = tinker.about(given.get("tinker_path"))
         adapters = about["lora"] or {}
-        return {"base_model": tinker.name, "is_lora": bool(adapters), "lora_rank": adapters.get("rank"),
-                "train_unembed": False, "train_mlp": any("mlp" in name for name in adapters.get("targets", ())),
-                "train_attn": any("attn" in name for name in adapters.get("targets", ()))}  # fmt: skip
+        return {
+            "base_model": tinker.name,
+            "is_lora": bool(adapters),
+            "lora_rank": adapters.get("rank"),
+            "train_unembed": False,
+            "train_mlp": any("mlp" in name for name in adapters.get("targets", ())),
+            "train_attn": any("attn" in name for name in adapters.get("targets", ())),
+        }
 
     def cancel(given: dict[str, Any]) -> dict[str, Any]:
         tinker.cancel(str(given.get("request_id")))

@@ -360,9 +360,15 @@ def serve(args: RoleArgs, options: argparse.Namespace) -> int:
         updates = weight_updates.WeightUpdates(model.read, model.use, version, 2 * model.size_bytes)
         room = http_requests.Room(context, model.tokenizer)
         served = http_answers.Served(
-            name, proxy, room, version, engine.stats, engine.latencies.percentiles, options.slots + options.queue,
+            name,
+            proxy,
+            room,
+            version,
+            engine.stats,
+            engine.latencies.percentiles,
+            options.slots + options.queue,
             options.slots,
-        )  # fmt: skip
+        )
         front = http_server.FrontEnd(served, token, weight_updates.routes(updates))
         serving = asyncio.ensure_future(http.serve(front.app, listening))
         print(f"weights: {model.source}")

@@ -215,18 +215,24 @@ def member_facts(db: sqlite3.Connection, group: int, member: int, decode: Decode
         left -= count
         kept = sampled[:count]
         number = np.cumsum(kept) - 1 + place  # of every sampled token, among all of the member
-        segments.append({
-            "source": "model" if sampled.any() else "shown",
-            "branch": segment.branch,
-            "left_out": len(segment.tokens) - count,
-            "pieces": None if decode is None else pieces(ids, decode),
-            "tokens": ids,
-            "logprobs": [_short(value) if is_sampled else None
-                         for value, is_sampled in zip(segment.logprobs[:count], kept, strict=True)],
-            "trained": segment.loss_mask[:count].tolist(),
-            "versions": [_at(versions, i) if is_sampled else None for i, is_sampled in zip(number, kept, strict=True)],
-            "steps": [_at(steps, i) if is_sampled else None for i, is_sampled in zip(number, kept, strict=True)],
-        })  # fmt: skip
+        segments.append(
+            {
+                "source": "model" if sampled.any() else "shown",
+                "branch": segment.branch,
+                "left_out": len(segment.tokens) - count,
+                "pieces": None if decode is None else pieces(ids, decode),
+                "tokens": ids,
+                "logprobs": [
+                    _short(value) if is_sampled else None
+                    for value, is_sampled in zip(segment.logprobs[:count], kept, strict=True)
+                ],
+                "trained": segment.loss_mask[:count].tolist(),
+                "versions": [
+                    _at(versions, i) if is_sampled else None for i, is_sampled in zip(number, kept, strict=True)
+                ],
+                "steps": [_at(steps, i) if is_sampled else None for i, is_sampled in zip(number, kept, strict=True)],
+            }
+        )
         place += int(sampled.sum())
     return {
         "group": group,
@@ -273,9 +279,12 @@ def faults(db: sqlite3.Connection) -> Facts:
         "failures_total": db.execute("SELECT COUNT(*) FROM failures").fetchone()[0],
         "ended": _rows(db, _ENDED),
         "lineages": _rows(db, "SELECT lineage, parent, fork_step, unix_s FROM lineages ORDER BY lineage"),
-        "refused": _rows(db, "SELECT unix_s, who, role, what, detail, outcome, times FROM audit"
-                         " WHERE outcome != 'ok' ORDER BY id DESC LIMIT 30"),
-    }  # fmt: skip
+        "refused": _rows(
+            db,
+            "SELECT unix_s, who, role, what, detail, outcome, times FROM audit"
+            " WHERE outcome != 'ok' ORDER BY id DESC LIMIT 30",
+        ),
+    }
 
 
 _ENDED = (

@@ -62,10 +62,19 @@ class Dashboard:
         self._sessions: dict[str, float] = {}  # → end
         self.cookie = "jaxroll_ui"
         views: dict[str, Callable[[Request], Any]] = {
-            "runs": self._runs, "run": self._run, "curves": self._curves, "timeline": self._timeline,
-            "ages": self._ages, "versions": self._versions, "faults": self._faults, "roles": self._roles,
-            "rollouts": self._rollouts, "rollout": self._rollout, "member": self._member, "configs": self._configs,
-        }  # fmt: skip
+            "runs": self._runs,
+            "run": self._run,
+            "curves": self._curves,
+            "timeline": self._timeline,
+            "ages": self._ages,
+            "versions": self._versions,
+            "faults": self._faults,
+            "roles": self._roles,
+            "rollouts": self._rollouts,
+            "rollout": self._rollout,
+            "member": self._member,
+            "configs": self._configs,
+        }
         routes = [
             Route("/", self._page),
             Route("/login", self._login, methods=["POST"]),
@@ -207,10 +216,16 @@ class Dashboard:
 
         found, ready = self.runs.with_content(name, look)
         return {
-            "name": name, "about": about, "ready": ready, **found, **self.runs.state(path),
-            "steps": config["schedule"]["steps"], "alpha": config["schedule"]["alpha"],
-            "skipped": self.runs.followed(name)[0].skipped, "now": time.time(),
-        }  # fmt: skip
+            "name": name,
+            "about": about,
+            "ready": ready,
+            **found,
+            **self.runs.state(path),
+            "steps": config["schedule"]["steps"],
+            "alpha": config["schedule"]["alpha"],
+            "skipped": self.runs.followed(name)[0].skipped,
+            "now": time.time(),
+        }
 
     def _curves(self, request: Request) -> Any:
         query = request.query_params

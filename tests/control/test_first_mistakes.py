@@ -204,8 +204,9 @@ def test_the_answer_is_quick(line: str, home: Path) -> None:
     used = []
     while len(used) < 5 and min(used, default=CPU_S) >= CPU_S:
         before = _used_s()
-        done = subprocess.run([sys.executable, "-m", "jaxroll", *shlex.split(line)], env=env, capture_output=True,
-                              timeout=60, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxroll", *shlex.split(line)], env=env, capture_output=True, timeout=60, check=False
+        )
         used.append(_used_s() - before)
         assert done.returncode in (2, 64) and b"Traceback" not in done.stderr
     assert min(used) < CPU_S
@@ -221,8 +222,15 @@ def test_a_port_that_another_process_has(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         argv = [sys.executable, "-m", "jaxroll", "store", "begun", f"--store=127.0.0.1:{port}"]
-        done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-                              encoding="utf-8", timeout=60, check=False)  # fmt: skip
+        done = subprocess.run(
+            argv,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 64 and f"127.0.0.1:{port}" in done.stderr and "another process" in done.stderr
     assert "Traceback" not in done.stderr
 

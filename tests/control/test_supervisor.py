@@ -65,9 +65,15 @@ class Stage:
         specs = []
         for name in NAMES:
             argv = [sys.executable, str(PROGRAMS / "dummy_role.py"), str(self.events), name]
-            specs.append({"name": name, "argv": [*argv, *common.get(name, []), *words.get(name, [])],
-                          "after": [] if name == "store" else ["store"], "gang": "all" if name in gang else "",
-                          "ready_file": str(self.run_dir / "store.addr") if name == "store" else None})  # fmt: skip
+            specs.append(
+                {
+                    "name": name,
+                    "argv": [*argv, *common.get(name, []), *words.get(name, [])],
+                    "after": [] if name == "store" else ["store"],
+                    "gang": "all" if name in gang else "",
+                    "ready_file": str(self.run_dir / "store.addr") if name == "store" else None,
+                }
+            )
         settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "final_eval_s": 30.0, **config}
         file = self.events.with_name("specs.json")
         file.write_text(json.dumps({"specs": specs, "config": settings}))

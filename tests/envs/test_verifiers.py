@@ -75,9 +75,12 @@ def test_episodes_share_a_worker_which_is_replaced_when_it_ends() -> None:
     first = played(0)
     assert first["asked"] == {"idx": 0, "base_url": "http://u/v1", "api_key": "key"} and first["reward"] == 0.5
     assert first["settings"] == {
-        "client": "train", "env": ARGS["env"], "renderer": {"name": "auto"}, "tasks": 4096,
+        "client": "train",
+        "env": ARGS["env"],
+        "renderer": {"name": "auto"},
+        "tasks": 4096,
         "renderer_model_name": str(Path("a/folder").resolve()),
-    }  # fmt: skip
+    }
     with pytest.raises(DataError, match="no room"):
         played(1)
     assert played(0)["pid"] == first["pid"]

@@ -36,9 +36,12 @@ def small(**changes: Any) -> Config:
     """2 groups of 2 a step, a checkpoint every five steps, without a warm start or an evaluator."""
     config = configured(**{"steps": STEPS, "lease_s": 10.0, "rpc_deadline_s": 3.0, "stall_s": 5.0} | changes)
     return replace(
-        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
-        learner=replace(config.learner, checkpoint_every=CHECKPOINT_EVERY), sampler=replace(config.sampler, slots=8),
-    )  # fmt: skip
+        config,
+        sft=replace(config.sft, steps=0),
+        evaluator=replace(config.evaluator, every=0),
+        learner=replace(config.learner, checkpoint_every=CHECKPOINT_EVERY),
+        sampler=replace(config.sampler, slots=8),
+    )
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 1000.0) -> None:
@@ -65,8 +68,9 @@ def resumed(at: VirtualRun, engine: Behaviour, train_s: float = 1.0) -> asyncio.
 
 def trained_prompts(at: VirtualRun) -> list[int]:
     """The prompts by the steps that trained them, sorted within a step: its groups come as they are finished."""
-    rows = at.store.sql("SELECT g.prompt_index FROM claim_groups c JOIN groups g ON g.id = c.group_id "
-                        "ORDER BY c.step, g.prompt_index")  # fmt: skip
+    rows = at.store.sql(
+        "SELECT g.prompt_index FROM claim_groups c JOIN groups g ON g.id = c.group_id ORDER BY c.step, g.prompt_index"
+    )
     return [index for (index,) in rows]
 
 
@@ -244,8 +248,10 @@ def test_a_straggler_delays_its_step_by_its_deadline_only_and_again_after_a_resu
             assert await resumed(at, engine) == 0
             assert_each_step_counts_once(at)
             assert trained_prompts(at) == list(range(BATCH * STEPS))
-            done = at.store.sql("SELECT COUNT(*) FROM groups g JOIN members m ON m.group_id = g.id WHERE "
-                                "m.state = 'done' AND g.prompt_index = 9 AND g.claim_step IS NOT NULL")  # fmt: skip
+            done = at.store.sql(
+                "SELECT COUNT(*) FROM groups g JOIN members m ON m.group_id = g.id WHERE "
+                "m.state = 'done' AND g.prompt_index = 9 AND g.claim_step IS NOT NULL"
+            )
             assert done == [(2,)], "it is trained without the member that never ends"
             longest = max(b.at_s - a.at_s for a, b in zip(at.trained, at.trained[1:], strict=False) if a.at_s > at_s)
             assert 15.0 < longest < 25.0, "the deadline, and the time of a step"

@@ -60,9 +60,16 @@ def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Calla
 @pytest.mark.parametrize("policy", ["shrink", pytest.param("wait", marks=pytest.mark.soak)])
 def test_13_one_member_a_hundred_times_slower(tmp_path: Path, note: Callable[[Row], None], policy: str) -> None:
     """Every fourth group has one. `shrink` closes these groups with three members, `wait` waits; none is skipped."""
-    shape = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=8",
-             f"schedule.straggler={policy}", "schedule.straggler_deadline_s=2", "store.lease_s=3",
-             "store.rpc_deadline_s=2")  # fmt: skip
+    shape = (
+        "schedule.groups_per_step=3",
+        "schedule.group_size=4",
+        "schedule.alpha=1",
+        "schedule.steps=8",
+        f"schedule.straggler={policy}",
+        "schedule.straggler_deadline_s=2",
+        "store.lease_s=3",
+        "store.rpc_deadline_s=2",
+    )
     with Cluster(tmp_path / "run", *shape) as run:
         run.learner()
         sampler = run.sampler(

@@ -141,9 +141,20 @@ def opened() -> Iterator[Browser]:
     theirs_in, ours_out = (_high(fd) for fd in os.pipe())
     ours_in, theirs_out = (_high(fd) for fd in os.pipe())
     with tempfile.TemporaryDirectory(prefix="jaxroll-browser-") as profile:
-        words = [path, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-                 "--disable-background-networking", "--disable-component-update", "--disable-extensions",
-                 "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
+        words = [
+            path,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-extensions",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *words]
         process = subprocess.Popen(

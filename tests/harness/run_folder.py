@@ -82,10 +82,17 @@ def write_run_file(run_dir: Path, **changes: object) -> None:
         values[room][name] = value
     run_dir.mkdir(parents=True, exist_ok=True)
     about = {
-        "created": STARTED, "argv": ["train", "--config=configs/demo.py"], "commit": "0" * 40, "python": "3.11.7",
-        "versions": {"jax": "0.10.2"}, "system": "Linux", "cores": 2, "jaxroll": "0.1.0", "digest": "x",
+        "created": STARTED,
+        "argv": ["train", "--config=configs/demo.py"],
+        "commit": "0" * 40,
+        "python": "3.11.7",
+        "versions": {"jax": "0.10.2"},
+        "system": "Linux",
+        "cores": 2,
+        "jaxroll": "0.1.0",
+        "digest": "x",
         "devices": {"learner": {"platform": "cpu", "devices": 2}},
-    }  # fmt: skip
+    }
     (run_dir / "run.json").write_text(json.dumps(about | {"config": values}))
 
 
@@ -151,23 +158,53 @@ def _step_row(rng, step, t0, t1, t2, wait_s, publish_s, group_ids, steps) -> dic
     tokens = GROUPS * MEMBERS * TOKENS
     old = 0 if step == 1 else round(tokens * rng.uniform(0.5, 0.9))
     return {
-        "t": t2, "role": "learner", "kind": "step", "step": step, "lineage": 0, "t0": t0, "t1": t1, "train_s": t1 - t0,
-        "wait_s": wait_s, "publish_s": publish_s, "replayed": False, "groups": group_ids, "samples": GROUPS * MEMBERS,
-        "tokens_trained": tokens, "masked_tokens": 0, "age_hist": {"0": tokens - old, "1": old},
-        "age_mean": old / tokens, "age_max": int(old > 0),
+        "t": t2,
+        "role": "learner",
+        "kind": "step",
+        "step": step,
+        "lineage": 0,
+        "t0": t0,
+        "t1": t1,
+        "train_s": t1 - t0,
+        "wait_s": wait_s,
+        "publish_s": publish_s,
+        "replayed": False,
+        "groups": group_ids,
+        "samples": GROUPS * MEMBERS,
+        "tokens_trained": tokens,
+        "masked_tokens": 0,
+        "age_hist": {"0": tokens - old, "1": old},
+        "age_mean": old / tokens,
+        "age_max": int(old > 0),
         "reward_mean": min(1.0, max(0.0, rng.gauss(skill - 0.03, 0.045))),
-        "reward_std": 0.49 - 0.1 * skill, "loss": rng.gauss(0.0, 0.02), "grad_norm": 0.3 + abs(rng.gauss(0, 0.08)),
-        "entropy": 0.9 - 0.6 * skill + rng.gauss(0, 0.01), "kl_behaviour": abs(rng.gauss(2e-3, 4e-4)), "ess": 0.985,
-        "clip_share": abs(rng.gauss(0.01, 0.004)), "logprob_mismatch_max": abs(rng.gauss(6e-6, 2e-6)),
-        "logits_std": 2.7, "padding_waste": rng.uniform(0.06, 0.12), "compiles": 0, "learning_rate": 3e-4,
+        "reward_std": 0.49 - 0.1 * skill,
+        "loss": rng.gauss(0.0, 0.02),
+        "grad_norm": 0.3 + abs(rng.gauss(0, 0.08)),
+        "entropy": 0.9 - 0.6 * skill + rng.gauss(0, 0.01),
+        "kl_behaviour": abs(rng.gauss(2e-3, 4e-4)),
+        "ess": 0.985,
+        "clip_share": abs(rng.gauss(0.01, 0.004)),
+        "logprob_mismatch_max": abs(rng.gauss(6e-6, 2e-6)),
+        "logits_std": 2.7,
+        "padding_waste": rng.uniform(0.06, 0.12),
+        "compiles": 0,
+        "learning_rate": 3e-4,
         "groups_without_signal": 1,
         "by_age": {
-            str(age): {"tokens": count, "tokens_trained": count, "reward": skill,
-                       "logprob_delta": 0.02 * (age + 1), "kl_behaviour": 1e-3 * age,
-                       "ratio_max": 1.2 + age, "clip_share": 0.01 * age, "ess": 0.99 - 0.1 * age}
-            for age, count in ((0, tokens - old), (1, old)) if count
+            str(age): {
+                "tokens": count,
+                "tokens_trained": count,
+                "reward": skill,
+                "logprob_delta": 0.02 * (age + 1),
+                "kl_behaviour": 1e-3 * age,
+                "ratio_max": 1.2 + age,
+                "clip_share": 0.01 * age,
+                "ess": 0.99 - 0.1 * age,
+            }
+            for age, count in ((0, tokens - old), (1, old))
+            if count
         },
-    }  # fmt: skip
+    }
 
 
 def _sampler_rows(rng: random.Random, group_ids: Sequence[int], t0: float, t1: float, step: int) -> list[dict]:

@@ -179,8 +179,10 @@ def test_every_option_changes_something_or_is_refused(launch: str) -> None:
 
 def test_options_in_vain_are_not_refused_where_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     """The test above would accept that all are refused, so here is what each launch reads, written out."""
-    read = {launch: {name for name in launchers.OPTIONS if launch.partition("=")[2] in launchers.OPTIONS[name][3]}
-            for launch in LAUNCHES}  # fmt: skip
+    read = {
+        launch: {name for name in launchers.OPTIONS if launch.partition("=")[2] in launchers.OPTIONS[name][3]}
+        for launch in LAUNCHES
+    }
     all_of_them, engines = {"workdir", "python", "port", "insecure"}, {"name", "accelerator"}
     assert read == {
         "--on=local": set(),

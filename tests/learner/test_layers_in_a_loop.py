@@ -134,8 +134,11 @@ def test_the_optimizer_step_by_layers_is_that_of_all_parameters_at_once(programs
     """
     mesh, rng = MeshConfig(fsdp=2, tensor=2) if "pattern" in name else None, np.random.default_rng(0)
     made = programs(dataclasses.replace(SPECS[name], scan=True), mesh)
-    first = jax.device_get(states.fresh(random_like(made.state.params, rng), made.recipe.spec, made.recipe.layout,
-                                        made.recipe.optimizer.transform))  # fmt: skip
+    first = jax.device_get(
+        states.fresh(
+            random_like(made.state.params, rng), made.recipe.spec, made.recipe.layout, made.recipe.optimizer.transform
+        )
+    )
     where = sharding.shardings_of(made.state)
     found, wanted = (jax.device_put(first, where, may_alias=False) for _ in range(2))
     whole = jax.jit(made._apply)

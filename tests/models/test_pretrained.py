@@ -30,11 +30,19 @@ def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str
     tensors = {k: v.astype(dtype) for k, v in params.exported(SPEC, values).items()}
     folder.mkdir()
     config = {
-        "model_type": "qwen3", "vocab_size": SPEC.vocab_size, "num_hidden_layers": SPEC.layers,
-        "hidden_size": SPEC.width, "num_attention_heads": SPEC.heads, "num_key_value_heads": SPEC.kv_heads,
-        "head_dim": SPEC.head_dim, "intermediate_size": SPEC.hidden, "rope_theta": SPEC.rope_theta,
-        "rms_norm_eps": SPEC.norm_eps, "tie_word_embeddings": SPEC.tied_embeddings, "hidden_act": "silu",
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "vocab_size": SPEC.vocab_size,
+        "num_hidden_layers": SPEC.layers,
+        "hidden_size": SPEC.width,
+        "num_attention_heads": SPEC.heads,
+        "num_key_value_heads": SPEC.kv_heads,
+        "head_dim": SPEC.head_dim,
+        "intermediate_size": SPEC.hidden,
+        "rope_theta": SPEC.rope_theta,
+        "rms_norm_eps": SPEC.norm_eps,
+        "tie_word_embeddings": SPEC.tied_embeddings,
+        "hidden_act": "silu",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")

@@ -75,21 +75,29 @@ def trajectories(case: str) -> dict[str, np.ndarray]:
     elif case not in STALE:
         drift[1] = drift[0]
     return {
-        "prompt_ids": chance.integers(4, VOCAB, (N, PROMPT)), "completion_ids": chance.integers(4, VOCAB, (N, ANSWER)),
+        "prompt_ids": chance.integers(4, VOCAB, (N, PROMPT)),
+        "completion_ids": chance.integers(4, VOCAB, (N, ANSWER)),
         "prompt_mask": (np.arange(PROMPT) >= PROMPT - prompts[:, None]).astype(np.int64),
-        "completion_mask": completion, "tool_mask": tools,
+        "completion_mask": completion,
+        "tool_mask": tools,
         "advantages": np.array([1.3, -0.7, -1.1, 0.4], np.float32),
-        "old": drift[0], "behaviour": drift[1], "reference": drift[2],
-    }  # fmt: skip
+        "old": drift[0],
+        "behaviour": drift[1],
+        "reference": drift[2],
+    }
 
 
 def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     """The loss, its gradient by the log-probs [N, ANSWER], and by the embedding, by the learner's own functions."""
-    config = configs.parse({
-        "model": {"path": str(MODEL)}, "tokenizer": {"kind": "hf", "path": str(MODEL)},
-        "schedule": {"alpha": 1.0, "group_size": N}, "sampling": {"max_tokens": ANSWER},
-        "learner": CLIP | CASES[case][0] | {"row_tokens": 32, "micro_batch_rows": 4},
-    })  # fmt: skip
+    config = configs.parse(
+        {
+            "model": {"path": str(MODEL)},
+            "tokenizer": {"kind": "hf", "path": str(MODEL)},
+            "schedule": {"alpha": 1.0, "group_size": N},
+            "sampling": {"max_tokens": ANSWER},
+            "learner": CLIP | CASES[case][0] | {"row_tokens": 32, "micro_batch_rows": 4},
+        }
+    )
     spec = model_params.spec(ModelConfig(path=str(MODEL)), vocab_size=VOCAB)
     made = recipe(config, spec, Layout(sharding.build(config.learner.mesh), sharding.LEARNER))
     samples, streams = [], {name: [] for name in (PROXIMAL, REFERENCE)}

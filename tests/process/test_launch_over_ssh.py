@@ -38,13 +38,29 @@ def launched(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen]:
     ssh.write_text(SSH.format(notes=tmp_path / "calls"))
     ssh.chmod(0o755)
     env = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "JAXROLL_TOKEN": ""}
-    words = ("launch", "--on=ssh", "--on=sampler=127.0.0.2", "--insecure", f"--run={tmp_path / 'run'}",
-             f"--config={ROOT / 'configs' / 'smoke.py'}", f"--workdir={ROOT}", f"--python={sys.executable}",
-             f"--port={free_port()}", "--config.evaluator.every=0",
-             "--config.task.env=tests.harness.envs.slow_reward:slow_reward", *words)  # fmt: skip
+    words = (
+        "launch",
+        "--on=ssh",
+        "--on=sampler=127.0.0.2",
+        "--insecure",
+        f"--run={tmp_path / 'run'}",
+        f"--config={ROOT / 'configs' / 'smoke.py'}",
+        f"--workdir={ROOT}",
+        f"--python={sys.executable}",
+        f"--port={free_port()}",
+        "--config.evaluator.every=0",
+        "--config.task.env=tests.harness.envs.slow_reward:slow_reward",
+        *words,
+    )
     with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "jaxroll", *words], cwd=ROOT, env=env, stdout=out, stderr=out,
-                                   stdin=subprocess.DEVNULL)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxroll", *words],
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+        )
     try:
         yield process
     finally:

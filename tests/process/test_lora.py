@@ -20,9 +20,13 @@ STEPS = 8
 def test_a_run_of_adapters_resumes_and_is_exported(tmp_path, publish):
     words = (
         f"--config.learner.lora_publish={publish}",
-        *LEARNING, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
-        "--config.learner.lora_rank=4", "--config.learner.lora_alpha=8", "--config.learner.learning_rate=3e-3",
-    )  # fmt: skip
+        *LEARNING,
+        f"--config.schedule.steps={STEPS}",
+        "--config.learner.checkpoint_every=2",
+        "--config.learner.lora_rank=4",
+        "--config.learner.lora_alpha=8",
+        "--config.learner.learning_rate=3e-3",
+    )
     with Train(tmp_path / "run", *words) as first:
         first.until_step(3)
         first.interrupt()

@@ -60,12 +60,28 @@ class Launched:
         self.run_dir, self.output, self._cluster = folder / "scratch", folder / "out", cluster
         self.rows: list[dict] = []
         self._rows = metrics.Follower(self.run_dir / "metrics.jsonl")
-        words = ["launch", "--on=ray", f"--address={cluster.address}", f"--config={ROOT / 'configs' / 'smoke.py'}",
-                 f"--run={folder / 'run'}", f"--scratch={self.run_dir}", f"--workdir={ROOT}", "--insecure",
-                 f"--python={sys.executable}", f"--port={free_port()}", *WORDS]  # fmt: skip
+        words = [
+            "launch",
+            "--on=ray",
+            f"--address={cluster.address}",
+            f"--config={ROOT / 'configs' / 'smoke.py'}",
+            f"--run={folder / 'run'}",
+            f"--scratch={self.run_dir}",
+            f"--workdir={ROOT}",
+            "--insecure",
+            f"--python={sys.executable}",
+            f"--port={free_port()}",
+            *WORDS,
+        ]
         with self.output.open("w") as out:
-            self.process = subprocess.Popen([sys.executable, "-m", "jaxroll", *words], cwd=ROOT, env=os.environ,
-                                            stdin=subprocess.DEVNULL, stdout=out, stderr=out)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxroll", *words],
+                cwd=ROOT,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
 
     query, report, logs = Train.query, Train.report, Train.logs
 
@@ -122,8 +138,14 @@ def test_a_run_survives_the_loss_of_the_samplers_node_and_then_of_the_learners(c
     assert_sound(launched, steps=STEPS, alpha=2)  # type: ignore[arg-type]
     assert [row["process"] for row in launched.restarts()] == ["sampler-0", "learner"]
     assert all("Ray lost it on" in row["cause"] for row in launched.restarts()), launched.restarts()
-    shown = subprocess.run([sys.executable, "-m", "jaxroll", "inspect", str(launched.run_dir)], cwd=ROOT, check=True,
-                           capture_output=True, text=True, timeout=START_S).stdout  # fmt: skip
+    shown = subprocess.run(
+        [sys.executable, "-m", "jaxroll", "inspect", str(launched.run_dir)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    ).stdout
     assert "Ray lost it on" in shown.partition("newest joins and leaves")[2], shown
     with Train(tmp_path / "local", *WORDS) as train:
         assert train.finish() == 0, train.logs()

@@ -56,11 +56,19 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
 @pytest.mark.timeout(600)
 @pytest.mark.soak
 def test_two_samplers_swap_weights_during_training_at_half_a_step_of_staleness(free_run_dir):
-    words = ("--config.schedule.alpha=0.5", "--config.schedule.steps=5000", "--config.sampler.count=2",
-             "--config.sampler.mesh.tensor=1", "--config.sft.steps=0", "--config.evaluator.every=0",
-             "--config.sampler.slots=8", "--config.sampler.concurrent_episodes=8",
-             "--config.learner.shared_prompt_tokens=16", "--config.learner.shared_prompt_rows=2",
-             "--config.task.env=tests.harness.envs.dense_reward:dense_reward")  # fmt: skip
+    words = (
+        "--config.schedule.alpha=0.5",
+        "--config.schedule.steps=5000",
+        "--config.sampler.count=2",
+        "--config.sampler.mesh.tensor=1",
+        "--config.sft.steps=0",
+        "--config.evaluator.every=0",
+        "--config.sampler.slots=8",
+        "--config.sampler.concurrent_episodes=8",
+        "--config.learner.shared_prompt_tokens=16",
+        "--config.learner.shared_prompt_rows=2",
+        "--config.task.env=tests.harness.envs.dense_reward:dense_reward",
+    )
     with Train(free_run_dir, *words) as train:
         train.until_step(1)
         # The test waits for slow starts: the run ends when each sampler has sampled at three versions, and old groups

@@ -40,10 +40,25 @@ def test_closing_gaps_keeps_all_time_and_leaves_only_longer_gaps(a, gap):
 
 def step(step, t0, t1, ages=None, **more):
     return {
-        "t": t1, "role": "learner", "kind": "step", "step": step, "lineage": 0, "t0": t0, "t1": t1, "samples": 4,
-        "tokens_trained": 10, "wait_s": 1.0, "publish_s": 0.0, "age_hist": ages or {"0": 10}, "reward_mean": 0.5,
-        "padding_waste": 0.1, "logprob_mismatch_max": 1e-6, "logits_std": 2.0, "compiles": 0, **more,
-    }  # fmt: skip
+        "t": t1,
+        "role": "learner",
+        "kind": "step",
+        "step": step,
+        "lineage": 0,
+        "t0": t0,
+        "t1": t1,
+        "samples": 4,
+        "tokens_trained": 10,
+        "wait_s": 1.0,
+        "publish_s": 0.0,
+        "age_hist": ages or {"0": 10},
+        "reward_mean": 0.5,
+        "padding_waste": 0.1,
+        "logprob_mismatch_max": 1e-6,
+        "logits_std": 2.0,
+        "compiles": 0,
+        **more,
+    }
 
 
 def decode(t0, t1, tokens=5, role="sampler-0"):

@@ -38,10 +38,13 @@ def neighbours(samplers: int, actors: int = 0) -> Config:
     config = configured(steps=STEPS, groups_per_step=4, group_size=4, alpha=2.0, straggler="wait", lease_s=30.0)
     holders = max(samplers, actors)
     return replace(
-        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
-        learner=replace(config.learner, checkpoint_every=20), placement=replace(config.placement, actors=actors),
+        config,
+        sft=replace(config.sft, steps=0),
+        evaluator=replace(config.evaluator, every=0),
+        learner=replace(config.learner, checkpoint_every=20),
+        placement=replace(config.placement, actors=actors),
         sampler=replace(config.sampler, count=samplers, slots=64, concurrent_episodes=24 * (holders if actors else 1)),
-    )  # fmt: skip
+    )
 
 
 def played(run_dir: Path, role: str, faults: tuple[str, ...], train_s: float) -> tuple[Result, dict]:

@@ -75,11 +75,18 @@ def test_a_slice_outside_of_a_fusion_reads_and_writes_its_result_only():
 
 
 def test_an_update_in_place_outside_of_a_fusion_reads_and_writes_the_update_only():
-    text = "\n".join((
-        "HloModule m", "", "ENTRY %main (a: f32[64,32], b: f32[2,32], i: s32[]) -> f32[64,32] {",
-        "  %a = f32[64,32]{1,0} parameter(0)", "  %b = f32[2,32]{1,0} parameter(1)", "  %i = s32[] parameter(2)",
-        "  ROOT %u = f32[64,32]{1,0} dynamic-update-slice(%a, %b, %i, %i)", "}",
-    ))  # fmt: skip
+    text = "\n".join(
+        (
+            "HloModule m",
+            "",
+            "ENTRY %main (a: f32[64,32], b: f32[2,32], i: s32[]) -> f32[64,32] {",
+            "  %a = f32[64,32]{1,0} parameter(0)",
+            "  %b = f32[2,32]{1,0} parameter(1)",
+            "  %i = s32[] parameter(2)",
+            "  ROOT %u = f32[64,32]{1,0} dynamic-update-slice(%a, %b, %i, %i)",
+            "}",
+        )
+    )
     assert hlo.statistics(text).memory_bytes == 2 * 4 * 2 * 32
 
 
@@ -119,11 +126,17 @@ def test_collectives_of_a_real_program():
 def test_a_convolution_counts_positions_inside_the_input_only(batched: bool):
     window = "window={size=4 stride=3 pad=3_3 lhs_dilate=4}" if batched else "window={size=4 pad=3_3}"
     shapes = "f32[7,4,5]{2,1,0}", "f32[4,5,6]{2,1,0}", f"f32[7,{4 if batched else 7},6]{{2,1,0}}"
-    text = "\n".join((
-        "HloModule m", "", "ENTRY %main (a: f32[7,4,5], b: f32[4,5,6]) -> f32[7,7,6] {",
-        f"  %a = {shapes[0]} parameter(0)", f"  %b = {shapes[1]} parameter(1)",
-        f"  ROOT %c = {shapes[2]} convolution(%a, %b), {window}, dim_labels=b0f_0io->b0f", "}",
-    ))  # fmt: skip
+    text = "\n".join(
+        (
+            "HloModule m",
+            "",
+            "ENTRY %main (a: f32[7,4,5], b: f32[4,5,6]) -> f32[7,7,6] {",
+            f"  %a = {shapes[0]} parameter(0)",
+            f"  %b = {shapes[1]} parameter(1)",
+            f"  ROOT %c = {shapes[2]} convolution(%a, %b), {window}, dim_labels=b0f_0io->b0f",
+            "}",
+        )
+    )
     size, stride, dilate, outs = (4, 3, 4, 4) if batched else (4, 1, 1, 7)
     places = [o * stride + k - 3 for o in range(outs) for k in range(size)]
     pairs = sum(0 <= at <= 3 * dilate and at % dilate == 0 for at in places)

@@ -72,15 +72,26 @@ def make_hostile_run(path: Path) -> Path:
     failed = ev.MemberFailed(0, 3, 1, "d", "DATA", f"scorer raised {HOSTILE}", 0.0)
     log.add(failed, ev.Expired(1, f"filtered:{HOSTILE}"), t=STARTED + 2)
     log.write(path)
-    write_rows(path, [
-        {"t": STARTED + 3, "role": "learner", "kind": "event", "text": HOSTILE},
-        {"t": STARTED + 3, "role": "store", "kind": "store", "waits": {}},
-        {"t": STARTED + 4, "role": "store", "kind": "store", "waits": {"samplers": HOSTILE}},
-        {"t": STARTED + 5, "role": "supervisor", "kind": "restart", "process": HOSTILE, "pid": 1, "code": -9},
-        {"t": STARTED + 5, "role": "evaluator", "kind": "eval", "step": 0, "n": 1, "correct": "0", "accuracy": 0.0,
-         "examples": [{"prompt": HOSTILE, "answer": HOSTILE, "text": HOSTILE, "ok": False}]},
-        {"t": STARTED + 5, "role": "sampler-0", "kind": "stats", HOSTILE: 1.0, "version": "0.3"},
-    ])  # fmt: skip
+    write_rows(
+        path,
+        [
+            {"t": STARTED + 3, "role": "learner", "kind": "event", "text": HOSTILE},
+            {"t": STARTED + 3, "role": "store", "kind": "store", "waits": {}},
+            {"t": STARTED + 4, "role": "store", "kind": "store", "waits": {"samplers": HOSTILE}},
+            {"t": STARTED + 5, "role": "supervisor", "kind": "restart", "process": HOSTILE, "pid": 1, "code": -9},
+            {
+                "t": STARTED + 5,
+                "role": "evaluator",
+                "kind": "eval",
+                "step": 0,
+                "n": 1,
+                "correct": "0",
+                "accuracy": 0.0,
+                "examples": [{"prompt": HOSTILE, "answer": HOSTILE, "text": HOSTILE, "ok": False}],
+            },
+            {"t": STARTED + 5, "role": "sampler-0", "kind": "stats", HOSTILE: 1.0, "version": "0.3"},
+        ],
+    )
     return path
 
 

@@ -40,21 +40,57 @@ def rows() -> Iterator[dict]:
             what = ("decode", "decode", "decode", "fetch", "weight_swap", "decode")[place]
             yield {"t": t, "role": role, "kind": "span", "what": what, "t0": t - 0.09, "t1": t, "tokens": 100}
         elif place < 8:
-            yield {"t": t, "role": "store", "kind": "store", "waits": {"learner": f"is training claim {step}"},
-                   "in_flight_window": 48, "groups_in_flight": rng.randrange(48), "learner_wait_share": rng.random(),
-                   "counts": {"LEASED": 9, "READY": 3}, "wasted_tokens": rng.random(),
-                   "published": f"0.{step}"}  # fmt: skip
+            yield {
+                "t": t,
+                "role": "store",
+                "kind": "store",
+                "waits": {"learner": f"is training claim {step}"},
+                "in_flight_window": 48,
+                "groups_in_flight": rng.randrange(48),
+                "learner_wait_share": rng.random(),
+                "counts": {"LEASED": 9, "READY": 3},
+                "wasted_tokens": rng.random(),
+                "published": f"0.{step}",
+            }
         elif place == 8:
-            yield {"t": t, "role": role, "kind": "stats", "version": f"0.{step}", "tokens_per_s": rng.gauss(9000, 500),
-                   "slot_occupancy": rng.random(), "queue_depth": rng.randrange(64), "ttft_p50_s": rng.random(),
-                   "itl_p50_s": rng.random(), "episodes": number, "reward_parts": {"score": rng.random()}}  # fmt: skip
+            yield {
+                "t": t,
+                "role": role,
+                "kind": "stats",
+                "version": f"0.{step}",
+                "tokens_per_s": rng.gauss(9000, 500),
+                "slot_occupancy": rng.random(),
+                "queue_depth": rng.randrange(64),
+                "ttft_p50_s": rng.random(),
+                "itl_p50_s": rng.random(),
+                "episodes": number,
+                "reward_parts": {"score": rng.random()},
+            }
         else:
-            yield {"t": t, "role": "learner", "kind": "step", "step": step + 1, "lineage": 0, "t0": t - 0.6,
-                   "t1": t - 0.1, "train_s": 0.5, "wait_s": 0.1, "publish_s": 0.05, "age_hist": {"0": 100, "1": 500},
-                   "reward_mean": rng.random(), "loss": rng.gauss(0, 1), "entropy": rng.random(), "ess": rng.random(),
-                   "grad_norm": rng.random(), "age_mean": 0.8, "age_max": 1, "kl_behaviour": rng.random(),
-                   "clip_share": rng.random(), "padding_waste": rng.random(),
-                   "by_age": {"0": {"ess": rng.random()}, "1": {"ess": rng.random()}}}  # fmt: skip
+            yield {
+                "t": t,
+                "role": "learner",
+                "kind": "step",
+                "step": step + 1,
+                "lineage": 0,
+                "t0": t - 0.6,
+                "t1": t - 0.1,
+                "train_s": 0.5,
+                "wait_s": 0.1,
+                "publish_s": 0.05,
+                "age_hist": {"0": 100, "1": 500},
+                "reward_mean": rng.random(),
+                "loss": rng.gauss(0, 1),
+                "entropy": rng.random(),
+                "ess": rng.random(),
+                "grad_norm": rng.random(),
+                "age_mean": 0.8,
+                "age_max": 1,
+                "kl_behaviour": rng.random(),
+                "clip_share": rng.random(),
+                "padding_waste": rng.random(),
+                "by_age": {"0": {"ess": rng.random()}, "1": {"ess": rng.random()}},
+            }
 
 
 def make_log(path: Path) -> None:

@@ -66,12 +66,15 @@ class _Worker:
         self.lock = threading.Lock()
         try:
             self._process = subprocess.Popen(
-                [settings.python, "-P", str(_WORKER), json.dumps(settings.for_worker()), str(os.getpid())], text=True,
-                env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                [settings.python, "-P", str(_WORKER), json.dumps(settings.for_worker()), str(os.getpid())],
+                text=True,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         except OSError as error:
-            raise ConfigError("task.args.python", settings.python, f"it does not start: {error}",
-                              "Run `make venv-verifiers`, and name its Python.") from error  # fmt: skip
+            remedy = "Run `make venv-verifiers`, and name its Python."
+            raise ConfigError("task.args.python", settings.python, f"it does not start: {error}", remedy) from error
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to `job`; DataError for one that failed, and for a worker that ended."""
@@ -128,8 +131,8 @@ class VerifiersSource:
         try:
             self._tasks: list[dict[str, Any]] = worker.ask({})["tasks"]
         except DataError as error:
-            raise ConfigError("task.args.env", dict(self._settings.env), str(error),
-                              "Run the environment with verifiers' own `eval` first.") from error  # fmt: skip
+            remedy = "Run the environment with verifiers' own `eval` first."
+            raise ConfigError("task.args.env", dict(self._settings.env), str(error), remedy) from error
         finally:
             worker.close()
         if not self._tasks:
@@ -151,9 +154,13 @@ class VerifiersSource:
         worked = _messages(data.get("worked") or ([{"role": "assistant", "content": str(answer)}] if answer else []))
         question = "\n".join(message.content for message in messages)
         return Item(
-            question=question, compact=question, answer=None, worked=worked, messages=messages,
+            question=question,
+            compact=question,
+            answer=None,
+            worked=worked,
+            messages=messages,
             env_args={"idx": index, "verifiers": self._args},
-        )  # fmt: skip
+        )
 
     def alphabet(self) -> str:
         """Printable ASCII."""

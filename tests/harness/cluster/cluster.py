@@ -298,10 +298,13 @@ class Cluster:
 
     def _orders(self, name: str, process: str, address_file: Path | None) -> dict[str, Any]:
         return {
-            "name": name, "address_file": str(address_file or self.run_dir / "store.addr"),
-            "journal": str(self.folder / f"{process}.journal"), "config_digest": self.digest,
-            "lease_s": self.config.store.lease_s, "call_s": self.config.store.rpc_deadline_s,
-        }  # fmt: skip
+            "name": name,
+            "address_file": str(address_file or self.run_dir / "store.addr"),
+            "journal": str(self.folder / f"{process}.journal"),
+            "config_digest": self.digest,
+            "lease_s": self.config.store.lease_s,
+            "call_s": self.config.store.rpc_deadline_s,
+        }
 
     def _start(self, name: str, module: str, orders: SamplerOrders | LearnerOrders) -> Role:
         role = Role(name, self.folder, module, msgspec.json.encode(orders).decode())

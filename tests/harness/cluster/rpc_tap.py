@@ -159,11 +159,16 @@ class Tap:
         answers = refused if refusal else wire.decode(envelope.body, PutReply).answers
         for body, put in zip(bodies, answers, strict=True):
             member = wire.decode(body, Member)
-            self.journal.append({
-                "kind": "put", "key": [member.group, member.member, member.attempt], "digest": wire.digest(body),
-                "finished": isinstance(member.outcome, Finished), "outcome": member.outcome,
-                "answer": put.refusal.code if put.refusal else put.result,
-            })  # fmt: skip
+            self.journal.append(
+                {
+                    "kind": "put",
+                    "key": [member.group, member.member, member.attempt],
+                    "digest": wire.digest(body),
+                    "finished": isinstance(member.outcome, Finished),
+                    "outcome": member.outcome,
+                    "answer": put.refusal.code if put.refusal else put.result,
+                }
+            )
 
 
 class _Everything(grpc.GenericRpcHandler):

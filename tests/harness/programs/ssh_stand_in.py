@@ -43,8 +43,9 @@ def main() -> int:
         return subprocess.run(["bash", "-c", words[1]], env=env, check=False).returncode
     held, ours = os.pipe()
     os.set_inheritable(held, True)
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(held), words[2]], pass_fds=[held],
-                              start_new_session=True)  # fmt: skip
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(held), words[2]], pass_fds=[held], start_new_session=True
+    )
     os.close(held)
     code = server.wait()
     os.close(ours)

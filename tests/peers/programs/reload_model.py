@@ -17,11 +17,18 @@ def main() -> None:
     torch.set_num_threads(1)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     model.save_pretrained(out, max_shard_size="9KB")
-    print(json.dumps({
-        "dtype": str(model.dtype), "missing": sorted(loading["missing_keys"]), "kind": type(model).__name__,
-        "unexpected": sorted(loading["unexpected_keys"]), "tied": model.config.tie_word_embeddings,
-        "files": len(list(out.glob("*.safetensors"))),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "dtype": str(model.dtype),
+                "missing": sorted(loading["missing_keys"]),
+                "kind": type(model).__name__,
+                "unexpected": sorted(loading["unexpected_keys"]),
+                "tied": model.config.tie_word_embeddings,
+                "files": len(list(out.glob("*.safetensors"))),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -103,10 +103,18 @@ def check(url: str, key: str, file: str) -> dict:
         refused = str(error)
     info = trained.get_info()
     client.close("success").result()
-    return {"scaled": float(scaled), "pairs": pairs, "mismatch": float(mismatch), "losses": losses, "refused": refused,
-            "same_seed": [one.tokens for one in many] == [one.tokens for one in again],
-            "different": len({tuple(one.tokens) for one in many}), "saved": np.allclose(snapshot, named, atol=1e-6),
-            "resumed": list(after[0]) == list(after[1]), "rank": info.lora_rank}  # fmt: skip
+    return {
+        "scaled": float(scaled),
+        "pairs": pairs,
+        "mismatch": float(mismatch),
+        "losses": losses,
+        "refused": refused,
+        "same_seed": [one.tokens for one in many] == [one.tokens for one in again],
+        "different": len({tuple(one.tokens) for one in many}),
+        "saved": np.allclose(snapshot, named, atol=1e-6),
+        "resumed": list(after[0]) == list(after[1]),
+        "rank": info.lora_rank,
+    }
 
 
 def learn(url: str, key: str, file: str, seed: str, supervised: str = "15", steps: str = "80") -> dict:

@@ -155,10 +155,14 @@ class Books:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.rules = Settings(
-            AgeLimiter(self.chance.choice((0.0, 1.0, 2.0)), 2), group_size=3, steps=12, lease_s=10.0,
-            on_stale=self.chance.choice(("expire", "mask")), one_version=self.chance.random() < 0.3,
+            AgeLimiter(self.chance.choice((0.0, 1.0, 2.0)), 2),
+            group_size=3,
+            steps=12,
+            lease_s=10.0,
+            on_stale=self.chance.choice(("expire", "mask")),
+            one_version=self.chance.random() < 0.3,
             retention_bytes=200_000,
-        )  # fmt: skip
+        )
         self.core, self.log, self.now = Core(self.rules), list[ev.Event](), 0.0
         self.synced = 0
         self.versions: dict[str, Version] = {}  # of the samplers that are alive

@@ -39,11 +39,14 @@ from tests.harness.resource_bounds import MB
 from tests.harness.store.machine import V0
 
 _SEGMENT = Segment(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32))
-_MEMBERS = tuple(wire.encode(member) for member in (
-    Member(0, 0, 1, Finished((_SEGMENT,), "stop", 1.0, {"a": 1.0}, (VersionRun(V0, 3),))),
-    Member(0, 0, 1, Failed("DATA", "x")),
-    Member(2**53, 2**53, 2**53, Failed("INFRA", "x")),
-))  # fmt: skip
+_MEMBERS = tuple(
+    wire.encode(member)
+    for member in (
+        Member(0, 0, 1, Finished((_SEGMENT,), "stop", 1.0, {"a": 1.0}, (VersionRun(V0, 3),))),
+        Member(0, 0, 1, Failed("DATA", "x")),
+        Member(2**53, 2**53, 2**53, Failed("INFRA", "x")),
+    )
+)
 
 
 def _valid() -> dict[str, list[bytes]]:
