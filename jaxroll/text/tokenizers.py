@@ -1,4 +1,4 @@
-"""The tokenizer that a config names: of a Hugging Face folder, or of characters, built from a task's alphabet.
+"""The tokenizer that a config names, with its chat format: of a Hugging Face folder, or of a task's characters.
 
 In both kinds, `decode` drops the end-of-sequence token and shows all other tokens. If a model samples padding or
 another special token within an answer, the text shows it, so that the answer is scored as wrong.
@@ -7,10 +7,12 @@ another special token within an answer, the text shows it, so that the answer is
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxroll import disk
 from jaxroll.config import TokenizerConfig
@@ -18,7 +20,6 @@ from jaxroll.errors import ConfigError, DataError, JaxRollError, one_line
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Message
 from jaxroll.run_paths import RunPaths
-from jaxroll.text import chat
 
 # --- Tokenizers of local Hugging Face folders: tokenizer.json, tokenizer_config.json, chat_template.jinja
 
@@ -40,12 +41,8 @@ class HFTokenizer:
     def __init__(self, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         if not str(folder):
-            raise ConfigError(
-                "tokenizer.path",
-                "",
-                "tokenizer.kind='hf' needs a folder",
-                "Set it to a local folder that holds tokenizer.json.",
-            )
+            reason = "tokenizer.kind='hf' needs a folder"
+            raise ConfigError("tokenizer.path", "", reason, "Set it to a local folder that holds tokenizer.json.")
         self._tokenizer = _load(self.folder / "tokenizer.json")
         self._settings = _read_json(self.folder / "tokenizer_config.json")
         # Not the number of entries: ids may have gaps, and the largest id determines the size of the embedding.
@@ -78,7 +75,7 @@ class HFTokenizer:
         """
         if first:
             return self.encode(self._format(messages, tools))
-        return self.encode(chat.continuation(self._format, messages, self._eos_token, tools))
+        return self.encode(continuation(self._format, messages, self._eos_token, tools))
 
     def conversation(self, messages: tuple[Message, ...]) -> list[int]:
         """Ids of a whole conversation in the model's chat format, without the start of another turn."""
@@ -87,7 +84,7 @@ class HFTokenizer:
     @property
     def has_template(self) -> bool:
         """True if the folder has a chat template."""
-        return self._format is not chat.plain_format
+        return self._format is not plain_format
 
     def _eos_id(self) -> int:
         generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
@@ -100,17 +97,13 @@ class HFTokenizer:
             return named
         if ends and ends[0] == listed[0]:
             return ends[0]
-        raise ConfigError(
-            "tokenizer.path",
-            str(self.folder),
-            "it does not define the token that ends a sequence",
-            "Name it as eos_token in tokenizer_config.json.",
-        )
+        reason = "it does not define the token that ends a sequence"
+        raise ConfigError("tokenizer.path", str(self.folder), reason, "Name it as eos_token in tokenizer_config.json.")
 
     def _end_of_turn(self, ends: list[int]) -> int | None:
         """The one of `ends` that the chat template writes after an answer; None if it writes none of them."""
         try:
-            after = chat.continuation(self._format, (Message("user", "?"),), "")
+            after = continuation(self._format, (Message("user", "?"),), "")
         except DataError:  # the template refuses such a conversation, or shows no earlier answers
             return None
         texts = {one: self._tokenizer.id_to_token(one) for one in ends}
@@ -121,7 +114,7 @@ class HFTokenizer:
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
-    def _chat_format(self, template_args: Mapping[str, Any]) -> chat.ChatFormat:
+    def _chat_format(self, template_args: Mapping[str, Any]) -> ChatFormat:
         path = self.folder / "chat_template.jinja"
         if path.exists():
             with _reading(path):
@@ -132,19 +125,15 @@ class HFTokenizer:
             named = [entry for entry in source if isinstance(entry, dict)]
             source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
         if not source and template_args:
-            raise ConfigError(
-                "tokenizer.template_args",
-                dict(template_args),
-                "the folder has no chat template",
-                "Leave them out, or add chat_template.jinja to tokenizer.path.",
-            )
+            remedy = "Leave them out, or add chat_template.jinja to tokenizer.path."
+            raise ConfigError("tokenizer.template_args", dict(template_args), "the folder has no chat template", remedy)
         if not source:
-            return chat.plain_format
+            return plain_format
         if not isinstance(source, str):
             raise ConfigError("tokenizer.path", str(path), "its chat_template is not text", "Write it as one string.")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: self._token_text(name) for name in names if self._token_text(name)}
-        return chat.jinja_format(source, special, str(path), template_args)
+        return jinja_format(source, special, str(path), template_args)
 
     def _token_text(self, name: str) -> str:
         token = self._settings.get(name)
@@ -154,18 +143,13 @@ class HFTokenizer:
 
 def _load(path: Path) -> Any:
     if not path.exists():
-        raise ConfigError(
-            "tokenizer.path",
-            str(path.parent),
-            "there is no tokenizer.json in it",
-            "Point it to a local folder of a Hugging Face model.",
-        )
+        remedy = "Point it to a local folder of a Hugging Face model."
+        raise ConfigError("tokenizer.path", str(path.parent), "there is no tokenizer.json in it", remedy)
     try:
         import tokenizers
     except ImportError as error:
-        raise ConfigError(
-            "tokenizer.kind", "hf", "the package tokenizers is not installed", "pip install tokenizers."
-        ) from error
+        reason = "the package tokenizers is not installed"
+        raise ConfigError("tokenizer.kind", "hf", reason, "pip install tokenizers.") from error
     with _reading(path):
         text = disk.read_text(path, _TOKENIZER_LIMIT_BYTES)
     with _typed(lambda why: ConfigError("tokenizer.path", str(path), f"it cannot be read: {why}", _AGAIN)):
@@ -233,12 +217,8 @@ class CharTokenizer:
         if not alphabet:
             raise ConfigError("tokenizer.kind", "char", "the alphabet is empty", "Give the characters it must encode.")
         if UNKNOWN in alphabet:
-            raise ConfigError(
-                "tokenizer.kind",
-                "char",
-                f"{UNKNOWN!r} is reserved for ids without a character",
-                "Leave it out of the alphabet.",
-            )
+            reason = f"{UNKNOWN!r} is reserved for ids without a character"
+            raise ConfigError("tokenizer.kind", "char", reason, "Leave it out of the alphabet.")
         self.alphabet = "".join(sorted(set(alphabet)))
         self._id_of = {char: self._first_char_id + i for i, char in enumerate(self.alphabet)}
         used = self._first_char_id + len(self.alphabet)
@@ -343,3 +323,149 @@ def runs(
         found.append(([*text.encode(message.content), text.eos_id], True))
         shown, opening = [], False
     return found
+
+
+# --- Chat templates: the text of messages in the format that a Hugging Face model was trained on
+#
+# A template is Jinja source in the model's folder. It runs in Jinja's sandbox. Without a template a plain format is
+# used, which no checkpoint was trained on but every base model can continue.
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class ChatFormat(Protocol):
+    """Renders messages and tools, with a generation prompt at the end unless the conversation is `whole`."""
+
+    def __call__(self, messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str: ...
+
+
+# Placeholder of an earlier exchange when only the text after it is needed; no template produces it by itself. Messages
+# that contain it, such as a dump of this file, get another one.
+_EARLIER_QUESTION = "jaxroll-earlier-question"
+_EARLIER_ANSWER = "jaxroll-earlier-answer"
+
+
+def plain_format(messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str:
+    """`Role: content` lines, ending with `Assistant:` unless they are `whole`; the default without a chat template.
+
+    ConfigError for `tools`, which it cannot show.
+    """
+    if tools:
+        reason = "the model's folder has no chat template that shows tools"
+        remedy = "Use a model with such a template, or describe the tools in task.system_prompt."
+        raise ConfigError("task.tools", _tool_names(tools), reason, remedy)
+    return "".join(f"{message.role.capitalize()}: {message.content}\n" for message in messages) + "Assistant:" * (
+        not whole
+    )
+
+
+def jinja_format(
+    source: str, special_tokens: Mapping[str, str], where: str, template_args: Mapping[str, Any] | None = None
+) -> ChatFormat:
+    """The chat template `source` as a function of messages and tools, with a generation prompt at its end.
+
+    `special_tokens` (eos_token, …) and `template_args` are its variables; `where` names its file in errors. ConfigError
+    for a template that does not parse, exceeds `template_bounds` or reads no variable of the name of an argument. The
+    function raises DataError for messages that the template refuses, and ConfigError for tools that it does not show.
+    """
+    try:
+        import jinja2
+
+        from jaxroll.text import template_bounds
+    except ImportError as error:
+        reason = "its chat template needs jinja2, which is not installed"
+        remedy = "pip install 'jaxroll[hf]', or remove the template to use the plain format."
+        raise ConfigError("tokenizer.path", where, reason, remedy) from error
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    remedy = "Fix the template, or remove it to use the plain format."
+    environment = template_bounds.BoundedEnvironment(_tojson)
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _strftime_now}
+    try:
+        template = environment.from_string(environment.parsed(source))
+    except template_bounds.TooMuch as error:
+        raise ConfigError("tokenizer.path", where, f"its chat template is too large: {error}", remedy) from error
+    except Exception as error:  # for deep nesting, the parser and Python's compiler raise more than TemplateError
+        reason = f"its chat template does not parse: {_cause(error)}"
+        raise ConfigError("tokenizer.path", where, reason, remedy) from error
+    _check_args(template_args or {}, template_bounds.variables(environment, source), where)
+    shown: set[str] = set()  # tools that the template is known to show
+
+    def render(messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str:
+        if tools and (named := _tojson(tools, sort_keys=True)) not in shown:
+            if rendered(messages, tools) == rendered(messages, ()):
+                reason = f"the chat template of {where} does not show tools"
+                remedy = "Describe them in task.system_prompt, or use a model that has tools."
+                raise ConfigError("task.tools", _tool_names(tools), reason, remedy)
+            shown.add(named)
+        return rendered(messages, tools, whole)
+
+    def rendered(messages: tuple[Message, ...], tools: Tools, whole: bool = False) -> str:
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        variables = {
+            "documents": None,
+            **(template_args or {}),
+            "messages": turns,
+            "tools": list(tools) or None,
+            "add_generation_prompt": not whole,
+        }
+        try:
+            return template_bounds.metered(template.render, **{**special_tokens, **variables})
+        except template_bounds.TooMuch as error:
+            raise ConfigError("tokenizer.path", where, f"its chat template does too much: {error}", remedy) from error
+        except Exception as error:  # a template is a program, so its expressions may raise anything
+            raise DataError(f"the chat template of {where} refused the messages: {_cause(error)}") from error
+
+    return render
+
+
+def _check_args(args: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Refuse arguments that the template does not read, because they would have no effect."""
+    for name, value in args.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
+            reason = f"the chat template of {where} does not read it"
+            raise ConfigError(f"tokenizer.template_args.{name}", value, reason, remedy)
+
+
+def _tool_names(tools: Tools) -> str:
+    functions = [tool.get("function", tool) for tool in tools]
+    return ", ".join(str(each.get("name", "?")) if isinstance(each, Mapping) else "?" for each in functions)
+
+
+def _cause(error: Exception) -> str:
+    """The error's message, with its type unless it is one of Jinja's."""
+    named = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+    return one_line(f"{named}{error}", 300)
+
+
+def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: str, tools: Tools = ()) -> str:
+    """The text of `messages` after an answer of the assistant that ended with `eos_token`."""
+    # Templates render whole conversations, so an earlier exchange is put in front and its text is removed.
+    answer, number = _EARLIER_ANSWER, 0
+    while any(answer in message.content or answer in message.role for message in messages):
+        answer, number = f"{_EARLIER_ANSWER}-{number}-", number + 1
+    earlier = (Message("user", _EARLIER_QUESTION), Message("assistant", answer))
+    _, marker, rest = render(earlier + messages, tools).rpartition(answer)
+    if not marker:
+        raise DataError("the chat template does not show earlier answers, so it cannot serve more than one turn")
+    return rest.removeprefix(eos_token)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which is not what models were trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    # A fixed day, so that a resumed run has the same prompts as an uninterrupted one.
+    return datetime(2025, 1, 1).strftime(pattern)

@@ -14,7 +14,7 @@ from jaxroll.config import ModelConfig
 from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
 from jaxroll.records import Message
-from jaxroll.text import chat
+from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import HFTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
@@ -57,7 +57,7 @@ def test_chats_are_rendered_as_by_transformers(variant: str) -> None:
     folder = GOLDEN / variant
     tokenizer = HFTokenizer(folder)
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    write = chat.jinja_format((folder / "chat_template.jinja").read_text(), special, str(folder))
+    write = tokenizers.jinja_format((folder / "chat_template.jinja").read_text(), special, str(folder))
     chats = json.loads((folder / "chats.json").read_text())
     assert {message["role"] for one in chats for message in one["messages"]} == {"system", "user", "assistant", "tool"}
     for one in chats:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.records import Message
-from jaxroll.text import chat
+from jaxroll.text import tokenizers
 from tests.harness.resource_bounds import bounded, check_refusal
 
 jinja2 = pytest.importorskip("jinja2", reason="chat templates are an optional extra")
@@ -114,7 +114,7 @@ DOES_NOT_PARSE = {
 
 
 def render(source: str, messages: tuple[Message, ...] = HELLO, **special: str) -> str:
-    return chat.jinja_format(source, special, WHERE)(messages)
+    return tokenizers.jinja_format(source, special, WHERE)(messages)
 
 
 @pytest.mark.parametrize("source", DOES_TOO_MUCH.values(), ids=DOES_TOO_MUCH)
@@ -191,7 +191,7 @@ def test_a_harmless_template_renders_as_in_jinja(source: str, messages: tuple[Me
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    plain.filters["tojson"] = chat._tojson
+    plain.filters["tojson"] = tokenizers._tojson
     turns: list[Any] = [{"role": message.role, "content": message.content} for message in messages]
     wanted = plain.from_string(source).render(messages=turns, add_generation_prompt=True, bos_token="<s>", tools=None)
     assert render(source, messages, bos_token="<s>") == wanted
