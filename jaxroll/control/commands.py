@@ -287,25 +287,25 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> int:
     """`replay`: every record of the log, checked. The log alone is enough."""
-    from jaxroll.report import intact
+    from jaxroll.report import archive
 
-    return intact.replay_main(_absolute(options.folder), as_json=options.json)
+    return archive.replay_main(_absolute(options.folder), as_json=options.json)
 
 
 def run_export(options: argparse.Namespace) -> int:
     """`export`: trajectories as a table, and the timeline."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report import export
+    from jaxroll.report import archive
 
     if options.perfetto:
         file = Path(options.perfetto)
-        with export.replaced(file) as draft:
-            count = export.write_timeline(path, draft)
-        print(f"{count} trace events: {file}", file=sys.stderr if export.is_stream(file) else None)
+        with archive.replaced(file) as draft:
+            count = archive.write_timeline(path, draft)
+        print(f"{count} trace events: {file}", file=sys.stderr if archive.is_stream(file) else None)
         if not options.parquet and not options.jsonl:
             return 0
-    return export.main(path, config, parquet=options.parquet, jsonl=options.jsonl)
+    return archive.export_main(path, config, parquet=options.parquet, jsonl=options.jsonl)
 
 
 def run_checkpoints(options: argparse.Namespace) -> int:
@@ -314,9 +314,9 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     config = run_dir.load(path)["config"]  # perhaps damaged: the checkpoints are shown without it
     learner = config.get("learner") if isinstance(config, dict) else None
     keep_best = str(learner.get("keep_best", "")) if isinstance(learner, dict) else ""
-    from jaxroll.report import intact
+    from jaxroll.report import archive
 
-    return intact.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
+    return archive.checkpoints_main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 
 def run_weights(options: argparse.Namespace) -> int:

@@ -2,6 +2,6 @@
 
 activity, record, summary            figures of a run, from its metric rows and its log
 plots, sections, work, page          its HTML page: plots, sections, and `jaxroll report`, which writes it
-inspect, trajectory, intact, export  the other commands that read a run
+inspect, trajectory, archive         the other commands that read a run: inspect; export, replay, checkpoints
 formats, trackers                    numbers as text; metrics for Weights & Biases and the like
 """

@@ -19,7 +19,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
-from jaxroll.report import intact
+from jaxroll.report import archive
 from jaxroll.store.log import database
 from tests.harness.run_folder import LogMaker
 
@@ -69,7 +69,7 @@ def test_a_run_works_in_every_other_folder(tmp_path: Path, name: str) -> None:
     restored, _ = checkpoints.restore(Version(0, 4), abstract, durable=True)
     assert restored.params["embed"].tolist() == [0, 1, 2, 3, 4, 5]
     checkpoints.close()
-    assert [row["problem"] for row in intact.facts(path, verify=True)["checkpoints"]] == [""]
+    assert [row["problem"] for row in archive.checkpoint_facts(path, verify=True)["checkpoints"]] == [""]
     events = TensorBoardTracker(path / "tb")
     events.log({"kind": "step", "step": 1, "loss": 0.5})
     events.close()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.policy import selection
 from jaxroll.records import Version
-from jaxroll.report import intact
+from jaxroll.report import archive
 from tests.harness.train_process import SMALL, SYNCHRONOUS, Train
 
 pytestmark = pytest.mark.process
@@ -57,7 +57,7 @@ def test_the_best_checkpoint_of_all_lineages_is_kept_over_a_resume_and_a_fork(tm
             assert train.finish() == 0, train.logs()
             rows += train.rows
         values = selection.measured(rows, "accuracy")
-        found = intact.facts(run, verify=True, keep_best="accuracy")
+        found = archive.checkpoint_facts(run, verify=True, keep_best="accuracy")
         left = [Version(row["lineage"], row["step"]) for row in found["checkpoints"]]
         assert not any(row["problem"] for row in found["checkpoints"])
         first = min(version for version in values if values[version] == max(values.values()))

@@ -7,7 +7,7 @@ import pytest
 
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED
-from jaxroll.report import intact
+from jaxroll.report import archive
 from tests.harness import train_process
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
@@ -113,7 +113,7 @@ def test_the_best_checkpoint_of_a_run_stays_and_is_named(synchronous_run):
     """Two of its four checkpoints are kept, and the best one."""
     values = {row["step"]: row["accuracy"] for row in synchronous_run.rows if row["kind"] == "eval"}
     best = max(values, key=lambda step: (values[step], -step))
-    found = intact.facts(synchronous_run.run_dir, verify=True, keep_best="accuracy")
+    found = archive.checkpoint_facts(synchronous_run.run_dir, verify=True, keep_best="accuracy")
     assert found["best"] == {"version": f"0.{best}", "metric": "accuracy", "value": values[best]}
     assert [row["step"] for row in found["checkpoints"]] == sorted({best, 4, 6})
     assert not any(row["problem"] for row in found["checkpoints"])

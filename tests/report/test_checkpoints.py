@@ -20,7 +20,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
-from jaxroll.report import intact
+from jaxroll.report import archive
 from tests.harness.run_folder import LogMaker
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def change_a_bit(checkpoint: Path) -> str:
 
 
 def test_every_checkpoint_is_listed_with_size_position_and_metadata(run: Path) -> None:
-    found = intact.facts(run, verify=True)["checkpoints"]
+    found = archive.checkpoint_facts(run, verify=True)["checkpoints"]
     assert [(row["lineage"], row["step"]) for row in found] == [(0, 0), (0, 4), (1, 6)]
     assert [row["position"] for row in found] == [100, 101, 102]
     assert all(row["summed"] and not row["problem"] and row["durable"] is None for row in found)
@@ -69,26 +69,26 @@ def test_every_checkpoint_is_listed_with_size_position_and_metadata(run: Path) -
 
 
 def test_the_best_one_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert intact.facts(run, verify=False, keep_best="accuracy")["best"] is None, "nothing is measured yet"
+    assert archive.checkpoint_facts(run, verify=False, keep_best="accuracy")["best"] is None, "nothing is measured yet"
     row = {"t": 1.0, "role": "evaluator", "kind": "eval", "n": 2, "correct": "10"}
     evals = [row | {"lineage": 0, "step": step, "accuracy": value} for step, value in ((0, 0.2), (4, 0.75), (5, 0.9))]
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evals))
-    assert intact.facts(run, verify=False)["best"] is None, "the run keeps none"
-    found = intact.facts(run, verify=False, keep_best="accuracy")["best"]
+    assert archive.checkpoint_facts(run, verify=False)["best"] is None, "the run keeps none"
+    found = archive.checkpoint_facts(run, verify=False, keep_best="accuracy")["best"]
     assert found == {"version": "0.4", "metric": "accuracy", "value": 0.75}, "0.5 has no checkpoint"
-    intact.main(run, verify=False, as_json=False, keep_best="accuracy")
+    archive.checkpoints_main(run, verify=False, as_json=False, keep_best="accuracy")
     assert "best by accuracy: 0.4, 0.75" in capsys.readouterr().out
 
 
 def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = change_a_bit(run / "checkpoints" / "0000.00000004")
-    assert intact.main(run, verify=False, as_json=False) == 0, "without --verify no file is read"
+    assert archive.checkpoints_main(run, verify=False, as_json=False) == 0, "without --verify no file is read"
     capsys.readouterr()
-    assert intact.main(run, verify=True, as_json=False) == 1
+    assert archive.checkpoints_main(run, verify=True, as_json=False) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
     assert len(lines) == 1 and lines[0].startswith("0.4 ") and f"{name} is not what was written" in lines[0]
     (run / "checkpoints" / "0001.00000006" / "about" / "metadata").write_text("{")
-    assert intact.main(run, verify=False, as_json=True) == 1
+    assert archive.checkpoints_main(run, verify=False, as_json=True) == 1
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert "about/metadata cannot be read" in rows[2]["problem"] and rows[2]["position"] == -1
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_damaged_even_with_correct_sums(
     (path / "state" / "manifest.ocdbt").unlink()
     (path / "sums.json").unlink()
     checkpoint_files.write(path)
-    assert intact.main(run, verify=True, as_json=False) == 1
+    assert archive.checkpoints_main(run, verify=True, as_json=False) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
     assert len(lines) == 1 and lines[0].startswith("0.4 ") and "manifest.ocdbt is missing" in lines[0]
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_removed_during_the_command_is_not_listed(run: Path, monkey
         return looked(path)
 
     monkeypatch.setattr(checkpoint_files, "damage", removed_while_read)
-    found = intact.facts(run, verify=True)["checkpoints"]
+    found = archive.checkpoint_facts(run, verify=True)["checkpoints"]
     assert [row["step"] for row in found] == [4, 6] and not any(row["problem"] for row in found)
 
 
@@ -126,11 +126,11 @@ def test_unfinished_checkpoints_are_not_listed_and_missing_sums_are_reported(
 ) -> None:
     (run / "checkpoints" / "0001.00000008.orbax-checkpoint-tmp" / "about").mkdir(parents=True)
     (run / "checkpoints" / "0001.00000006" / "sums.json").unlink()
-    assert intact.main(run, verify=False, as_json=False) == 0
+    assert archive.checkpoints_main(run, verify=False, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["0.0", "0.4", "1.6"]
     assert lines[4].endswith("its sums were not written")
-    assert intact.main(run, verify=True, as_json=False) == 1, "--verify needs the sums"
+    assert archive.checkpoints_main(run, verify=True, as_json=False) == 1, "--verify needs the sums"
     assert "NOT VERIFIED: it has no sums" in capsys.readouterr().out.splitlines()[4]
 
 
@@ -144,11 +144,11 @@ def test_a_durable_checkpoint_without_sums_is_damaged(run: Path, verify: bool, s
         log.executemany(f"INSERT INTO claims ({columns}) VALUES (0, ?, 1, 1, 0, 1)", [(number,) for number in range(4)])
         log.commit()
     (run / "checkpoints" / f"0000.{step:08d}" / "sums.json").unlink()
-    rows = {row["step"]: row for row in intact.facts(run, verify=verify)["checkpoints"]}
+    rows = {row["step"]: row for row in archive.checkpoint_facts(run, verify=verify)["checkpoints"]}
     assert rows[step]["durable"] == damaged and not rows[step]["summed"] and not rows[6]["problem"]
     assert ("sums.json is gone" in rows[step]["problem"]) == damaged
     assert bool(rows[step]["problem"]) == (damaged or verify)
-    assert intact.main(run, verify=verify, as_json=True) == (damaged or verify)
+    assert archive.checkpoints_main(run, verify=verify, as_json=True) == (damaged or verify)
 
 
 @pytest.mark.process

@@ -17,7 +17,7 @@ from msgspec import structs
 from jaxroll import supports, wire
 from jaxroll.control import cli
 from jaxroll.records import Member, Version
-from jaxroll.report import export, trajectory
+from jaxroll.report import archive, trajectory
 from jaxroll.store.log import database
 from tests.harness.run_folder import write_run_file
 from tests.harness.store.recorded_log import ALPHABET, finished, long_run, recorded_run
@@ -42,7 +42,7 @@ def test_both_files_hold_what_was_put(run_dir: Path, tmp_path: Path) -> None:
     table = pq.read_table(parquet)
     rows = table.to_pylist()
     assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
-    assert table.column_names == [name for name, _ in export.COLUMNS]
+    assert table.column_names == [name for name, _ in archive.COLUMNS]
     assert sorted((row["group"], row["member"]) for row in rows) == [(row["group"], row["member"]) for row in rows]
     assert len(rows) == 17
     first = next(row for row in rows if (row["group"], row["member"]) == (3, 1))
@@ -71,7 +71,7 @@ def test_both_files_hold_what_was_put(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_memory_holds_one_row_group(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "ROW_GROUP_BYTES", 4000)
+    monkeypatch.setattr(archive, "ROW_GROUP_BYTES", 4000)
     assert exported(run_dir, f"--parquet={tmp_path / 't.parquet'}") == 0
     file = pq.ParquetFile(tmp_path / "t.parquet")
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
@@ -84,7 +84,7 @@ def test_kept_trajectories_are_exported_and_dropped_ones_are_not(tmp_path: Path)
     with database.transaction(tmp_path) as db:
         (there,) = db.execute("SELECT COUNT(*) FROM payloads").fetchone()
         (put,) = db.execute("SELECT COUNT(*) FROM members WHERE state = 'done'").fetchone()
-        rows = list(export.rows(db, None))
+        rows = list(archive.rows(db, None))
     assert 0 < len(rows) == there < put
     assert {row["state"] for row in rows} >= {"TRIMMED"}
     assert all(row["question"].startswith("spell") for row in rows), "tasks are kept as long as the payloads"
@@ -110,7 +110,7 @@ def test_without_pyarrow_the_error_names_the_package_to_install(
 def test_a_broken_log_leaves_no_half_file(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "ROW_GROUP_BYTES", 1)
+    monkeypatch.setattr(archive, "ROW_GROUP_BYTES", 1)
     copy = shutil.copytree(run_dir, tmp_path / "run")
     with sqlite3.connect(copy / "store.db") as db:
         db.execute("UPDATE payloads SET body = x'c1' WHERE group_id = 6 AND member = 0")
@@ -164,7 +164,7 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
 def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_their_own(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    from jaxroll.report import activity, export
+    from jaxroll.report import activity, archive
 
     rows = [
         {"t": 12.0, "role": "sampler-0", "kind": "members",
@@ -173,7 +173,7 @@ def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_t
         {"t": 13.0, "role": "supervisor", "kind": "restart", "process": "sampler-0"},
     ]  # fmt: skip
     lanes = [activity.Lane("learner", {"train": [(9.0, 10.25)], "wait": []})]
-    found = export.events(rows, lanes)
+    found = archive.events(rows, lanes)
     slices = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in found if e["ph"] == "X"}
     assert slices == {
         "train": (0, 1_250_000, 1),
@@ -183,7 +183,7 @@ def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_t
     }
     assert [(e["ph"], e["ts"]) for e in found if e["ph"] in "iC"] == [("C", 3_500_000), ("i", 4_000_000)]
     assert {e["args"]["name"] for e in found if e["name"] == "process_name"} == {"learner", "sampler-0", "supervisor"}
-    assert export.events([], []) == []
+    assert archive.events([], []) == []
 
     file = tmp_path / "timeline.json"
     assert exported(run_dir, f"--perfetto={file}") == 0
