@@ -22,7 +22,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "launch/README.md": "launch.md",
 }
-WITHOUT_PAGE = ("jaxroll.engine.jetstream", "jaxroll.engine.jetstream_programs")  # need google-jetstream
+WITHOUT_PAGE = ("jaxroll.serving.jetstream",)  # needs google-jetstream
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)|src=\"([^\":]+)\"")
 
 

@@ -12,5 +12,4 @@ Read `engine` first (the public interface), then `scheduler` (which sequences ru
     programs         jitted prefill, insert, decode and page moves
     ledger           the tokens of running requests on the host
     stats            counters and latencies
-    jetstream, jetstream_programs   an adapter with JetStream's interface
 """

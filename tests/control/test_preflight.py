@@ -547,7 +547,6 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/peft.py": ("adapters that are not there",),
     "models/params.py::leaves": ("weights of another model", "weights too few"),
     "engine/engine.py::check_sizes": RULED,
-    "engine/jetstream_programs.py": CALLED,
     "serving/jetstream_proxy.py": CALLED,
     "rpc/http.py::listen": HERE,
     "data/files.py::TableSource.__init__": ("no parquet",),

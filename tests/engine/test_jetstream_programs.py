@@ -10,10 +10,10 @@ import pytest
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Serving, SlotPrograms
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, Serving, SlotPrograms
 from tests.harness import naive_engine
 
 NEVER = 64  # no token of the nano model

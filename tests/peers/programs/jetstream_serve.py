@@ -26,9 +26,9 @@ from jetstream.engine import engine_api
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine import jetstream
 from jaxroll.models import families
 from jaxroll.protocols import GenerationKey
+from jaxroll.serving import jetstream
 
 DEADLINE_S = 120
 

@@ -34,11 +34,11 @@ from jetstream.engine import (  # pyright: ignore[reportMissingImports]
     tokenizer_pb2,
 )
 
-from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Prefix, Serving, SlotPrograms
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import GenerationKey, Tokenizer
+from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, Prefix, Serving, SlotPrograms
 from jaxroll.sharding import Layout, Rules, replicated
 
 
