@@ -25,7 +25,6 @@ from jaxroll.config.derived import model_folder, tokenizer_folder
 from jaxroll.errors import ConfigError, InfraError, JaxRollError
 from jaxroll.models import folders
 from jaxroll.records import Task
-from jaxroll.store.server.server import serve
 from jaxroll.text import tokenizers
 
 
@@ -35,6 +34,8 @@ def main(args: RoleArgs) -> None:
 
 
 async def _serve(args: RoleArgs) -> None:
+    from jaxroll.store.server.server import serve  # the feeder starts without it
+
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
