@@ -6,7 +6,8 @@ Races: the same random Qwen3 of 0.62 million parameters, the same prompts and le
 Greedy tokens must be equal on 99 % of the prompts, otherwise there is no race. Then runs alternate, sampled at
 temperature 1 and compiled beforehand, each arm with its fastest number of threads (ours with a mesh of as many devices
 of one thread each, slots spread over them). Only tokens up to a request's own length count. Then our engine alone:
-inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`).
+inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`), and speculative decoding
+compared with one token at a time (`speculation`).
 The last line is one JSON object with one entry per case.
 """
 
@@ -23,8 +24,9 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.engine.cases import Case, measured_alone, prepare, racer
+from benchmarks.engine.cases import Case, measured_alone, prepare, racer, speculation
 from benchmarks.engine.latency import Scale
+from benchmarks.engine.speculation import Speculation
 from benchmarks.lib.arms import Arms, best_threads, raced
 from benchmarks.lib.child import python_of
 from benchmarks.lib.report import Runs, arguments, finish, say
@@ -42,6 +44,7 @@ CASES = [
          options={"prefill_rows": 64, "decode_chunk": 32, "page_tokens": 8}),
 ]  # fmt: skip
 SMALL = Scale(watched=2, tokens=48, guests=2, guest_prompt=80, guest_tokens=2, chunk=4, prefill_tokens=16)
+LITTLE = Speculation(slots=4, requests=4, tokens=64, chunk=4)
 
 
 def small(case: Case) -> Case:
@@ -82,7 +85,7 @@ def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: in
 
 def main() -> int:
     """Measure; return 1 if arms do not agree."""
-    names = [*(case.name for case in CASES), "storm", "swap"]
+    names = [*(case.name for case in CASES), "storm", "swap", "speculation"]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
     parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
@@ -108,6 +111,10 @@ def main() -> int:
         if {"storm", "swap"} & set(wanted):
             runs = Runs("engine", asdict(latency), chosen.runs_file, chosen.resume)
             result |= measured_alone(runs, latency, folder, rounds, wanted)
+        if "speculation" in wanted:
+            drafts = LITTLE if chosen.quick else Speculation()
+            runs = Runs("engine", asdict(drafts), chosen.runs_file, chosen.resume)
+            result["speculation"] = speculation(runs, drafts, folder, rounds)
     result["class"] = "R"
     command = " ".join(["python", *sys.orig_argv[1:]])
     finish(result, command=command, started=started)

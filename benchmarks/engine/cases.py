@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.engine.latency import Scale
 from benchmarks.engine.our_arm import SPEC
+from benchmarks.engine.speculation import ARMS, TEXTS, Speculation
 from benchmarks.engine.work import MODEL, Work
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Runs, percentile_ms, ratio, spread
@@ -100,6 +101,36 @@ def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: 
         results = runs.alternate(named, rounds)
     found = {"storm": _storm(results)} if "storm" in wanted else {}
     return found | ({"swap": _swap(results["swap"])} if "swap" in wanted else {})
+
+
+def speculation(runs: Runs, scale: Speculation, folder: Path, rounds: int) -> dict[str, Any]:
+    """Tokens per pass of the model with speculative decoding, and its time over that without, by kind of text."""
+    child = Child("benchmarks.engine.speculation", "ours", 1, str(folder), json.dumps(asdict(scale)))
+    with ExitStack() as stack:
+        stack.callback(child.close)
+        named = {
+            f"{text} {arm}": lambda text=text, arm=arm: child.ask(f"{text} {arm}") for text in TEXTS for arm in ARMS
+        }
+        found = runs.alternate(named, rounds)
+    result: dict[str, Any] = {"aim": {"repeats tokens_per_pass": 1.5, "fails time": 1.05}, "scale": asdict(scale)}
+    for text in TEXTS:
+        off, on = (found[f"{text} {arm}"] for arm in ARMS)
+        same = [ours == theirs for one, two in zip(on, off, strict=True) for ours, theirs in _pairs(one, two)]
+        result[text] = {
+            "tokens_per_pass": spread([one["tokens_per_pass"] for one in on]),
+            "time": ratio([one["seconds"] for one in on], [one["seconds"] for one in off]),
+            "cpu_time": ratio([one["cpu_s"] for one in on], [one["cpu_s"] for one in off]),
+            "seconds": {arm: spread([one["seconds"] for one in of]) for arm, of in zip(ARMS, (off, on), strict=True)},
+            "steps": {"off": off[-1]["steps"], "on": on[-1]["steps"]},
+            "drafted": on[-1]["drafted"], "accepted": on[-1]["accepted"], "equal": sum(same) / len(same),
+        }  # fmt: skip
+    repeats, fails = result["repeats"]["tokens_per_pass"]["min"], result["fails"]["time"]["value"]
+    return result | {"met": repeats >= 1.5 and fails <= 1.05}
+
+
+def _pairs(one: dict, other: dict) -> list[tuple[list[int], list[int]]]:
+    """The answers of two runs to each request."""
+    return [(one["tokens"][number], other["tokens"][number]) for number in one["tokens"]]
 
 
 def _storm(results: dict[str, list[dict]]) -> dict[str, Any]:

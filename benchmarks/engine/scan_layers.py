@@ -81,8 +81,8 @@ def arms(spec: families.ModelSpec, seed: int = 0) -> dict[str, Arm]:
         order = jnp.argsort(-split(positions), axis=1)
         count = transformer.blocks(SLOTS, None)
         order = order if count > 1 else None
-        tokens, positions, own = (transformer._ordered(x, order) for x in (tokens, positions, tables))
-        turn, where = transformer._rotations(spec, positions[:, None])[0], split(positions)
+        tokens, positions, own = (transformer.ordered(x, order) for x in (tokens, positions, tables))
+        turn, where = transformer.rotations(spec, positions[:, None])[0], split(positions)
         far = reach(where, 1, PAGE_TOKENS, count)
         # The module wants parameters of layers, too; these zeros are never read.
         zeros = {name: jnp.zeros(leaf.shape) for name, leaf in shapes.items() if name not in outer}
@@ -106,7 +106,7 @@ def arms(spec: families.ModelSpec, seed: int = 0) -> dict[str, Arm]:
         each = {name.split(".", 2)[2]: stack for name, stack in stacks.items()}
         start = decoder.embedded(tokens[:, None]), *cache
         (x, *cache), _ = jax.lax.scan(layer, start, (each, jnp.arange(spec.layers)))
-        x = transformer._ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
+        x = transformer.ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
         return jnp.argmax(decoder.logits(decoder.final_norm(x)), -1).astype(jnp.int32), tuple(cache)
 
     def arm(step: Callable[..., Any], weights: Any, empty: Callable[[], Any]) -> Arm:

@@ -109,7 +109,7 @@ class Decoder:
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
         self.attention = device.choose_kernels(spec, mesh, sizes)
         self._programs = programs.build(spec, mesh, sharding.SAMPLER, sizes, self.attention)
-        self._state, self._params, self._chunk = self._programs.empty(), weights(spec), chunk
+        self._state, self._params, self._chunk, self._sizes = self._programs.empty(), weights(spec), chunk, sizes
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
         tables = np.arange(slots * sizes.table, dtype=np.int32).reshape(slots, sizes.table)
         self._tables = jax.device_put(tables, self._programs.tables)
@@ -132,7 +132,7 @@ class Decoder:
             jax.block_until_ready(placed)
             started = time.perf_counter()
             self._state, report = self._programs.decode(self._params, self._seed, state, self._tables, self._limits)
-            steps = requests.read_report(np.asarray(report), self._chunk).steps
+            steps = requests.read_report(np.asarray(report), self._sizes).steps
             found.append((time.perf_counter() - started) / self._chunk)
             if steps != self._chunk:
                 raise RuntimeError(f"a dispatch of {self._chunk} steps made {steps}")

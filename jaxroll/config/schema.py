@@ -292,6 +292,9 @@ class SamplerConfig:
     prefill_budget: NonNegativeInt = 0
     # Maximum tokens per slot and decode dispatch.
     decode_chunk: PositiveInt = 1
+    # Tokens per slot and decode step that speculative decoding drafts from the sequence's own text and verifies in one
+    # pass (docs/engine.md). 0: none.
+    draft_tokens: Annotated[int, Bounds(least=0, most=16)] = 0
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
     page_tokens: NonNegativeInt = 0
     # Pages of the KV cache. 0: enough for the longest request in every slot.

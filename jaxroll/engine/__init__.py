@@ -9,7 +9,8 @@ Read `engine` first (the public interface), then `scheduler` (which sequences ru
     sequence         the scheduler's values, free pages and shared prefixes of prompts (pure)
     work             executes the schedule on the device
     device           device state, and one dispatch per operation
-    programs         jitted prefill, insert, decode and page moves
+    programs         jitted prefill, insert and page moves
+    decoding         jitted decode steps: sampling, and speculative decoding
     ledger           the tokens of running requests on the host
     stats            counters and latencies
 """

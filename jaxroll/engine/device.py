@@ -42,11 +42,11 @@ class Dispatch:
     """A dispatched decode."""
 
     array: jax.Array
-    chunk: int
+    sizes: Sizes
 
     def report(self) -> requests.Report:
         """Wait for the decode and return its report."""
-        return requests.read_report(np.asarray(self.array), self.chunk)
+        return requests.read_report(np.asarray(self.array), self.sizes)
 
 
 class Device:
@@ -143,7 +143,7 @@ class Device:
         limits = self._limits[wanted]
         with jax.transfer_guard("disallow"):  # an array on the host would be copied in every dispatch
             self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
-        return Dispatch(report, self._sizes.chunk)
+        return Dispatch(report, self._sizes)
 
     @property
     def mask_tokens(self) -> int:

@@ -56,7 +56,8 @@ class EngineConfig:
     weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
     `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
-    With `experts`, completions hold the experts chosen for their tokens (`Completion.experts`).
+    With `experts`, completions hold the experts chosen for their tokens (`Completion.experts`). With `draft_tokens`, a
+    step drafts up to that many tokens per slot, and verifies them in one pass if that is worth it (`decoding`).
 
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
@@ -80,6 +81,7 @@ class EngineConfig:
     masks: bool = False
     support_tokens: int = 0
     experts: bool = False
+    draft_tokens: int = 0
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
 
@@ -96,6 +98,7 @@ class EngineConfig:
             prefill_rows=min(sampler.prefill_rows, slots),
             prefill_buckets=sampler.prefill_buckets,
             decode_chunk=sampler.decode_chunk,
+            draft_tokens=sampler.draft_tokens,
             experts=samples and config.learner.routing_replay,
             prefill_budget=sampler.prefill_budget,
             page_tokens=sampler.page_tokens,
@@ -129,6 +132,7 @@ class EngineConfig:
             self.masks,
             self.support_tokens,
             self.experts,
+            self.draft_tokens,
         )
 
     def limits(self, sizes: Sizes) -> Limits:
@@ -371,7 +375,7 @@ class Engine:
         refused = self._refuse()
         if not self._scheduler.running:
             return self._scheduler.active > 0 or refused
-        preempted = self._work.make_room(self._sizes.chunk)
+        preempted = self._work.make_room(self._sizes.dispatch_tokens)
         if not self._scheduler.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
@@ -386,7 +390,8 @@ class Engine:
         progressed = self._work.account(report)
         for add in progressed.begun:
             self.latencies.first(done_s - add.added_s)
-        self.latencies.dispatch(done_s, report.steps, self._scheduler.active > progressed.firsts)
+        tokens = report.steps * (1 + progressed.extra / max(progressed.decoded - progressed.extra, 1))  # of a slot
+        self.latencies.dispatch(done_s, tokens, self._scheduler.active > progressed.firsts)
         if self._weight_swap != "restart":  # which may discard tokens
             self._pieces = self._work.pieces(progressed.ended)
         self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
@@ -428,6 +433,8 @@ def check_sizes(sizes: Sizes, weight_swap: str) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"sampler.{name}", count, "at least 1 is needed")
+    if sizes.draft < 0:
+        raise ConfigError("sampler.draft_tokens", sizes.draft, "at least 0 is needed", "0: no speculative decoding.")
     if not all(1 <= bucket <= sizes.max_tokens for bucket in sizes.buckets or (0,)):
         raise ConfigError(
             "sampler.prefill_buckets",

@@ -37,7 +37,7 @@ class Partial:
 class _Running:
     """A request in a slot. Its first tokens are those of `before` (sampled earlier), or the one sampled at its start.
 
-    The tokens after these are in the history from `start_row` on.
+    The tokens after these are in the slot's history from `start_row` on.
     """
 
     add: Add
@@ -61,11 +61,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Progress:
-    """The result of one dispatch by slot: decoded tokens, first tokens, and ended requests."""
+    """The result of one dispatch by slot: decoded tokens, first tokens, and ended requests.
+
+    With speculative decoding, `extra` of the decoded tokens are those beyond one per step and slot, and steps verified
+    `drafted` tokens.
+    """
 
     decoded: int
     begun: tuple[Add, ...]
     ended: dict[int, Ended]
+    extra: int = 0
+    drafted: int = 0
 
     @property
     def firsts(self) -> int:
@@ -74,21 +80,21 @@ class Progress:
 
 
 class Ledger:
-    """The requests in S slots and the last `rows` decode rows (at least the longest completion plus a dispatch)."""
+    """The requests in S slots and the last `rows` tokens of each (at least the longest completion plus a dispatch)."""
 
     def __init__(self, slots: int, rows: int) -> None:
         self._running: list[_Running | None] = [None] * slots
-        self._history, self._swaps = History(rows, slots), WeightSwaps()
+        self._history, self._swaps = History(rows, slots), [WeightSwaps() for _ in range(slots)]
 
     def swap_version(self, version: Version) -> None:
         """Attribute tokens from now on to `version`."""
-        row = self._history.rows
-        self._swaps.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
-        self._swaps.add(row, version)
+        for running, swaps, row in zip(self._running, self._swaps, self._history.rows.tolist(), strict=True):
+            swaps.forget_before(row if running is None else running.start_row)
+            swaps.add(row, version)
 
     def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
         """Record that a request starts in `slot` at `version`, or continues there after the tokens `before`."""
-        running = _Running(add, start_s, self._history.rows, version, before)
+        running = _Running(add, start_s, int(self._history.rows[slot]), version, before)
         if before is not None:
             running.count, running.start_s = len(before.tokens), before.start_s
         self._running[slot] = running
@@ -96,8 +102,9 @@ class Ledger:
     def account(self, report: requests.Report) -> Progress:
         """Record a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
-        decoded, begun = 0, []
+        begun: list[Add] = []
         ended: dict[int, Ended] = {}
+        new = np.zeros(len(counts), np.int64)  # tokens of each slot in this dispatch
         for slot, running in enumerate(self._running):
             if running is None:
                 continue
@@ -107,12 +114,16 @@ class Ledger:
                 running.first_support = supports.of_rows(report.first_supports[slot : slot + 1])
                 running.count = 1
                 begun.append(running.add)
-            decoded += counts[slot] - running.count
+            new[slot] = counts[slot] - running.count
             running.count = counts[slot]
             if status[slot] != requests.RUNNING:
                 ended[slot] = Ended(requests.FINISH[status[slot]])
-        self._history.add(report.tokens, report.logprobs, report.supports)
-        return Progress(decoded, tuple(begun), ended)
+        decoded = int(new.sum())
+        if report.ran is None or report.drafted is None:
+            self._history.add(report.tokens, report.logprobs, report.supports)
+            return Progress(decoded, tuple(begun), ended)
+        self._history.add(report.tokens, report.logprobs, report.supports, new)
+        return Progress(decoded, tuple(begun), ended, decoded - int(report.ran.sum()), int(report.drafted.sum()))
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """Remove the request in `slot` and return it with its result."""
@@ -137,7 +148,7 @@ class Ledger:
         earlier = len(before.tokens)
         start, count = running.start_row + max(sent - earlier, 0), running.count - max(sent, earlier)
         tokens, logprobs = self._history.column(slot, start, count)
-        versions = self._swaps.runs(versions_after(before.versions, sent), start, count)
+        versions = self._swaps[slot].runs(versions_after(before.versions, sent), start, count)
         support = self._history.supports(slot, start, count)
         if sent < earlier:
             tokens = np.concatenate([before.tokens[sent:], tokens])
@@ -159,7 +170,7 @@ class Ledger:
         later = running.count - len(before.tokens)
         tokens, logprobs = self._history.column(slot, running.start_row, later)
         support = self._history.supports(slot, running.start_row, later)
-        versions = self._swaps.runs(before.versions, running.start_row, later)
+        versions = self._swaps[slot].runs(before.versions, running.start_row, later)
         return running.add, Partial(
             np.concatenate([before.tokens, tokens]),
             np.concatenate([before.logprobs, logprobs]),
@@ -190,57 +201,89 @@ def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, .
     return tuple(kept)
 
 
-# --- history: a ring buffer of decode rows, from which the tokens of a finished request are read as a column
+# --- history: a ring buffer of tokens per slot
 #
-# A running slot samples in every decode step, so a request's tokens after its first are in one column in consecutive
-# rows. Recording a dispatch is one copy, for any number of slots; there is no work per token.
+# Without speculative decoding every dispatch adds equally many rows to all slots, valid or not, so recording it is one
+# copy for any number of slots; there is no work per token.
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _SupportsOfRow:
+    """The ids of the supports of one row of a report, and where those of each slot begin in them."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+    def of_slot(self, slot: int) -> np.ndarray:
+        return self.ids[self.starts[slot] : self.starts[slot + 1]]
 
 
 class History:
-    """The last `capacity` rows of S slots. `rows` counts all rows ever added."""
+    """The last `capacity` rows of each of S slots. `rows` (int64 [S]) counts all rows ever added to each."""
 
     def __init__(self, capacity: int, slots: int) -> None:
         self._tokens = np.zeros((capacity, slots), np.int32)
         self._logprobs = np.zeros((capacity, slots), np.float32)
-        # The ids of each row, and where those of each slot begin in them; empty in an engine without supports.
-        self._supports: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.rows = 0
+        self._supports: np.ndarray | None = None  # objects like the tokens; None in an engine without supports
+        self.rows = np.zeros(slots, np.int64)
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray, support: np.ndarray | None = None) -> None:
-        """Append the rows of one dispatch (each [steps, S]), with their supports [steps, S, K] if K > 0."""
-        for row, ids in enumerate(() if support is None or not support.shape[2] else support, start=self.rows):
-            held = supports.of_rows(ids)
-            self._supports[row % len(self._tokens)] = held.ids, np.concatenate([[0], np.cumsum(held.sizes)])
-        capacity, steps = len(self._tokens), len(tokens)
-        at = self.rows % capacity
-        head = min(steps, capacity - at)
-        self._tokens[at : at + head], self._logprobs[at : at + head] = tokens[:head], logprobs[:head]
-        if head < steps:
-            self._tokens[: steps - head], self._logprobs[: steps - head] = tokens[head:], logprobs[head:]
-        self.rows += steps
+    def add(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        support: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+    ) -> None:
+        """Append the rows of one dispatch (each [rows, S]), with their supports [rows, S, K] if K > 0.
+
+        With `counts` (int64 [S]) only so many of them are appended to each slot; always pass it, or never.
+        """
+        capacity, slots = self._tokens.shape
+        new = np.full(slots, len(tokens)) if counts is None else counts
+        if support is not None and support.shape[2]:
+            self._add_supports(support, new)
+        if counts is None:
+            at = int(self.rows[0] % capacity)
+            head = min(len(tokens), capacity - at)
+            for ring, rows in ((self._tokens, tokens), (self._logprobs, logprobs)):
+                ring[at : at + head], ring[: len(rows) - head] = rows[:head], rows[head:]
+        else:
+            row, slot = np.nonzero(np.arange(len(tokens))[:, None] < new)
+            at = (self.rows[slot] + row) % capacity
+            self._tokens[at, slot], self._logprobs[at, slot] = tokens[row, slot], logprobs[row, slot]
+        self.rows += new
+
+    def _add_supports(self, support: np.ndarray, new: np.ndarray) -> None:
+        if self._supports is None:
+            self._supports = np.full(self._tokens.shape, None, object)
+        for row, ids in enumerate(support[: new.max(initial=0)]):
+            held, slot = supports.of_rows(ids), np.flatnonzero(row < new)
+            at = (self.rows[slot] + row) % len(self._tokens)
+            self._supports[at, slot] = _SupportsOfRow(held.ids, np.concatenate([[0], np.cumsum(held.sizes)]))
 
     def column(self, slot: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 [count], float32 [count]: tokens and log-probs of `slot` in `count` rows from row `start` on."""
-        rows = self._held(start, count)
+        rows = self._held(slot, start, count)
         return self._tokens[rows, slot], self._logprobs[rows, slot]
 
     def supports(self, slot: int, start: int, count: int) -> Supports:
         """The supports of the tokens of `column`."""
-        rows = self._held(start, count)
-        if not self._supports or not count:
+        rows = self._held(slot, start, count)
+        if self._supports is None or not count:
             return supports.whole(count)
-        parts = [ids[starts[slot] : starts[slot + 1]] for ids, starts in (self._supports[row] for row in rows.tolist())]
+        parts = [row.of_slot(slot) for row in self._supports[rows, slot]]
         return Supports(np.array([len(part) for part in parts], np.int64), np.concatenate(parts))
 
-    def _held(self, start: int, count: int) -> np.ndarray:
-        """The places of `count` rows from row `start` on."""
-        if count and not self.rows - len(self._tokens) <= start <= self.rows - count:
-            raise IndexError(f"rows {start}..{start + count - 1} of {self.rows} are not held")
-        return np.arange(start, start + count) % len(self._tokens)
+    def _held(self, slot: int, start: int, count: int) -> np.ndarray:
+        """The places in the ring of `count` rows of `slot` from row `start` on."""
+        capacity, rows = len(self._tokens), int(self.rows[slot])
+        if count and not rows - capacity <= start <= rows - count:
+            raise IndexError(f"rows {start}..{start + count - 1} of {rows} are not held")
+        return np.arange(start, start + count) % capacity
 
 
 class WeightSwaps:
-    """The version of the weights, by row of the history."""
+    """The version of the weights, by row of a slot's history."""
 
     def __init__(self) -> None:
         self._swaps: list[tuple[int, Version]] = []

@@ -19,40 +19,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxroll.algorithms import sampling
+from jaxroll.engine import decoding
 from jaxroll.engine import requests as inputs
+from jaxroll.engine.decoding import DecodeState, Model
 from jaxroll.engine.requests import Sizes
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
-from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.sharding import Layout, Rules, sharding
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecodeState:
-    """The state of S slots. A slot's last token is at `positions` and is not in the cache yet.
-
-    `logits` are those after the last token of each cached prompt, from which new requests sample their first token.
-    """
-
-    cache: kv.KVCache
-    side: ContiguousCache | None  # a contiguous copy of the cache, if decode steps read that
-    logits: Float[Array, "E V"]
-    requests: Int[Array, "S C"]  # see packets.request_row
-    text: Int[Array, "S W"]  # prompt and answer up to the last token, for penalties (otherwise W = 0)
-    allowed: Bool[Array, "S V0"]  # token masks (V0 = 0 in an engine without masks)
-    tokens: Int[Array, " S"]
-    logprobs: Float[Array, " S"]
-    support: Int[Array, "S K"]  # ids to which the last token was restricted (K = 0 in an engine without supports)
-    positions: Int[Array, " S"]
-    counts: Int[Array, " S"]
-    status: Int[Array, " S"]
-
 
 Update = Callable[[DecodeState, ArrayLike], DecodeState]
 Prefill = Callable[[Params, DecodeState, ArrayLike], DecodeState]
@@ -103,7 +81,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
-    model = _Model(spec, Layout(mesh, rules), attention)
+    model = Model(spec, Layout(mesh, rules), attention)
     # A new partial per engine, because jitted wrappers of one function share a cache, and
     # `Device.compiles` counts this engine's programs.
     update = lambda change: jax.jit(  # noqa: E731
@@ -127,7 +105,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         restore=update(partial(_restore, sizes)),
         copy=update(_copy),
         decode=jax.jit(
-            partial(_decode, model, sizes),
+            partial(decoding.decode, model, sizes),
             in_shardings=(params, whole, state, tables, whole),
             out_shardings=(state, whole),
             donate_argnums=2,
@@ -197,73 +175,11 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
         positions=integers,
         counts=integers,
         status=integers,
+        chances=leaf((slots,), jnp.float32) if sizes.draft else None,
     )
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A model, the layout of its activations, and its attention implementations."""
-
-    spec: ModelSpec
-    layout: Layout
-    attention: Serving
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _SamplingRows:
-    """The sampling data of N requests that do not depend on the position, computed once per dispatch."""
-
-    requests: Int[Array, "N C"]
-    keys: Key[Array, " N"]
-    some_truncate: Bool[Array, ""]
-
-    def real(self, column: int) -> Float[Array, " N"]:
-        """A column of floats."""
-        return inputs.floats(self.requests[:, column])
-
-
-def _sampling_rows(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _SamplingRows:
-    column = requests.T
-    run_keys = sampling.seeded(seed, column[inputs.SEED], (column[inputs.FLAGS] & inputs.OWN_SEED) > 0)
-    identity = column[inputs.GROUP], column[inputs.MEMBER], column[inputs.SALT]
-    temperature, top_p, min_p = (inputs.floats(column[i]) for i in (inputs.TEMPERATURE, inputs.TOP_P, inputs.MIN_P))
-    some = jnp.any(sampling.truncates(temperature, column[inputs.TOP_K], top_p, min_p))
-    return _SamplingRows(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some)
-
-
-def _draw(
-    by: _SamplingRows,
-    logits: Float[Array, "N V"],
-    positions: Int[Array, " N"],
-    text: Int[Array, "N W"],
-    allowed: Bool[Array, "N V0"],
-    size: int,
-) -> tuple[Int[Array, " N"], Float[Array, " N"], Int[Array, "N K"]]:
-    """A token per request at `positions`, its log-prob and its support (K = `size`); `text` holds the tokens before."""
-    column = by.requests.T
-    keys = jax.vmap(sampling.position_key)(by.keys, positions + column[inputs.KEY_OFFSET])
-    if text.shape[1]:
-        logits = sampling.penalised(logits, text, positions, by.real(inputs.PENALTY))
-    if allowed.shape[1]:
-        logits = jnp.where(allowed, logits, -jnp.inf)
-    how = by.real(inputs.TEMPERATURE), column[inputs.TOP_K], by.real(inputs.TOP_P), by.real(inputs.MIN_P)
-    if size:
-        tokens, logprobs, ids = sampling.sample_with_support(logits, keys, *how, size)
-        fill = ((0, 0), (0, size - ids.shape[1]))  # a vocabulary may be smaller than `size`
-        return tokens, logprobs, jnp.pad(ids, fill, constant_values=sampling.NO_TOKEN)
-    untruncated = (column[inputs.FLAGS] & inputs.UNTRUNCATED) > 0
-    tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, by.some_truncate)
-    return tokens, logprobs, jnp.zeros((len(tokens), 0), jnp.int32)
-
-
-def _status(requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]) -> Int[Array, " N"]:
-    """The status of each request after `tokens`, its `counts`-th new token; STOP takes precedence over LENGTH."""
-    full = jnp.where(counts >= requests[:, inputs.MAX_TOKENS], inputs.LENGTH, inputs.RUNNING)
-    return jnp.where(inputs.is_stop(tokens, requests), inputs.STOP, full)
-
-
-def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+def _prefill(model: Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
     logits, keys, values, experts = transformer.prefill_with_experts(
@@ -278,7 +194,7 @@ def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, pac
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
-def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+def _extend(model: Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing more tokens behind those already in the pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
     pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
@@ -292,11 +208,10 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
     """`state` with new requests in slots: a page is copied for each, and its first token sampled."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    drawn = _draw(
-        _sampling_rows(seed, requests), state.logits[rows], positions, text, state.allowed[slots], sizes.support
-    )
+    by = decoding.sampling_rows(sizes, seed, requests)
+    drawn = decoding.draw(by, state.logits[rows], positions, text, state.allowed[slots], sizes.support)
     state = _with_copies(state, shards, sources, targets)
-    text = _with_token(text, drawn[0], positions)
+    text = decoding.with_token(text, drawn[0], positions)
     return _write_slot(state, slots, requests, text, drawn, positions, jnp.ones_like(drawn[0]))
 
 
@@ -307,10 +222,6 @@ def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> Dec
     # The host has the support of its last token.
     support = jnp.full((len(tokens), sizes.support), sampling.NO_TOKEN, jnp.int32)
     return _write_slot(state, slots, requests, text, (tokens, inputs.floats(logprobs), support), positions, counts)
-
-
-def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int[Array, " N"]) -> Int[Array, "N W"]:
-    return text.at[jnp.arange(len(tokens)), positions].set(tokens, mode="drop") if text.shape[1] else text
 
 
 def _write_slot(
@@ -337,7 +248,8 @@ def _write_slot(
         support=put(state.support, support),
         positions=put(state.positions, positions),
         counts=put(state.counts, counts),
-        status=put(state.status, _status(requests, tokens, counts)),
+        chances=None if state.chances is None else put(state.chances, jnp.zeros(len(slots))),
+        status=put(state.status, decoding.status_after(requests, tokens, counts)),
     )
 
 
@@ -374,81 +286,6 @@ def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeS
     """`state` with `pages` written to pages place[1:] of shard place[0]; a page with index P is dropped."""
     put = lambda pool, saved: pool.at[place[0], :, place[1:]].set(saved, mode="drop")  # noqa: E731
     return replace(state, cache=jax.tree.map(put, state.cache, pages))
-
-
-def _decode_step(
-    model: _Model,
-    params: Params,
-    by: _SamplingRows,
-    state: DecodeState,
-    tables: Int[Array, "S J"],
-    last: Int[Array, ""],
-) -> DecodeState:
-    """`state` with one more token in every running slot; no slot is beyond position `last`.
-
-    Other slots are computed too, but their results are discarded.
-    """
-    running, side = state.status == inputs.RUNNING, state.side
-    at = state.tokens, jnp.where(running, state.positions, -1), tables
-    if side is None:
-        logits, cache = transformer.decode(
-            model.spec, params, state.cache, *at, layout=model.layout, attention=model.attention.paged.name
-        )
-    else:
-        logits, cache, side = transformer.decode_contiguous(
-            model.spec, params, state.cache, side, *at, last, layout=model.layout
-        )
-    positions = state.positions + running
-    tokens, logprobs, support = _draw(by, logits, positions, state.text, state.allowed, state.support.shape[1])
-    counts = state.counts + running
-    return replace(
-        state,
-        cache=cache,
-        side=side,
-        text=_with_token(state.text, tokens, jnp.where(running, positions, state.text.shape[1])),
-        tokens=jnp.where(running, tokens, state.tokens),
-        logprobs=jnp.where(running, logprobs, state.logprobs),
-        support=jnp.where(running[:, None], support, state.support),
-        positions=positions,
-        counts=counts,
-        status=jnp.where(running, _status(state.requests, tokens, counts), state.status),
-    )
-
-
-def _decode(
-    model: _Model,
-    sizes: Sizes,
-    params: Params,
-    seed: Key[Array, ""],
-    state: DecodeState,
-    tables: Int[Array, "S J"],
-    limits: Int[Array, " 2"],
-) -> tuple[DecodeState, Int[Array, "R S"]]:
-    """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle."""
-    chunk, slots = sizes.chunk, sizes.slots
-    steps_wanted, enough_idle = limits
-    where = jnp.where(state.status == inputs.RUNNING, state.positions, -1)
-    last, by = jnp.max(where), _sampling_rows(seed, state.requests)
-    if state.side is not None:
-        split = lambda x: x.reshape(state.cache.shards, -1, *x.shape[1:])  # noqa: E731
-        state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))
-
-    def goes_on(carry) -> Bool[Array, ""]:
-        step, state, *_ = carry
-        idle = slots - jnp.sum(state.status == inputs.RUNNING)
-        return (step < jnp.minimum(steps_wanted, chunk)) & (idle < jnp.minimum(enough_idle, slots))
-
-    def one(carry):
-        step, state, *rows = carry
-        state = _decode_step(model, params, by, state, tables, last + step)
-        of_step = state.tokens, state.logprobs, state.support
-        return step + 1, state, *(row.at[step].set(new) for row, new in zip(rows, of_step, strict=True))
-
-    rows = [jnp.zeros((chunk, *x.shape), x.dtype) for x in (state.tokens, state.logprobs, state.support)]
-    steps, after, tokens, logprobs, support = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, *rows))
-    ends = [state.tokens, inputs.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps)]
-    supports = inputs.report_supports(state.support, support, slots)
-    return after, jnp.concatenate([tokens, inputs.bits(logprobs), jnp.stack(ends), supports])
 
 
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:

@@ -199,7 +199,7 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
 # Columns of a request's row on the device; the remaining columns are stop tokens, padded with NO_TOKEN.
 (GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, SEED, FLAGS, STOPS) = range(13)
 NO_TOKEN = -1
-OWN_SEED, UNTRUNCATED = 1, 2  # bits of FLAGS
+OWN_SEED, UNTRUNCATED, NO_DRAFTS = 1, 2, 4  # bits of FLAGS
 
 # The status of a slot.
 IDLE, RUNNING, STOP, LENGTH = range(4)
@@ -225,6 +225,7 @@ class Sizes:
     masks: bool = False  # the device stores a token mask per slot
     support: int = 0  # K: truncated sampling keeps at most K tokens, and reports carry their ids; 0: no limit, no ids
     experts: bool = False  # the device stores the chosen experts of every token
+    draft: int = 0  # tokens that a decode step may draft per slot; 0: no speculative decoding
 
     @property
     def columns(self) -> int:
@@ -248,7 +249,12 @@ class Sizes:
     @property
     def text(self) -> int:
         """W: the number of tokens of each request that the device stores."""
-        return self.max_tokens if self.penalties else 0
+        return self.max_tokens if self.penalties or self.draft else 0
+
+    @property
+    def dispatch_tokens(self) -> int:
+        """The maximum number of tokens that a dispatch samples per slot."""
+        return self.chunk * (self.draft + 1)
 
     @property
     def insert_shape(self) -> tuple[int, int]:
@@ -263,7 +269,8 @@ class Sizes:
     @property
     def report_shape(self) -> tuple[int, int]:
         """The shape of the array that a decode dispatch returns; see `Report`."""
-        return (2 * self.chunk + 5 + (self.chunk + 1) * self.support, self.slots)
+        tokens = self.dispatch_tokens
+        return (2 * tokens + 5 + 2 * (self.draft > 0) + (tokens + 1) * self.support, self.slots)
 
 
 def _bits(value: float) -> int:
@@ -276,6 +283,7 @@ def request_row(request: Request, sizes: Sizes) -> list[int]:
     offset = request.first_position - len(request.prompt)
     stops = () if params.ignore_eos else params.stop_tokens
     flags = OWN_SEED * (params.seed is not None) + UNTRUNCATED * params.untruncated_logprobs
+    flags += NO_DRAFTS * (request.allowed is not None)  # the mask of one token does not allow for the next
     return [
         key.group, key.member, key.salt, offset, params.max_tokens, params.top_k,
         _bits(params.temperature), _bits(params.top_p), _bits(params.min_p), _bits(params.repetition_penalty),
@@ -396,34 +404,42 @@ class Report:
     `counts` are the numbers of new tokens of each slot's request so far. Row t of `tokens` is valid for slots that were
     running at step t. `supports` are the ids to which truncated sampling restricted each token (negative entries: none,
     K = 0 in an engine without them).
+
+    With speculative decoding a slot may sample several tokens in a step. Row t has the t-th token of each slot in this
+    dispatch, if it has sampled so many. `ran` are the steps in which each slot was running, `drafted` the drafted
+    tokens that these verified; both are None otherwise.
     """
 
     steps: int
-    tokens: np.ndarray  # int32 [steps, S]
-    logprobs: np.ndarray  # float32 [steps, S]
+    tokens: np.ndarray  # int32 [rows, S], rows = steps without speculative decoding
+    logprobs: np.ndarray  # float32 [rows, S]
     first_tokens: np.ndarray  # int32 [S]
     first_logprobs: np.ndarray  # float32 [S]
     counts: np.ndarray  # int32 [S]
     status: np.ndarray  # int32 [S]
-    supports: np.ndarray  # int32 [steps, S, K]
+    supports: np.ndarray  # int32 [rows, S, K]
     first_supports: np.ndarray  # int32 [S, K]
+    drafted: np.ndarray | None = None  # int32 [S]
+    ran: np.ndarray | None = None  # int32 [S]
 
 
-def read_report(array: np.ndarray, chunk: int) -> Report:
+def read_report(array: np.ndarray, sizes: Sizes) -> Report:
     """The report in `array` (int32, `Sizes.report_shape`)."""
-    real = array.view(np.float32)
-    steps, ends = int(array[2 * chunk + 4, 0]), 2 * chunk + 5
-    ids = array[ends:].reshape(chunk + 1, -1, array.shape[1]).swapaxes(1, 2)
+    most, real = sizes.dispatch_tokens, array.view(np.float32)
+    steps, ends = int(array[2 * most + 4, 0]), 2 * most + 5 + 2 * (sizes.draft > 0)
+    rows = most if sizes.draft else steps
+    ids = array[ends:].reshape(most + 1, -1, array.shape[1]).swapaxes(1, 2)
     return Report(
         steps,
-        array[:steps],
-        real[chunk : chunk + steps],
-        array[2 * chunk],
-        real[2 * chunk + 1],
-        array[2 * chunk + 2],
-        array[2 * chunk + 3],
-        ids[1 : steps + 1],
+        array[:rows],
+        real[most : most + rows],
+        array[2 * most],
+        real[2 * most + 1],
+        array[2 * most + 2],
+        array[2 * most + 3],
+        ids[1 : rows + 1],
         ids[0],
+        *(array[2 * most + 5 : ends] if sizes.draft else ()),
     )
 
 

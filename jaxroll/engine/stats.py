@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # these load JAX; a simulation has counters without an engine
 class EngineStats:
     """Counters since the engine was created, and its current state.
 
-    A slot-step is one slot during one decode step; it is busy if the slot sampled a token that is kept. The
+    A slot-step is one slot during one decode step; it is busy if the slot sampled tokens that are kept (several only
+    with speculative decoding). The
     `_while_waiting` counters cover only dispatches during which requests were waiting for a slot.
     """
 
@@ -47,6 +48,8 @@ class EngineStats:
     prefix_hits: int = 0  # requests whose prompt, or the beginning of it, was in the cache
     preemptions: int = 0  # requests that lost their pages to others
     tokens_discarded: int = 0  # sampled tokens that a weight swap discarded (`restart`)
+    tokens_drafted: int = 0  # drafted tokens that a decode step verified
+    tokens_accepted: int = 0  # decoded tokens beyond one per busy slot-step, which were drafted
     step_s: float = 0.0  # time in steps that decoded
     device_s: float = 0.0  # part of `step_s` spent waiting for the device
 
@@ -55,6 +58,15 @@ class EngineStats:
         """The busy share of the slot-steps while requests waited; None if none ever waited."""
         total = self.slot_steps_total_while_waiting
         return self.slot_steps_busy_while_waiting / total if total else None
+
+    def speculation(self) -> dict[str, float | None]:
+        """The counters of drafted tokens, and `tokens_per_pass`: the mean number of tokens of a busy slot-step.
+
+        `tokens_per_pass` is 1 without speculative decoding, and None before the first step.
+        """
+        busy, accepted = self.slot_steps_busy, self.tokens_accepted
+        per_pass = (busy + accepted) / busy if busy else None
+        return {"tokens_drafted": self.tokens_drafted, "tokens_accepted": accepted, "tokens_per_pass": per_pass}
 
     @property
     def host_share(self) -> float | None:
@@ -76,10 +88,12 @@ class EngineStats:
         device_s: float,
     ) -> EngineStats:
         """These counters after one more dispatch of `steps` decode steps."""
-        busy, total = progressed.decoded, steps * slots
+        busy, total = progressed.decoded - progressed.extra, steps * slots
         return replace(
             self,
-            tokens_decoded=self.tokens_decoded + busy + progressed.firsts,
+            tokens_decoded=self.tokens_decoded + progressed.decoded + progressed.firsts,
+            tokens_drafted=self.tokens_drafted + progressed.drafted,
+            tokens_accepted=self.tokens_accepted + progressed.extra,
             decode_steps=self.decode_steps + steps,
             dispatches=self.dispatches + 1,
             finished=self.finished + len(progressed.ended),
@@ -116,10 +130,10 @@ class Latencies:
         """Record that a request got its first token `waited_s` seconds after it was added."""
         self._firsts.append(waited_s)
 
-    def dispatch(self, done_s: float, steps: int, others: bool) -> None:
-        """Record the end of a dispatch of `steps` tokens; `others`: requests already ran in the previous dispatch."""
-        if others and steps and self._last_s is not None:
-            self._gaps.append((done_s - self._last_s) / steps)
+    def dispatch(self, done_s: float, tokens: float, others: bool) -> None:
+        """Record the end of a dispatch of `tokens` per slot; `others`: requests already ran in the previous one."""
+        if others and tokens and self._last_s is not None:
+            self._gaps.append((done_s - self._last_s) / tokens)
         self._last_s = done_s
 
     def idle(self) -> None:

@@ -51,7 +51,7 @@ class Work:
     ) -> None:
         self._decode = decode
         self._device, self._scheduler, self._sizes, self._clock = device, scheduler, sizes, clock
-        self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
+        self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.dispatch_tokens)
         self._open: dict[int, _Open] = {}
         self._refused: dict[int, DataError] = {}  # requests that cannot go on
         self._tables_of = -1
@@ -152,7 +152,7 @@ class Work:
         self._device.insert(inserts)
 
     def steps(self) -> int:
-        """The number of tokens that the next dispatch may sample per slot: 1 if a request has a token mask.
+        """The number of steps of the next dispatch: 1 if a request has a token mask.
 
         0 if the host does not have the first token of such a request yet.
         """

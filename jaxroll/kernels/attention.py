@@ -286,17 +286,18 @@ def _pages_at_once(page_tokens: int) -> int:
     return max(1, _CHUNK_TOKENS // page_tokens)
 
 
-# --- contiguous KV cache: attention of one more token
+# --- contiguous KV cache: attention of one more token, or of several
 #
-# B rows of one query each, N query heads, K key-value heads (N = K·G), H head dimension; level l holds C_l tokens of
-# every row, the first level those from position 0 on. A row at position p sees the positions 0 … p. The output of a row
-# at -1 is finite but undefined.
+# B rows of T consecutive queries each, N query heads, K key-value heads (N = K·G), H head dimension; level l holds C_l
+# tokens of every row, the first level those from position 0 on. Query t of a row at position p sees the positions
+# 0 … p + t. The output of a row at -1 is finite but undefined.
 
 _LEVEL_TOKENS = 64
 _LEAST_TOKENS = 32  # on the CPU, products with fewer columns take longer than with this many
 _MOST_LEVELS = 8
 
-Sums = tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]  # running maximum, sum, output
+# Running maximum, sum, output; the T queries of the G heads are one axis, Q = G·T.
+Sums = tuple[Float[Array, "B K Q"], Float[Array, "B K Q"], Float[Array, "B K Q H"]]
 
 
 def levels(tokens: int, page_tokens: int) -> tuple[int, ...]:
@@ -311,46 +312,51 @@ def levels(tokens: int, page_tokens: int) -> tuple[int, ...]:
 
 
 def dense(
-    q: Float[Array, "B 1 N H"],
+    q: Float[Array, "B T N H"],
     keys: Sequence[Float[Array, "B K H C"]],
     values: Sequence[Float[Array, "B K C H"]],
     positions: Int[Array, " B"],
     last: Int[Array, ""],
     window: int = 0,
-) -> Float[Array, "B 1 N H"]:
+) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, one level at a time with a running maximum and sum; levels beyond `last` are skipped.
 
     A level beyond the end of a row adds exact zeros, so a row's result does not depend, to the bit, on the lengths of
     other rows or on its slot. The tokens are the last axis of keys, which is the layout of the CPU's products.
     """
-    B, _, N, H = q.shape
+    B, T, N, H = q.shape
     K = keys[0].shape[1]
-    wide = q.reshape(B, K, N // K, H)
+    G = N // K
+    wide = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    at = positions[:, None] + jnp.arange(T)
+    if T > 1:  # one query has the same position in all heads
+        at = jnp.broadcast_to(at[:, None], (B, G, T)).reshape(B, G * T)
     each = wide.shape[:-1]
     sums: Sums = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros(wide.shape, jnp.float32)
     begin = 0
     for k, v in zip(keys, values, strict=True):
-        unseen = jnp.where(_seen(begin + jnp.arange(v.shape[2]), positions[:, None], window), 0.0, _MASKED)
+        unseen = jnp.where(_seen(begin + jnp.arange(v.shape[2]), at[..., None], window), 0.0, _MASKED)
         if begin:
             sums = jax.lax.cond(last >= begin, _level, lambda sums, *_: sums, sums, wide, k, v, unseen)
         else:
             sums = _level(sums, wide, k, v, unseen)
         begin += v.shape[2]
     _, total, out = sums
-    return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(q.shape).astype(q.dtype)
+    mean = (out / jnp.maximum(total, 1e-30)[..., None]).reshape(B, K, G, T, H)
+    return mean.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
 
 
 def _level(
     sums: Sums,
-    wide: Float[Array, "B K G H"],
+    wide: Float[Array, "B K Q H"],
     k: Float[Array, "B K H C"],
     v: Float[Array, "B K C H"],
-    unseen: Float[Array, "B C"],
+    unseen: Float[Array, "*at C"],
 ) -> Sums:
     best, total, out = sums
     exact = exact_precision(wide.dtype)
     scores = jnp.einsum("bkgh,bkhu->bkgu", wide, k, precision=exact, preferred_element_type=jnp.float32)
-    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None, None]  # -1e30 absorbs the score
+    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None]  # -1e30 absorbs the score
     higher = jnp.maximum(best, jnp.max(scores, axis=-1))
     weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
     gained = jnp.einsum(

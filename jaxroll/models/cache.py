@@ -255,11 +255,11 @@ def _gathered(
 def with_token(
     side: ContiguousCache,
     layer: int,
-    keys: Float[Array, "D B K H"],
-    values: Float[Array, "D B K H"],
-    positions: Int[Array, "D B"],
+    keys: Float[Array, "*at K H"],
+    values: Float[Array, "*at K H"],
+    positions: Int[Array, "*at"],
 ) -> ContiguousCache:
-    """`side` with one more key and value of `layer` in each slot at its position; negative positions are dropped."""
+    """`side` with one or T more keys and values of `layer` in each slot; those at negative positions are dropped."""
     put = lambda old, new: (*old[:layer], new, *old[layer + 1 :])  # noqa: E731
     return replace(
         side,
@@ -271,18 +271,18 @@ def with_token(
 def attend(
     side: ContiguousCache,
     layer: int,
-    q: Float[Array, "D B 1 N H"],
+    q: Float[Array, "D B T N H"],
     positions: Int[Array, "D B"],
     last: Int[Array, ""],
     window: int = 0,
-) -> Float[Array, "D B 1 N H"]:
-    """Attention of one more token in every slot, over the last `window` if above 0; no slot is beyond `last`."""
+) -> Float[Array, "D B T N H"]:
+    """Attention of T more tokens in every slot, over the last `window` if above 0; no token is beyond `last`."""
     over_shards = jax.vmap(partial(dense, window=window), in_axes=(0, 0, 0, 0, None))
     return over_shards(q, side.keys[layer], side.values[layer], positions, last)
 
 
 def _with_one(
-    old: Levels, new: Float[Array, "D B K H"], positions: Int[Array, "D B"], axis: int, put: Callable[..., Array]
+    old: Levels, new: Float[Array, "*at K H"], positions: Int[Array, "*at"], axis: int, put: Callable[..., Array]
 ) -> Levels:
     """The levels with `new` written by `put` into the level of each position; tokens are along `axis`."""
     written, begin = [], 0
@@ -295,12 +295,17 @@ def _with_one(
 
 
 def _with_key(
-    level: Float[Array, "B K H C"], new: Float[Array, "B K H"], index: Int[Array, " B"]
+    level: Float[Array, "B K H C"], new: Float[Array, "*at K H"], index: Int[Array, "*at"]
 ) -> Float[Array, "B K H C"]:
-    return level.at[jnp.arange(len(level)), :, :, index].set(new, mode="drop")
+    return level.at[_rows_of(index), :, :, index].set(new, mode="drop")
 
 
 def _with_value(
-    level: Float[Array, "B K C H"], new: Float[Array, "B K H"], index: Int[Array, " B"]
+    level: Float[Array, "B K C H"], new: Float[Array, "*at K H"], index: Int[Array, "*at"]
 ) -> Float[Array, "B K C H"]:
-    return level.at[jnp.arange(len(level)), :, index].set(new, mode="drop")
+    return level.at[_rows_of(index), :, index].set(new, mode="drop")
+
+
+def _rows_of(index: Int[Array, "*at"]) -> Int[Array, "*at1"]:
+    """The row of each index, to be broadcast."""
+    return jnp.arange(len(index)).reshape(-1, *(1,) * (index.ndim - 1))

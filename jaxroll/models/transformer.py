@@ -303,7 +303,7 @@ def prefill_with_experts(
     """`prefill`, and the records of the chosen experts (`moe.recorded`; None for a model without experts)."""
     decoder = module(spec, params)
     T = tokens.shape[1]
-    turns = _rotations(spec, jnp.arange(T)[None])
+    turns = rotations(spec, jnp.arange(T)[None])
     causal = {window: placed.rows(attention, T, None, layout, window) for window in sorted(set(spec.each_window))}
     keys, values = [], []
 
@@ -312,7 +312,7 @@ def prefill_with_experts(
         values.append(v)
         return causal[spec.each_window[len(keys) - 1]](q, k, v)
 
-    x, experts = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
+    x, experts = through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values), experts
 
 
@@ -333,7 +333,7 @@ def extend(
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
-    turns = _rotations(spec, pages.starts[:, None] + jnp.arange(T))
+    turns = rotations(spec, pages.starts[:, None] + jnp.arange(T))
     keys, values = list(cache.keys), list(cache.values)
     layer, far = iter(range(spec.layers)), reach(pages.starts, T, cache.page_tokens)
 
@@ -345,7 +345,7 @@ def extend(
         one = _one_pool(keys[at]), _one_pool(values[at])
         return paged(q, *one, everywhere, pages.starts, far, spec.each_window[at])
 
-    x, chosen = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
+    x, chosen = through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
     experts = cache.experts
     if experts is not None and chosen is not None:
         experts = filled(experts, chosen, pages.shards, pages.tables, pages.starts, lengths)
@@ -375,8 +375,8 @@ def decode(
     count = blocks(len(tokens) // cache.shards, layout) if attention == XLA else 1
     # Slots of each shard sorted by length: a block reads as many pages as its longest slot has.
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
-    tokens, positions, tables = (_ordered(x, order) for x in (tokens, positions, tables))
-    turns = _rotations(spec, positions[:, None])
+    tokens, positions, tables = (ordered(x, order) for x in (tokens, positions, tables))
+    turns = rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
     layer, far = iter(range(spec.layers)), reach(where, 1, cache.page_tokens, count)
     fused = None if attention == XLA else placed.pages(attention, layout)
@@ -390,9 +390,9 @@ def decode(
         over_shards = fused or jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
         return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
-    x, chosen = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
+    x, chosen = through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
     held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
-    x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
+    x = ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(held, layout)
 
 
@@ -412,7 +412,7 @@ def decode_contiguous(
     decoder = module(spec, params)
     keys, values = list(cache.keys), list(cache.values)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
-    turns = _rotations(spec, positions[:, None])
+    turns = rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
     layer = iter(range(spec.layers))
 
@@ -424,7 +424,7 @@ def decode_contiguous(
         side = dense.with_token(side, at, new_keys, new_values, where)
         return dense.attend(side, at, split(q), where, last, spec.each_window[at]).reshape(q.shape)
 
-    x, chosen = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
+    x, chosen = through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
     held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
     return decoder.logits(decoder.final_norm(x[:, 0])), constrained(held, layout), side
 
@@ -438,7 +438,7 @@ def _with_record(
     return jax.vmap(appended)(pool, split(chosen[:, 0]), tables, positions)
 
 
-def _ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:
+def ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:
     """The rows of `x` [D·B, …] with the rows of each shard in `order`; `x` itself if `order` is None."""
     if order is None:
         return x
@@ -463,13 +463,13 @@ def _rotation(spec: ModelSpec, positions: Int[Array, "*rows"], window: int) -> R
     return rotation(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling)
 
 
-def _rotations(spec: ModelSpec, positions: Int[Array, "*rows"]) -> list[Rotation]:
+def rotations(spec: ModelSpec, positions: Int[Array, "*rows"]) -> list[Rotation]:
     """The rotation of every layer."""
     found = {window: _rotation(spec, positions, window) for window in sorted(set(spec.each_window))}
     return [found[window] for window in spec.each_window]
 
 
-def _through(
+def through(
     spec: ModelSpec,
     decoder: Decoder,
     x: Array,

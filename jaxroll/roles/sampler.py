@@ -494,7 +494,7 @@ class SamplerLoops:
             "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
             "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, "step_s": now.step_s,
-            "decode_steps": now.decode_steps, "prefills": now.prefills, **self.requests.counts(),
+            "decode_steps": now.decode_steps, "prefills": now.prefills, **now.speculation(), **self.requests.counts(),
             **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows

@@ -309,6 +309,8 @@ class FrontEnd:
             "engine_requests_aborted": stats.aborted,
             "engine_preemptions": stats.preemptions,
             "engine_prefix_hits": stats.prefix_hits,
+            "engine_tokens_drafted": stats.tokens_drafted,
+            "engine_tokens_accepted": stats.tokens_accepted,
             "engine_weight_swaps": stats.weight_swaps,
             "http_answers": counts.answers,
             "http_answers_cancelled": counts.cancelled,

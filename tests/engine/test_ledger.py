@@ -25,7 +25,7 @@ def test_a_column_returns_the_rows_that_were_added(capacity, dispatches, data):
         block = np.array(new, np.int32).reshape(steps, 3)
         history.add(block, -block.astype(np.float32))
         rows += new
-    assert history.rows == len(rows)
+    assert history.rows.tolist() == [len(rows)] * 3
     held = min(capacity, len(rows))
     start = data.draw(st.integers(len(rows) - held, len(rows)))
     count = data.draw(st.integers(0, len(rows) - start))
@@ -33,6 +33,33 @@ def test_a_column_returns_the_rows_that_were_added(capacity, dispatches, data):
     tokens, logprobs = history.column(slot, start, count)
     assert tokens.tolist() == [row[slot] for row in rows[start : start + count]]
     assert logprobs.tolist() == [-float(row[slot]) for row in rows[start : start + count]]
+
+
+@given(
+    capacity=st.integers(4, 9),
+    dispatches=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), max_size=12),
+    data=st.data(),
+)
+def test_a_column_returns_the_tokens_that_its_slot_sampled(capacity, dispatches, data):
+    """With several tokens a step, slots have different numbers of tokens."""
+    history, columns = History(capacity, 3), [[], [], []]
+    for counts in dispatches:
+        block = np.full((4, 3), -7, np.int32)
+        support = np.full((4, 3, 2), -1, np.int32)
+        for slot, count in enumerate(counts):
+            new = range(100 * slot + len(columns[slot]), 100 * slot + len(columns[slot]) + count)
+            block[:count, slot], support[:count, slot, 0] = new, new
+            columns[slot] += new
+        history.add(block, -block.astype(np.float32), support, np.array(counts))
+    slot = data.draw(st.integers(0, 2))
+    held = min(capacity, len(columns[slot]))
+    start = data.draw(st.integers(len(columns[slot]) - held, len(columns[slot])))
+    count = data.draw(st.integers(0, len(columns[slot]) - start))
+    wanted = columns[slot][start : start + count]
+    tokens, logprobs = history.column(slot, start, count)
+    assert tokens.tolist() == wanted and logprobs.tolist() == [-float(token) for token in wanted]
+    found = history.supports(slot, start, count)
+    assert found.sizes.tolist() == [1] * count and found.ids.tolist() == wanted
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (1, 4), (1, 1), (5, 2)])

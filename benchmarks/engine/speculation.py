@@ -1,0 +1,100 @@
+"""Our engine with and without speculative decoding in one process, for benchmarks/engine.
+
+    python -m benchmarks.engine.speculation FOLDER SCALE-AS-JSON
+
+`TEXT ARM` on stdin: one run, answered with one JSON object. TEXT is `repeats` (greedy answers, which soon repeat
+themselves), `fails` (answers at temperature 1, in which drafts are wrong) or `mixed` (every second request of each);
+ARM is `on` or `off`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engine.our_arm import engine
+from benchmarks.engine.work import MODEL, answering
+from jaxroll.engine.requests import Request, Result
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
+
+TEXTS = ("repeats", "fails", "mixed")
+ARMS = ("off", "on")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """`requests` requests of `tokens` tokens each, in `slots` slots, with up to `draft_tokens` drafted tokens."""
+
+    slots: int = 16
+    requests: int = 32
+    prompt: int = 16
+    tokens: int = 496
+    chunk: int = 8
+    draft_tokens: int = 4
+
+    def options(self, arm: str) -> dict[str, Any]:
+        """The engine's options."""
+        return {
+            "slots": self.slots, "max_tokens": self.prompt + self.tokens, "prefill_rows": min(self.slots, 16),
+            "prefill_buckets": [self.prompt], "decode_chunk": self.chunk, "page_tokens": 32,
+            "draft_tokens": self.draft_tokens if arm == "on" else 0,
+        }  # fmt: skip
+
+
+class Bench:
+    """Both engines."""
+
+    def __init__(self, folder: Path, scale: Speculation) -> None:
+        self._scale, self._versions = scale, 0
+        self._engines = {arm: engine(folder, scale.options(arm)) for arm in ARMS}
+
+    def run(self, text: str, arm: str) -> dict[str, Any]:
+        """Seconds and tokens of one run, the steps, and the counters of speculative decoding."""
+        scale, (made, weights) = self._scale, self._engines[arm]
+        self._versions += 1
+        made.swap(Version(0, self._versions), weights)
+        rng, results = np.random.default_rng(0), dict[int, Result]()
+        for number in range(scale.requests):
+            prompt = rng.integers(1, MODEL["vocab_size"], scale.prompt).astype(np.int32)
+            greedy = text == "repeats" or (text == "mixed" and number % 2 == 0)
+            wanted = SamplingParams(max_tokens=scale.tokens, temperature=0.0 if greedy else 1.0)
+            made.add(
+                Request(number, prompt, GenerationKey(number, 0), wanted),
+                lambda result, number=number: results.update({number: result}),
+            )
+        before = made.stats()
+        wall, cpu = time.perf_counter(), time.process_time()
+        while made.step():
+            pass
+        seconds, cpu_s, after = time.perf_counter() - wall, time.process_time() - cpu, made.stats()
+        if after.compiles:
+            raise RuntimeError(f"{after.compiles} compilations after warm-up")
+        drafted, accepted = after.tokens_drafted - before.tokens_drafted, after.tokens_accepted - before.tokens_accepted
+        busy = after.slot_steps_busy - before.slot_steps_busy
+        return {
+            "seconds": seconds, "cpu_s": cpu_s, "steps": after.decode_steps - before.decode_steps,
+            "drafted": drafted, "accepted": accepted, "tokens_per_pass": (busy + accepted) / busy,
+            "tokens": {number: result.completion.tokens.tolist() for number, result in results.items()},
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Serve."""
+    say = answering()
+    bench = Bench(Path(sys.argv[1]), Speculation(**json.loads(sys.argv[2])))
+    for arm in ARMS:
+        bench.run("mixed", arm)
+    say({"ready": True})
+    for line in sys.stdin:
+        say(bench.run(*line.split()))
+
+
+if __name__ == "__main__":
+    main()
