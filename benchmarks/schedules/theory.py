@@ -1,6 +1,6 @@
 """Closed forms of asynchronous RL compared with simulations of the real store and role loops.
 
-    python -m benchmarks.schedules.theory [--quick] [--rounds=N] [--part=NAME ...]
+    python -m benchmarks.schedules.theory [--quick] [--rounds=SEEDS] [--workloads=N] [--first=N] [--part=NAME ...]
 
     propositions  the two propositions of ROLL Flash (arXiv 2510.11345) as bounds over random workloads: K slots, N
                   rollouts a step, mean and maximum time of a rollout μ and L, time of training on one worker μ_t.
@@ -13,9 +13,11 @@
                   from that: g = N·μ/((1−β)K) and t = E·N·μ_t/(βK) give max(g, t) + (min(g, t) + L)/(α+1)
     intervals     HTS-RL (arXiv 2012.09849): n environments take α steps of exponential time, then wait for each other
                   (`schedule.mode=interval`). An interval takes the expected maximum of n Gamma(α) variables, by extreme
-                  value theory (1 − γ)·F⁻¹(1 − 1/n) + γ·F⁻¹(1 − 1/(n·e)). `error` is that of the simulation
+                  value theory (1 − γ)·F⁻¹(1 − 1/n) + γ·F⁻¹(1 − 1/(n·e)). `error` is that of the mean of all simulated
+                  intervals, `deviation` its standard error, `seeds` the errors of single seeds, and `exact` the
+                  expected maximum (`DRAWS` draws). The number of intervals makes the standard error `PRECISION`
     queue         an unbounded queue between samplers and learner, both with exponential times: M/M/1. A rollout finds
-                  ρ/(1 − ρ) updates between its end and its training in the mean
+                  ρ/(1 − ρ) updates between its end and its training in the mean. One row for all seeds of a load
     limits        the workloads of benchmarks/schedules whose environments sleep: 64 environments, 8 groups of 8 a
                   step, answers judged after N(1 s, σ), 0.12 s of training: the gain over the synchronous schedule.
                   `limit`: a token sampled at version u is trained in step u + α at the latest, so the longest rollout
@@ -27,6 +29,7 @@ Class S, one core. The last line is one JSON object with a key for each part.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -50,6 +53,8 @@ from jaxroll.sim.costs import Cluster, Law, LearnerCosts, SamplerCosts, Workload
 Rows = Sequence[Mapping[str, Any]]
 Bound = Callable[[Sequence[Sequence[float]], int, int, float], float]
 EULER = 0.5772156649
+DRAWS, PRECISION = 20_000, 0.015
+LOADS = (0.3, 0.5, 0.6)
 INSTANT_S = 1e-9  # of a decode step whose time does not count
 
 
@@ -157,10 +162,10 @@ def aged(of_step: Sequence[Sequence[float]], slots: int, alpha: int, trains_s: f
     return bound_s
 
 
-def propositions(workloads: int) -> dict[str, Any]:
+def propositions(first: int, workloads: int) -> dict[str, Any]:
     """For each statement the largest and the median ratio, and the workloads above 1 (0.5 % for the clock's ticks)."""
     found = defaultdict[str, list[float]](list)
-    for number in range(workloads):
+    for number in range(first, first + workloads):
         for name, value in proposition_ratios(number).items():
             found[name].append(value)
         if number % 100 == 99:
@@ -186,46 +191,70 @@ def interval_s(environments: int, alpha: int) -> float:
     return float((1 - EULER) * first + EULER * second)
 
 
-def simulated_interval_s(environments: int, alpha: int, turns: int, least: int = 12) -> float:
-    """The mean time of an interval in a simulation of about `turns` environment steps, `least` intervals or more."""
+def maxima_s(environments: int, alpha: int) -> np.ndarray:
+    """Drawn times of an interval whose environment steps take 1 s in the mean."""
+    drawn = np.random.default_rng(0)
+    return np.array([drawn.gamma(alpha, size=environments).max() for _ in range(DRAWS)])
+
+
+def simulated_intervals_s(environments: int, alpha: int, count: int, seed: int = 0) -> np.ndarray:
+    """The times of `count` intervals of a simulation, after the first one."""
     groups = math.isqrt(environments)
-    steps = min(max(turns // (environments * alpha), least), 400)
-    one = config(environments, groups, environments // groups, steps + 2)
+    one = config(environments, groups, environments // groups, count + 2, seed=seed)
     work = Workload(Law(mean=1), Law(mean=1), Law(mean=1), Law(mean=alpha), Law("exponential", 1.0))
     cluster = Cluster(sampler=SamplerCosts(step_overhead_s=INSTANT_S), workload=work, rpc_s=0.0)
     ends = [row["t1"] for row in steps_of(rows_of(simulate.scheduled(one, "interval"), cluster))]
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+    return np.diff(ends)[1:]
 
 
-def intervals(turns: int, least: int) -> list[dict[str, float]]:
+def interval_row(environments: int, alpha: int, seeds: int, precision: float) -> dict[str, Any]:
+    """Formula and simulation for a number of environments and steps."""
+    formula, maxima = interval_s(environments, alpha), maxima_s(environments, alpha)
+    exact, spread = float(maxima.mean()), float(maxima.std())
+    count = max(3, math.ceil((spread / exact / precision) ** 2 / seeds))
+    found = [simulated_intervals_s(environments, alpha, count, seed) for seed in range(seeds)]
+    every = np.concatenate(found)
+    return {
+        "n": environments, "alpha": alpha, "formula_s": formula, "exact_s": exact, "simulated_s": float(every.mean()),
+        "error": float(every.mean()) / formula - 1, "deviation": spread / math.sqrt(len(every)) / formula,
+        "seeds": [float(each.mean()) / formula - 1 for each in found], "intervals": len(every),
+    }  # fmt: skip
+
+
+def intervals(seeds: int, precision: float) -> list[dict[str, Any]]:
     """A row for each number of environments and steps."""
     rows = []
-    for environments in (4, 16, 64):
-        for alpha in (4, 16, 64):  # an episode has at most 64 turns
-            formula, found = interval_s(environments, alpha), simulated_interval_s(environments, alpha, turns, least)
-            rows.append(
-                {
-                    "n": environments,
-                    "alpha": alpha,
-                    "formula_s": formula,
-                    "simulated_s": found,
-                    "error": found / formula - 1,
-                }
-            )
+    for environments, alpha in itertools.product((4, 16, 64), (4, 16, 128)):
+        rows.append(interval_row(environments, alpha, seeds, precision))
+        say(f"interval: {rows[-1]}")
     return rows
 
 
 # --- Unbounded queue
 
 
-def queue(load: float, steps: int) -> dict[str, float]:
+def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
     """Updates between the end of a rollout and its training, simulated and by the formula at the realised load.
 
-    `deviation` is the standard error of `simulated`, from the means of twenty blocks. `recursion` is the same figure of
-    Lindley's recursion over the realised ends and training times: a queue that is one has the same.
+    `deviation` is the standard error of `simulated`, from the means of twenty blocks of each seed. `recursion` is the
+    same figure of Lindley's recursion over the realised ends and training times: a queue that is one has the same.
     """
+    found = [_queued(load, steps, seed) for seed in range(seeds)]
+    lags, recursion = (np.concatenate([each[name] for each in found]) for name in ("lags", "recursion"))
+    real = sum(each["busy_s"] for each in found) / sum(each["lasting_s"] for each in found)
+    formula, mean = real / (1 - real), float(lags.mean())
+    blocks = [float(block.mean()) for each in found for block in np.array_split(each["lags"], 20)]
+    alone = [each["busy_s"] / each["lasting_s"] for each in found]
+    of_seeds = [float(each["lags"].mean()) / (rho / (1 - rho)) - 1 for each, rho in zip(found, alone, strict=True)]
+    return {"load": real, "formula": formula, "simulated": mean, "error": mean / formula - 1,
+            "deviation": statistics.stdev(blocks) / math.sqrt(len(blocks)), "recursion": float(recursion.mean()),
+            "seeds": of_seeds, "rollouts": len(lags)}  # fmt: skip
+
+
+def _queued(load: float, steps: int, seed: int) -> dict[str, Any]:
+    """The updates that each rollout of a simulation finds, those of the recursion, and the learner's busy time."""
     slots, tokens, tokens_s = 16, 512, 0.05
-    one = _busy(config(slots, 1, 1, steps, alpha=1e4, order="ready_first"), slots)
+    one = _busy(config(slots, 1, 1, steps, seed=seed, alpha=1e4, order="ready_first"), slots)
     made_s = tokens_s * tokens / slots  # between two rollouts, in the mean
     cluster = Cluster(
         sampler=SamplerCosts(step_overhead_s=tokens_s),
@@ -243,13 +272,9 @@ def queue(load: float, steps: int) -> dict[str, float]:
     for arrival, train_s in zip(np.sort(arrivals), trains_s, strict=True):
         ideal.append(free_s := max(free_s, arrival) + train_s)
     recursion = np.arange(len(ideal)) - np.searchsorted(ideal, np.sort(arrivals))
-    counted = lags[(skipped := steps // 20) :]
-    real = float(trains_s[skipped:].sum() / (ends[-1] - ends[skipped - 1]))
-    formula, found = real / (1 - real), float(counted.mean())
-    blocks = [float(block.mean()) for block in np.array_split(counted, 20)]
-    return {"load": real, "formula": formula, "simulated": found, "error": found / formula - 1,
-            "deviation": statistics.stdev(blocks) / math.sqrt(len(blocks)),
-            "recursion": float(recursion[skipped:].mean()), "rollouts": len(counted)}  # fmt: skip
+    skipped = max(1, steps // 20)
+    return {"lags": lags[skipped:], "recursion": recursion[skipped:], "busy_s": float(trains_s[skipped:].sum()),
+            "lasting_s": float(ends[-1] - ends[skipped - 1])}  # fmt: skip
 
 
 # --- Limits of the measured workloads
@@ -299,12 +324,14 @@ def main() -> int:
     """Compute."""
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--part", action="append", choices=["propositions", "intervals", "queue", "limits"])
+    parser.add_argument("--workloads", type=int, default=0, help="of the propositions (default: 1000)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of these workloads")
     chosen, started = parser.parse_args(), time.monotonic()
     quick = chosen.quick
     parts = {
-        "propositions": lambda: propositions(chosen.rounds or (200 if quick else 1000)),
-        "intervals": lambda: intervals(1000, 3) if quick else intervals(10_000, 5),
-        "queue": lambda: [queue(load, 2500 if quick else 10_000) for load in (0.3, 0.5, 0.6)],
+        "propositions": lambda: propositions(chosen.first, chosen.workloads or (200 if quick else 1000)),
+        "intervals": lambda: intervals(1, 0.1) if quick else intervals(chosen.rounds or 3, PRECISION),
+        "queue": lambda: [queue(load, *((2500, 1) if quick else (20_000, chosen.rounds or 3))) for load in LOADS],
         "limits": lambda: limits(chosen.rounds or (1 if quick else 3), 40 if quick else 200),
     }
     result = {}

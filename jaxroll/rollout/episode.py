@@ -21,7 +21,6 @@ from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import (
-    MAX_TURNS,
     Completion,
     Environment,
     GenerationKey,
@@ -249,13 +248,13 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of an episode: turns, tokens of the whole conversation (0: no limit), seconds of one generation.
+    """Limits of an episode: turns and tokens of the whole conversation (0: no limit), seconds of one generation.
 
     It must also fit into a row of the learner: `row_tokens` (0: no limit), in addition to a first prompt of up to
     `prompt_tokens`, which is packed separately except for its last token.
     """
 
-    turns: int = MAX_TURNS
+    turns: int = 0
     tokens: int = 0
     generation_s: float = GENERATION_LIMIT_S
     row_tokens: int = 0
@@ -304,7 +303,7 @@ async def run(
     """
     env_calls = env_calls or EnvironmentCalls()
     traits = env_calls.traits(env)
-    turns, sampling = min(bounds.turns, traits.max_turns), with_stop(sampling, tokenizer)
+    turns, sampling = min(bounds.turns or traits.max_turns, traits.max_turns), with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()
     tools = task.tools()
     messages, most = protocols.messages(await env_calls.reset(env, task), "what reset() returned"), 0

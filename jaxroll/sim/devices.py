@@ -473,7 +473,7 @@ class SimulatedTrainer:
 class Simulated:
     """A task of some turns; each step takes a while, and the last one gives the reward."""
 
-    step_limit_s = 86400.0
+    step_limit_s, max_turns = 86400.0, 2**31
 
     def __init__(self, pool: Any, config: object) -> None:
         self._pool = pool  # `SimulatedPool` of the role

@@ -258,7 +258,7 @@ def test_the_bounds_by_hand() -> None:
 
 def test_the_queue_between_samplers_and_learner_is_that_of_the_recursion() -> None:
     theory = importlib.import_module("benchmarks.schedules.theory")
-    found = theory.queue(0.5, 200)
+    found = theory.queue(0.5, 200, 1)
     assert found["simulated"] == pytest.approx(found["recursion"], rel=0.05)
 
 
@@ -267,13 +267,13 @@ def test_an_interval_takes_the_expected_maximum_of_its_environments() -> None:
     # The maximum of 16 Gamma(4) variables, by Monte Carlo.
     drawn = np.random.default_rng(0).gamma(4.0, size=(40_000, 16)).max(axis=1).mean()
     assert theory.interval_s(16, 4) == pytest.approx(drawn, rel=0.02)
-    assert theory.simulated_interval_s(4, 4, 800) == pytest.approx(theory.interval_s(4, 4), rel=0.2)
+    assert theory.simulated_intervals_s(4, 4, 50).mean() == pytest.approx(theory.interval_s(4, 4), rel=0.2)
 
 
 @pytest.mark.soak
 def test_intervals_are_within_five_percent_of_the_closed_form() -> None:
     theory = importlib.import_module("benchmarks.schedules.theory")
-    for row in theory.intervals(10_000, 5):
+    for row in theory.intervals(1, theory.PRECISION):
         assert abs(row["error"]) <= 0.05, row
 
 

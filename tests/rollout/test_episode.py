@@ -181,8 +181,9 @@ def test_what_is_computed_is_kept_for_the_next_turn_where_there_can_be_one() -> 
         (3, episode.Bounds(), [True, True, False]),
         (9, episode.Bounds(turns=2), [True, False]),
         (1, episode.Bounds(), [False]),
+        (80, episode.Bounds(), [True] * 79 + [False]),  # more than an environment has that declares nothing
     ):
-        env, proxy = FakeEnv([more] * 9), FakeProxy([completion("a")] * 9)
+        env, proxy = FakeEnv([more] * 80), FakeProxy([completion("a")] * 80)
         env.max_turns = declared  # type: ignore[attr-defined]
         assert run(env, proxy, bounds=bounds).finish == "length"
         assert proxy.kept == expected
