@@ -257,7 +257,7 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {"alpha": 0.0},
-    "one_step": {"alpha": 1.0},
+    "one_step": {"mode": "one_step", **MODES["one_step"]},  # α = 1, and a batch is sampled wholly at one version
     "bounded": {},  # the config's α; a generation continues under new weights
     "pure": {"weight_swap": "drain"},  # the config's α; every answer is of one version
     "interval": {"mode": "interval", **MODES["interval"]},  # no member begins before the batch before is finished
