@@ -10,16 +10,21 @@ Baselines: `memcpy` (numpy, warm memory), `raw` (one plain socket, recv_into a w
 columns), orbax (save and restore in memory-backed files where there are any), jax.experimental.transfer (1 to 1 only:
 it does not reshard). Processor seconds are those of the whole process, per GB.
 
+`relay`: 2, 4 and 8 receivers of 64 MiB over tcp, from the learner alone and through a relay tree. Two cores carry all
+processes, so the case runs also with links: each listener sends at most LINK_MB_S, an emulation by pauses. In
+`throttled` one of four receivers reads at a tenth of that.
+
 Aims: shm ≥ 60 % of memcpy; tcp ≥ 80 % of raw and faster than Flight and orbax; sender and receiver ≤ 1.3 times the
 processor seconds of raw.
 
-    python -m benchmarks.transfer [--quick] [--rounds=5]
+    python -m benchmarks.transfer [--quick] [--rounds=5] [--case=all|channels|relay]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -40,6 +45,7 @@ LEAVES, ROWS = 16, 4096  # float32 leaves of [ROWS, columns]
 COLUMNS, QUICK_COLUMNS = 2048, 256  # 512 MiB, 64 MiB
 PAIRS = {"1to1": (1, 1), "4to2": (4, 2)}
 RECEIVERS = (0, 1, 2, 4)
+RELAYED, LINK_MB_S = (2, 4, 8), 20.0
 WARM = 4  # unmeasured runs: three versions take their memory, then it is reused
 DIGEST = "additive, mod 2^64, odd weights by splitmix64 (jaxroll/transfer/manifest.py)"
 Row = dict[str, Any]
@@ -106,6 +112,23 @@ class End:
 
         return TransferConfig(channel="tcp" if channel == "tls" else channel, deadline_s=600.0)  # type: ignore[arg-type]
 
+    def link(self, mb_s: float) -> Row:
+        """Limit what the listener of this process sends, all readers together; 0: no limit."""
+        from jaxroll.transfer import channel_tcp
+
+        if not hasattr(self, "_written"):
+            self._written = channel_tcp.Connection._written
+        real, free_s = self._written, [0.0]
+
+        def written(self: Any) -> int:
+            time.sleep(max(0.0, free_s[0] - time.monotonic()))
+            sent = real(self)
+            free_s[0] = max(free_s[0], time.monotonic()) + sent / (mb_s * 1e6)
+            return sent
+
+        channel_tcp.Connection._written = written if mb_s else real
+        return {}
+
     def answer(self) -> None:
         print(json.dumps({"ready": os.getpid()}), flush=True)
         for line in sys.stdin:
@@ -165,14 +188,18 @@ class SenderEnd(End):
         """Seconds of one copy of the parameters on the devices."""
         import jax
 
-        from jaxroll.transfer import channels
+        from jaxroll.transfer import manifest
 
         started = time.perf_counter()
-        jax.block_until_ready(channels.copied(self.params, "float32"))
+        jax.block_until_ready(manifest.copied(self.params, "float32"))
         return {"device_copy_s": time.perf_counter() - started}
 
     def cpu(self) -> Row:
         return {"cpu_s": self.cpu_s()}
+
+    def sent(self, channel: str) -> Row:
+        time.sleep(0.1)  # the listener counts after the reader has received
+        return {"bytes": self._publisher(channel).sent_bytes}
 
     def raw(self) -> Row:
         """Serve all bytes once over a plain socket, from warm memory."""
@@ -248,12 +275,12 @@ class ReceiverEnd(End):
             self.warm = np.zeros_like(self.source)
         return self.warm
 
-    def fetch(self, channel: str, ref: str, check: bool = False) -> Row:
-        """Fetch and place the announced version."""
+    def fetch(self, channel: str, ref: str, check: bool = False, relays: Sequence[Row] = ()) -> Row:
+        """Fetch and place the announced version, from the relays first."""
         import jax
 
         from jaxroll import wire
-        from jaxroll.records import VersionRef
+        from jaxroll.records import Relay, VersionRef
         from jaxroll.transfer.ends import Receiver
 
         if not hasattr(self, "receivers"):
@@ -263,7 +290,9 @@ class ReceiverEnd(End):
         )
         staged: list[Any] = []
         announced = wire.decode(bytes.fromhex(ref), VersionRef)
-        row = self._measured(lambda: staged.append(receiver.fetch(announced, self.target, self.shapes)))
+        sources = [Relay(**one) for one in relays]
+        row = self._measured(lambda: staged.append(receiver.fetch(announced, self.target, self.shapes, relays=sources)))
+        row["sources"] = [list(one) for one in getattr(staged[0], "sources", ())]
         started = time.perf_counter()
         placed = staged.pop().place()
         jax.block_until_ready(placed)
@@ -274,6 +303,30 @@ class ReceiverEnd(End):
             wanted = self.values()
             row["exact"] = all(np.array_equal(np.asarray(placed[name]), wanted[name]) for name in self.names)
         return row
+
+    def listen(self, name: str) -> Row:
+        """Become a relay; its name and address."""
+        from jaxroll.transfer.ends import Receiver
+        from jaxroll.transfer.relay import RelaySender
+
+        self.listener = RelaySender(self.config("tcp"), "127.0.0.1", token="t" * 32)
+        self.receivers = {"tcp": Receiver(self.config("tcp"), token="t" * 32, relay=self.listener.relay)}
+        return {"name": name, "address": self.listener.address}
+
+    def throttle(self, mb_s: float) -> Row:
+        """Read at most so fast; 0: no limit."""
+        from jaxroll.transfer.channel_tcp import TcpReader
+
+        if not hasattr(self, "_receive"):
+            self._receive = TcpReader._receive
+        real = self._receive
+
+        def receive(self: Any, buffer: memoryview) -> None:
+            real(self, buffer)
+            time.sleep(len(buffer) / (mb_s * 1e6))
+
+        TcpReader._receive = receive if mb_s else real
+        return {}
 
     def memcpy(self) -> Row:
         import numpy as np
@@ -454,6 +507,81 @@ def stall(ends: Ends, rounds: int) -> Row:
     return {**rows, "device_copy": spread(copies)}
 
 
+def relay_run(sender: Child, readers: Sequence[Child], peers: Sequence[Row], tree: bool, check: bool = False) -> Row:
+    """One version to all `readers`: seconds until each has it, and the bytes that the learner sent."""
+    from jaxroll.policy.relay import Receiver, assign, sources
+
+    receivers = [Receiver(peer["name"]) for peer in peers]
+    assigned = assign(receivers, [one.name for one in receivers])
+    address = {peer["name"]: peer for peer in peers}
+    found = [sources(one.name, receivers, assigned)[:-1] if tree else () for one in receivers]
+    ref, before = ask(sender, "publish", channel="tcp")["ref"], ask(sender, "sent", channel="tcp")["bytes"]
+    started, done = time.perf_counter(), []
+
+    def fetch(reader: Child, relays: Sequence[str]) -> Row:
+        row = ask(reader, "fetch", channel="tcp", ref=ref, check=check, relays=[address[name] for name in relays])
+        done.append(time.perf_counter() - started)
+        return row | {"done_s": done[-1]}
+
+    with ThreadPoolExecutor(len(readers)) as pool:
+        rows = [one.result() for one in [pool.submit(fetch, *pair) for pair in zip(readers, found, strict=True)]]
+    assert all(row.get("exact", True) for row in rows), "wrong values"
+    failed = [error for row in rows for _, _, _, error in row["sources"] if error]
+    assert not failed, failed
+    return {
+        "total_s": max(done), "first_s": min(done), "done_s": [row["done_s"] for row in rows],
+        "sent_bytes": ask(sender, "sent", channel="tcp")["bytes"] - before,
+    }  # fmt: skip
+
+
+def relay_case(run_dir: Path, rounds: int, args: argparse.Namespace) -> Row:
+    """The learner alone and a relay tree, alternating, without and with links of LINK_MB_S."""
+    columns, result = QUICK_COLUMNS, {}
+    size = LEAVES * ROWS * columns * 4
+    with Ends(run_dir, columns) as ends:
+        sender = ends.get("sender", 1)
+        readers = [ends.get("receiver", 1, number) for number in range(max(RELAYED))]
+        peers = [ask(reader, "listen", name=f"sampler-{number}") for number, reader in enumerate(readers)]
+        for tree in (False, True):
+            relay_run(sender, readers, peers, tree, check=True)
+        for mb_s in (0.0, LINK_MB_S):
+            for end in (sender, *readers):
+                ask(end, "link", mb_s=mb_s)
+            for count in RELAYED:
+                some, near = readers[:count], peers[:count]
+                arms = {
+                    arm: functools.partial(relay_run, sender, some, near, arm == "tree") for arm in ("alone", "tree")
+                }
+                settings = {"bytes": size, "receivers": count, "link_mb_s": mb_s}
+                rows = Runs("transfer-relay", settings, args.runs_file, args.resume).alternate(arms, rounds)
+                result[f"{count}_receivers" + (f"_{mb_s:g}_mb_s" if mb_s else "")] = {
+                    **{
+                        f"{arm}_copies": spread([row["sent_bytes"] / size for row in found])
+                        for arm, found in rows.items()
+                    },
+                    **{f"{arm}_s": spread([row["total_s"] for row in found]) for arm, found in rows.items()},
+                    "tree_speed_over_alone": ratio(
+                        [r["total_s"] for r in rows["alone"]], [r["total_s"] for r in rows["tree"]]
+                    ),
+                }
+        result["throttled"] = throttled(sender, readers[:4], peers[:4], rounds)
+    return {"bytes": size, "rounds": rounds, "link_mb_s": LINK_MB_S, **result}
+
+
+def throttled(sender: Child, readers: Sequence[Child], peers: Sequence[Row], rounds: int) -> Row:
+    """Seconds of the three other receivers while the last reads at a tenth of the links, and while it does not."""
+    others: dict[str, list[float]] = {"full": [], "tenth": []}
+    for number in range(rounds):
+        for arm in list(others)[:: 1 if number % 2 == 0 else -1]:
+            ask(readers[-1], "throttle", mb_s=LINK_MB_S / 10 if arm == "tenth" else 0.0)
+            others[arm].append(max(relay_run(sender, readers, peers, True)["done_s"][:-1]))
+    ask(readers[-1], "throttle", mb_s=0.0)
+    return {
+        **{arm: spread(found) for arm, found in others.items()},
+        "tenth_over_full": ratio(others["tenth"], others["full"]),
+    }
+
+
 def summary(rows: Mapping[str, list[Row]], size: int) -> Row:
     """Medians of each arm, and its ratios to the baselines."""
     gb, table = size / 1e9, {}
@@ -485,6 +613,7 @@ def main() -> None:
         kind(sys.argv[2], int(sys.argv[3])).answer()
         return
     parser: argparse.ArgumentParser = arguments(__doc__ or "")
+    parser.add_argument("--case", choices=("all", "channels", "relay"), default="all", help="what to measure")
     args = parser.parse_args()
     started, columns = time.monotonic(), QUICK_COLUMNS if args.quick else COLUMNS
     rounds, size = args.rounds or (2 if args.quick else 5), LEAVES * ROWS * columns * 4
@@ -494,7 +623,9 @@ def main() -> None:
         from jaxroll.rpc import tls
 
         tls.make_certificates(Path(files), [], 1)
-        for pair in PAIRS:
+        if args.case in ("all", "relay"):
+            result["relay"] = relay_case(Path(files), rounds, args)
+        for pair in PAIRS if args.case in ("all", "channels") else ():
             with Ends(Path(files), columns) as ends:
                 runs = Runs("transfer", {"bytes": size, "pair": pair}, args.runs_file, args.resume)
                 for channel in ("shm", "tcp"):

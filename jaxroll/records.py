@@ -192,6 +192,13 @@ class VersionRef(msgspec.Struct, frozen=True):
     manifest_digest: Label
 
 
+class Relay(msgspec.Struct, frozen=True):
+    """A process that serves the weights it received to others: its name, and HOST:PORT of its `tcp` listener."""
+
+    name: Label
+    address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
+
+
 def question_hash(text: str) -> str:
     """The identity of a question: 16 hex digits of its blake2b digest, with white space normalised."""
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).hexdigest()

@@ -295,3 +295,23 @@ def zeroed(tree: Any) -> Any:
 def shardings_of(tree: Any) -> Any:
     """The shardings of the leaves of `tree`."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def axes_across_processes(mesh: Mesh) -> frozenset[str]:
+    """The mesh axes along which devices belong to different processes."""
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    firsts = {name: np.take(owners, [0], axis) for axis, name in enumerate(mesh.axis_names)}
+    return frozenset(name for name, first in firsts.items() if (owners != first).any())
+
+
+def without(part: Any, axes: frozenset[str]) -> Any:
+    """One entry of a PartitionSpec without `axes`."""
+    if not isinstance(part, tuple):
+        return None if part in axes else part
+    return tuple(axis for axis in part if axis not in axes) if axes.intersection(part) else part
+
+
+@functools.lru_cache(maxsize=64)
+def resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A compiled function that returns an array with `sharding`."""
+    return jax.jit(lambda array: array, out_shardings=sharding)

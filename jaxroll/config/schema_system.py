@@ -76,6 +76,9 @@ class TransferConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Deadline of one transfer.
     deadline_s: Seconds = 60.0
+    # Samplers that serve the weights they received to others (tcp only), so that the learner sends one copy or two.
+    # `tree`: each to two. `none`: all fetch from the learner.
+    relay: Literal["none", "tree"] = "none"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll import sharding as layouts
-from jaxroll.config import Config, MeshConfig, WeightSwap
+from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.config.derived import update_in_force_s
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
@@ -22,18 +23,23 @@ from jaxroll.learner.state import Params
 from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
-from jaxroll.records import VersionRef
+from jaxroll.records import Relay, VersionRef
 from jaxroll.roles.weights import Progress, WeightFollower
+from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding import Layout
+from jaxroll.store.messages import RelayState
 from jaxroll.text import tokenizers
 from jaxroll.transfer.channel_device import HandedOver
 from jaxroll.transfer.ends import NOTHING_HELD, FetchedParameters, Receiver, Staged
 from jaxroll.transfer.manifest import keeps_float32
+from jaxroll.transfer.relay import RelaySender
 
 if TYPE_CHECKING:
     from jaxroll.learner.trainer import Trainer
+
+SITE_VARIABLE = "JAXROLL_SITE"  # name of the site of this process, within which copies of weights are cheap
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -66,9 +72,9 @@ class AdaptedParameters:
 
         self._merged = jax.jit(merged, out_shardings=target)
 
-    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+    async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
         """The adapters, with the base unless it is held already; see `FetchedParameters.fetch`."""
-        staged = await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, self._held)
+        staged = await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, self._held, relays)
         self._held = staged.held(self._base)
         return staged
 
@@ -109,10 +115,11 @@ def inference(
     progress: Progress,
     tls: Material | None = None,
     device_lock: AbstractContextManager[object] | None = None,
+    listener: RelaySender | None = None,
 ) -> Inference:
     """An engine on this process's devices. It compiles with its first weights and dispatches under `device_lock`.
 
-    ConfigError if the model does not fit the mesh.
+    `listener` (`relay_listener`) serves the received weights to others. ConfigError if the model does not fit the mesh.
     """
     text = tokenizer(config)
     spec = model_spec(config, text)
@@ -122,7 +129,9 @@ def inference(
     engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)
-    receiver, layout = Receiver(config.transfer, token=token, tls=tls), layouts.Layout(mesh, layouts.SAMPLER)
+    received = None if listener is None else listener.relay
+    receiver = Receiver(config.transfer, token=token, tls=tls, relay=received)
+    layout = layouts.Layout(mesh, layouts.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
         arriving = FetchedParameters(receiver, params.shardings(spec, layout.mesh, layout.rules), params.served(spec))
@@ -130,7 +139,21 @@ def inference(
         arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
     # With rolling updates a sampler keeps its update slot until the weight swap.
     in_force_s = update_in_force_s(config) if role == "sampler" else 0.0
-    return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
+    relay = None
+    if config.transfer.relay != "none":
+        relay = RelayState("" if listener is None else listener.address, os.environ.get(SITE_VARIABLE, ""))
+    return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s, relay, listener))
+
+
+def relay_listener(args: RoleArgs, role: str, token: str) -> RelaySender | None:
+    """The listener that serves this sampler's weights to others; None without relays and in other roles."""
+    if args.config.transfer.relay == "none" or role != "sampler":
+        return None
+    store = args.config.store
+    return RelaySender(
+        args.config.transfer, args.host, token=token, tls=tls_files.load(args.run_dir), mutual_tls=store.mutual_tls,
+        insecure=args.insecure,
+    )  # fmt: skip
 
 
 def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Trainer:

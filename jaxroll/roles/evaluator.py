@@ -23,7 +23,7 @@ from jaxroll.config.derived import is_evaluated, next_evaluation
 from jaxroll.config.section_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
-from jaxroll.records import Task, Version, VersionRef
+from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
@@ -72,13 +72,14 @@ class EvaluatorLoops:
         held: Version | None = None
         due = failures = 0
         while True:
-            ref = await self.session.store.published(held, PUBLISHED_WAIT_S)
+            reply = await self.session.store.announced(held, PUBLISHED_WAIT_S, relay=self.session.parts.follower.relay)
+            ref = reply.snapshot
             if ref is None:
                 continue
             step = ref.version.step
             evaluated = is_evaluated(self.config, step, due)
             if evaluated:
-                if not await self._fetch(ref):
+                if not await self._fetch(ref, reply.relays):
                     failures += 1
                     if failures > FETCH_TRIES:
                         raise InfraError(f"the weights of version {ref.version} could not be fetched")
@@ -93,10 +94,10 @@ class EvaluatorLoops:
                 return
             due = following if evaluated else due
 
-    async def _fetch(self, ref: VersionRef) -> bool:
+    async def _fetch(self, ref: VersionRef, relays: Sequence[Relay]) -> bool:
         """True if the weights are in the engine; they may be replaced by newer ones during the fetch."""
         try:
-            await self.session.parts.follower.load(ref)
+            await self.session.parts.follower.load(ref, relays)
         except TransferError as error:
             self.session.progress(f"weights {ref.version}: {error}")
             return False

@@ -308,14 +308,16 @@ class EngineProcess:
 
         spec, args, session = self.spec, self._args, self.session
         built: Future[Inference] = Future()
+        listener = None
         finished = self._thread.start(session.run(lambda: session.built(built), lambda: spec.play(session)))
         try:
             session.progress.start("building the engine")
-            token = weights.weights_token(args.run_dir)
+            token, role = weights.weights_token(args.run_dir), spec.role.partition("-")[0]
+            listener = build.relay_listener(args, role, token)
             with device_lock or contextlib.nullcontext():
                 parts = build.inference(
                     args.config,
-                    spec.role.partition("-")[0],
+                    role,
                     spec.mesh,
                     slots=spec.slots,
                     weight_swap=spec.weight_swap,
@@ -323,6 +325,7 @@ class EngineProcess:
                     progress=session.progress,
                     tls=tls.load(args.run_dir),
                     device_lock=device_lock,
+                    listener=listener,
                 )
             session.progress.end("building the engine")
             finished.add_done_callback(lambda _: parts.host.stop())
@@ -331,6 +334,8 @@ class EngineProcess:
         finally:
             session.request_stop(at_once=True)
             ended(finished, STOP_S)
+            if listener is not None:
+                listener.close()
             self.close()
 
     def close(self) -> None:

@@ -9,16 +9,19 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError, TransferError
-from jaxroll.records import Version, VersionRef
+from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
+from jaxroll.store.messages import RelayState
 
 if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jax.sharding import Mesh
@@ -26,7 +29,8 @@ if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jaxroll.learner.state import Params
     from jaxroll.serving.engine_thread import EngineHost
     from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
-    from jaxroll.transfer.ends import Publisher, Staged
+    from jaxroll.transfer.channel_tcp import TcpSender
+    from jaxroll.transfer.ends import Fetched, Publisher, Staged
 
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 SWAP_POLL_S = 0.005
@@ -36,8 +40,8 @@ STARVED_TRIES = 8  # about ten seconds
 class Arriving(Protocol):
     """Published weights on their way into an engine."""
 
-    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
-        """The parameters on the host. Raises TransferError and its kinds."""
+    async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
+        """The parameters on the host, from the relays as far as possible. Raises TransferError and its kinds."""
         ...
 
     def place(self, staged: Staged | HandedOver) -> Params:
@@ -50,7 +54,8 @@ class WeightFollower:
 
     The first weights also compile the engine; `first` is set then. `version` is the version handed to the engine last:
     every token of a request that is added from now on is sampled at it or at a later one. With `in_force_s` a load ends
-    when the engine computes with the new version (a `drain` takes a while), or after that time.
+    when the engine computes with the new version (a `drain` takes a while), or after that time. `relay` is set where
+    relays are used; it has the address of `listener` if this process is one.
     """
 
     def __init__(
@@ -59,26 +64,49 @@ class WeightFollower:
         arriving: Arriving,
         progress: Progress,
         in_force_s: float = 0.0,
+        relay: RelayState | None = None,
+        listener: TcpSender | None = None,
     ) -> None:
         self._host, self._arriving, self._progress, self._in_force_s = host, arriving, progress, in_force_s
         self.first = asyncio.Event()
         self.version: Version | None = None
         self.serves_on = ""  # the address at which this sampler serves actors, which the store tells them
         self._changed = asyncio.Event()
+        self.relay, self._listener = relay, listener
 
-    async def load(self, ref: VersionRef) -> None:
+    def counts(self) -> dict[str, int]:
+        """Bytes of weights that this process has sent to others since the start, if it is a relay."""
+        return {} if self._listener is None else {"relay_sent_bytes": self._listener.sent_bytes}
+
+    async def load(self, ref: VersionRef, relays: Sequence[Relay] = ()) -> None:
         """Fetch, verify and place weights; the engine swaps them in by its policy. Raises TransferError."""
         t0 = unix_s()
-        staged = await self._arriving.fetch(ref)
+        staged = await self._arriving.fetch(ref, *relays)
         t1, size_bytes = unix_s(), staged.fetched_bytes
+        sources = {} if self.relay is None else self._note(self.relay, ref.version, staged.sources)
         await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
         self.version = ref.version
         self.first.set()
         self._changed.set()  # wakes all current waiters; later ones wait for the next change
         self._changed = asyncio.Event()
         await self._await_swap(ref.version)
-        self._progress.span("fetch", t0, t1, version=str(ref.version), size_bytes=size_bytes)
+        self._progress.span("fetch", t0, t1, version=str(ref.version), size_bytes=size_bytes, **sources)
         self._progress.span("weight_swap", t1, unix_s(), version=str(ref.version))
+
+    def _note(self, relay: RelayState, version: Version, sources: Sequence[Fetched]) -> Row:
+        """Report relays that failed, in the log and at the next call of the store; a row's field: bytes by source."""
+        for one in sources:
+            if one.error:
+                self._progress(
+                    f"weights {version}: relay {one.source} failed after {one.size_bytes} bytes: {one.error}"
+                )
+        source, rate = "", 0.0
+        if sources:
+            most = max(sources, key=lambda one: one.size_bytes)
+            source, rate = most.source, most.size_bytes / max(most.seconds, 1e-9)
+        failed = tuple(one.source for one in sources if one.error)
+        self.relay = msgspec.structs.replace(relay, source=source, bytes_per_s=rate, failed=failed)
+        return {"sources": {one.source: one.size_bytes for one in sources}}
 
     async def _await_swap(self, version: Version) -> None:
         """Return when the engine computes with `version`, or after `in_force_s`: draining may take longer."""
@@ -107,13 +135,16 @@ class WeightFollower:
         failing: VersionRef | None = None
         failures, starved, reported = 0, 0, ""
         while True:
-            ref = await store.published(self.version, wait_s, in_turn=True, serves_on=self.serves_on)
+            reply = await store.announced(
+                self.version, wait_s, in_turn=True, serves_on=self.serves_on, relay=self.relay
+            )
+            ref = reply.snapshot
             if ref is None:
                 continue
             if ref != failing:
                 failing, failures, reported = ref, 0, ""
             try:
-                await self.load(ref)
+                await self.load(ref, reply.relays)
             except TransferError as error:
                 failures += 1
                 starved = starved + 1 if _no_descriptor(error) else 0
@@ -194,8 +225,8 @@ class BackgroundPublisher:
             await self._store.publish(await self._on_thread(lambda: self._publisher.finish(made, weights)))
             self._publisher.drop_older(made)
         await self._store.ack(trained)
-        t = unix_s()
-        await self._store.report([row | {"t": t, "publish_s": t - row["t1"]}])
+        t, sent_bytes = unix_s(), self._publisher.sent_bytes
+        await self._store.report([row | {"t": t, "publish_s": t - row["t1"], "weights_sent_bytes": sent_bytes}])
 
 
 # --- Progress messages of a role

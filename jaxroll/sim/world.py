@@ -189,6 +189,8 @@ class MemoryCheckpoints:
 class MemoryPublisher:
     """Weights that can be fetched at once."""
 
+    sent_bytes = 0
+
     def publish(self, version: Version, params: object) -> VersionRef:
         return VersionRef(version, "tcp", "memory", "digest")
 

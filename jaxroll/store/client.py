@@ -31,7 +31,17 @@ from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
 from jaxroll.store.flushes import Flushes, Stream, joined_partials
-from jaxroll.store.messages import MAX_PUTS, Joined, Key, PutAnswer, PutCall, PutReply, Welcome
+from jaxroll.store.messages import (
+    MAX_PUTS,
+    Joined,
+    Key,
+    PublishedReply,
+    PutAnswer,
+    PutCall,
+    PutReply,
+    RelayState,
+    Welcome,
+)
 
 MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
 JOIN_S = 60.0  # a sampler that joins waits for the store, as for one that is starting
@@ -188,9 +198,21 @@ class StoreClient:
     async def published(
         self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False, serves_on: str = ""
     ) -> VersionRef | None:
-        """The newest published version if it differs from `known`; None after `wait_s` without one.
+        """The newest published version if it differs from `known`; None after `wait_s` without one: see `announced`."""
+        return (await self.announced(known, wait_s, in_turn=in_turn, serves_on=serves_on)).snapshot
 
-        `serves_on` tells actors where this sampler serves them.
+    async def announced(
+        self,
+        known: Version | None,
+        wait_s: float = 0.0,
+        *,
+        in_turn: bool = False,
+        serves_on: str = "",
+        relay: RelayState | None = None,
+    ) -> PublishedReply:
+        """The newest published version if it differs from `known`, and relays that have it; None after `wait_s`.
+
+        `serves_on` tells actors where this sampler serves them, `relay` tells the store about this receiver.
 
         With `in_turn` the reply waits for the caller's update slot (`schedule.rolling_updates`); its next call
         gives the slot back.
@@ -199,10 +221,10 @@ class StoreClient:
         deadline = now_s() + wait_s
         while True:
             left_s = min(max(0.0, deadline - now_s()), protocol.MAX_WAIT_S)
-            call = msg.PublishedCall(known, left_s, in_turn, serves_on)
+            call = msg.PublishedCall(known, left_s, in_turn, serves_on, relay)
             reply = await self._call("Published", call, msg.PublishedReply, left_s)
             if reply.snapshot is not None or now_s() >= deadline:
-                return reply.snapshot
+                return reply
 
     async def ack(self, version: Version) -> None:
         """Acknowledge that the claim of version.step was trained at `version`."""

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from jaxroll.records import Count, Grant, Label, Task, Version, VersionRef
+from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, Relay, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Refusal
 from jaxroll.store.core.state import Lineage
 
 SERVICE = "jaxroll.Store"
 
 Key = tuple[int, int, int]  # (group, member, attempt)
-MAX_KEYS, MAX_ROWS, MAX_PUTS = 65_536, 65_536, 256  # in one message
+MAX_KEYS, MAX_ROWS, MAX_PUTS, MAX_RELAYS = 65_536, 65_536, 256, 8  # in one message
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -169,23 +169,39 @@ class VersionCall(msgspec.Struct, frozen=True):
     version: Version
 
 
+class RelayState(msgspec.Struct, frozen=True):
+    """A receiver of weights where relays are used (`transfer.relay`).
+
+    `address` is where it serves them to others ('': it does not), `site` the place within which copies are cheap. Its
+    last fetch: the relay or learner that sent most, bytes per second, and relays that failed.
+    """
+
+    address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)] = ""
+    site: Label = ""
+    source: Label = ""
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    failed: Annotated[tuple[Label, ...], msgspec.Meta(max_length=MAX_RELAYS)] = ()
+
+
 class PublishedCall(msgspec.Struct, frozen=True):
     """Wait for published weights other than `known`.
 
     With `in_turn` also wait for an update slot (rolling updates); the caller's previous slot ends with this call.
-    `serves_on` is the address at which the caller serves actors.
+    `serves_on` is the address at which the caller serves actors; with `relay` the reply names relays.
     """
 
     known: Version | None
     wait_s: float
     in_turn: bool = False
     serves_on: Label = ""
+    relay: RelayState | None = None
 
 
 class PublishedReply(msgspec.Struct, frozen=True):
-    """Reference of the new weights; None if there were none within the wait."""
+    """Reference of the new weights; None if there were none within the wait. `relays` to ask first, in order."""
 
     snapshot: VersionRef | None
+    relays: tuple[Relay, ...] = ()
 
 
 class ReportCall(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ from jaxroll.models import cache
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding import LEARNER, SAMPLER, Layout
-from jaxroll.transfer import channels
+from jaxroll.transfer import manifest
 
 Tree = Any  # a pytree
 
@@ -149,7 +149,7 @@ def published(programs: step.Programs, config: Config) -> jax.stages.Lowered:
     """The copy of the parameters, in the dtype of the transfer, that a version is sent from."""
     whole = programs.recipe.lora is None or config.learner.lora_publish == "merged"
     params = programs.params if whole else programs.state.params
-    return channels.cast_and_copy.lower(dict(params), config.transfer.dtype)
+    return manifest.cast_and_copy.lower(dict(params), config.transfer.dtype)
 
 
 def engine_programs(

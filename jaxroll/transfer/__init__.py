@@ -7,5 +7,6 @@ Read `ends` first.
 
 `manifest` is pure (except the dtype cast). `channels` takes host snapshots and defines the interface of a channel;
 `channel_tcp`, `channel_tensorstore` and `channel_device` implement it. `channel_shm` lets readers on the sender's host
-map what `channel_tcp` sends. Only `channels` reads device memory, only `ends` and `channel_device` write it.
+map what `channel_tcp` sends. `shelves` keeps the versions that a publisher or a relay serves over `channel_tcp`. Only
+`channels` reads device memory, only `ends` and `channel_device` write it.
 """

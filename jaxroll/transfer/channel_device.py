@@ -24,7 +24,6 @@ import numpy as np
 from jaxroll import sharding
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
 
 NAME = "device"
@@ -47,7 +46,7 @@ class DevicePublisher:
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """Copy `params`, which may be donated on return. The future is already done."""
-        copied = channels.copied(params, self._dtype)
+        copied = manifests.copied(params, self._dtype)
         with self._guard:
             self._kept[version] = {**self._frozen, **copied}
         started: Future[VersionRef] = Future()
@@ -57,6 +56,11 @@ class DevicePublisher:
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
         """The address of `version`; the previous version stays available until `drop_older`."""
         return started.result()
+
+    @property
+    def sent_bytes(self) -> int:
+        """0: nothing leaves the devices by this channel."""
+        return 0
 
     def drop_older(self, version: Version) -> None:
         """Drop versions older than `version`, which the store does not give out any more."""
@@ -91,7 +95,7 @@ class HandedOver:
         self, params: Params, target: Mapping[str, jax.sharding.Sharding], wanted: Mapping[str, np.dtype]
     ) -> None:
         self._params: Params | None = params
-        self._target, self._wanted = target, wanted
+        self._target, self._wanted, self.sources = target, wanted, ()
         self.fetched_bytes = sum(array.nbytes for array in params.values())
 
     def held(self, names: Container[str]) -> Mapping[str, Any]:

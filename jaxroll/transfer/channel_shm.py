@@ -39,7 +39,7 @@ from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_tcp import TcpReader
-from jaxroll.transfer.channels import Deadline, HostSnapshot, SharedFile, SlicePart
+from jaxroll.transfer.channels import Deadline, HostSnapshot, LeafRead, SharedFile, SlicePart, ignore
 from jaxroll.transfer.manifest import Manifest
 
 _NAME = "jaxroll-weights"
@@ -307,10 +307,10 @@ class ShmReader(TcpReader):
             raise TransferError(f"{self._address} places leaf {held.name!r} outside of its shared memory")
         return self._files[file][offset : offset + size_bytes].view(kind).reshape(shape)
 
-    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = ignore) -> None:
         """Fill every part, from shared memory if there is any."""
         if not self._files:
-            super().read(manifest, parts)
+            super().read(manifest, parts, leaf_read)
             return
         for part in parts:
             self._deadline.left_s()

@@ -14,24 +14,22 @@ import selectors
 import socket
 import ssl
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
-from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed, one_line
+from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionMixed, one_line
 from jaxroll.records import Version
 from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, HostSnapshot, Refusal, Shared, SlicePart, VersionShelf
-from jaxroll.transfer.manifest import Manifest
+from jaxroll.transfer.channels import Buffers, Deadline, Refusal, Shared, Shelf, SlicePart, VersionShelf
+from jaxroll.transfer.manifest import HostSnapshot, Manifest
 
 # --- Publishing end of the tcp channel: one thread without JAX serves host snapshots to any number of readers
 #
@@ -41,9 +39,9 @@ from jaxroll.transfer.manifest import Manifest
 # `FIRST_QUESTION_S`. A reader can make this process allocate at most one request, whose size limit is small until the
 # token is verified.
 
-_TICK_S = 0.5  # interval of the check for stalled readers
+TICK_S = 0.5  # interval of the check for stalled readers
 FIRST_QUESTION_S = 5.0  # from the connection to the first question, TLS handshake included
-_BACKLOG = 64
+_BACKLOG, _WAKE_UPS = 64, 4096
 _NONE_FREE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -52,7 +50,7 @@ class Listener:
 
     def __init__(
         self,
-        shelf: VersionShelf,
+        shelf: Shelf,
         host: str,
         *,
         token: str,
@@ -69,9 +67,10 @@ class Listener:
         self.port: int = self._listening.getsockname()[1]
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
-        self._accepting = False
+        self._accepting, self.sent_bytes = False, 0
         self._rests_until_s = -math.inf  # no accept before this time: without a free descriptor it would spin
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transfer-listener", daemon=True)
@@ -99,9 +98,11 @@ class Listener:
         try:
             while not self._stopping.is_set():
                 self._accept_while_there_is_room()
-                for key, _ in self._selector.select(_TICK_S):
+                for key, _ in self._selector.select(TICK_S):
                     if key.fileobj is self._listening:
                         self._accept()
+                    elif key.fileobj is self._wake_in:
+                        self._woken()
                     elif key.data is not None:
                         self._serve(key.data)
                 self._drop_stalled()
@@ -125,7 +126,7 @@ class Listener:
             sock, _ = self._listening.accept()
         except OSError as error:  # the reader left between select and accept, or no descriptor is free
             if error.errno in _NONE_FREE:
-                self._rests_until_s = self._clock.now_s() + _TICK_S
+                self._rests_until_s = self._clock.now_s() + TICK_S
             return
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,6 +157,7 @@ class Listener:
             self._drop(connection)
             return
         connection.moved_s = self._clock.now_s()
+        self.sent_bytes, connection.sent_bytes = self.sent_bytes + connection.sent_bytes, 0
         if connection.ending and not left:
             self._drop(connection)
             return
@@ -171,7 +173,7 @@ class Listener:
     def _take_question(self, connection: Connection) -> bool:
         """Take a complete question from the inbox and prepare its answer; return True if there is data to send."""
         try:
-            question = connection.question()
+            question = None if connection.waits else connection.question()
             if question is None:
                 return False
             connection.more = self._answer(connection, question)
@@ -181,7 +183,7 @@ class Listener:
         connection.refill()
         return bool(connection.outbox)
 
-    def _answer(self, connection: Connection, question: channels.Question) -> Iterator[memoryview]:
+    def _answer(self, connection: Connection, question: channels.Question) -> Buffers:
         self._admit(question)
         connection.admitted = True
         pinned = connection.pinned
@@ -192,13 +194,10 @@ class Listener:
             raise Refusal("gone", f"version {question.version} is not available (available: {kept})")
         connection.pinned = pinned
         if isinstance(question, channels.AskManifest):
-            head = channels.frame(channels.ManifestReply(pinned.version, len(pinned.encoded)))
-            return iter((memoryview(head), memoryview(pinned.encoded)))
+            return self._shelf.manifest(pinned)
         if isinstance(question, channels.AskShared):
             return iter((memoryview(channels.frame(self._shelf.located(pinned, question.host))),))
-        for part in question.slices:
-            channels.check_slice(pinned, part)
-        return channels.chunks(pinned, question.slices)
+        return self._shelf.slices(pinned, question.slices)
 
     def _admit(self, question: channels.Question) -> None:
         if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
@@ -206,6 +205,10 @@ class Listener:
         if question.protocol != wire.PROTOCOL_VERSION:
             versions = f"{question.protocol}, the publisher {wire.PROTOCOL_VERSION}"
             raise Refusal("unauthorized", f"the reader uses protocol {versions}; install the same JaxRoll on both")
+
+    def _woken(self) -> None:
+        """Go on with the loop."""
+        self._wake_in.recv(_WAKE_UPS)
 
     def _drop_stalled(self) -> None:
         now_s = self._clock.now_s()
@@ -224,16 +227,16 @@ class Listener:
 #
 # Until its first question has been answered, a reader is untrusted, and only short questions are read.
 
-_BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
 _READ_BYTES = 1 << 16
 _FIRST_QUESTION_BYTES = 1 << 16  # limit before the token is verified
 
 
-class Connection:
+class Connection(channels.Outbox):
     """One reader: the received bytes of its question, the buffers to send, and the iterator of further buffers."""
 
     def __init__(self, sock: socket.socket, now_s: float, tls: ssl.SSLContext | None = None) -> None:
         """Wrap the accepted `sock`; under TLS, call `greet` first."""
+        super().__init__()
         sock.setblocking(False)
         self._plain = sock
         self._secured = None if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -241,10 +244,7 @@ class Connection:
         self.greeted, self.admitted = tls is None, False
         self.opened_s = self.moved_s = now_s
         self.inbox = bytearray()
-        self.outbox: deque[memoryview] = deque()
-        self.more: Iterator[memoryview] = iter(())
-        self.pinned: HostSnapshot | None = None
-        self.ending = False
+        self.pinned: Any = None  # the version on the shelf that it reads
 
     def greet(self) -> None:
         """Do one step of the TLS handshake. Raises ssl.SSLWantReadError or SSLWantWriteError until it is done."""
@@ -260,29 +260,11 @@ class Connection:
             self.inbox += self._secured.recv(_READ_BYTES)
         return bool(data)
 
-    def refill(self) -> None:
-        """Move buffers from `more` to the outbox until it holds a batch."""
-        held = sum(len(buffer) for buffer in self.outbox)
-        while held < _BATCH_BYTES and len(self.outbox) < _BATCH_BUFFERS:
-            buffer = next(self.more, None)
-            if buffer is None:
-                return
-            if len(buffer):
-                self.outbox.append(buffer)
-                held += len(buffer)
-
     def send(self) -> bool:
         """Write as much as the socket accepts now; return True if there is more to send."""
         self.refill()
         if self.outbox:
-            sent = self._written()
-            while sent:
-                head = self.outbox[0]
-                if sent < len(head):
-                    self.outbox[0] = head[sent:]
-                    break
-                sent -= len(head)
-                self.outbox.popleft()
+            self.advance(self._written())
             self.refill()
         return bool(self.outbox)
 
@@ -295,7 +277,8 @@ class Connection:
     def end(self) -> None:
         """Close the socket and release the version: the listener's loop refers to its last connection for long."""
         self.sock.close()
-        self.pinned, self.more, self.outbox = None, iter(()), deque()
+        self.pinned, self.more = None, iter(())
+        self.outbox.clear()
 
     def question(self) -> channels.Question | None:
         """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
@@ -326,8 +309,9 @@ class TcpSender:
         insecure: bool = False,
         name: str = "tcp",
         shared: Shared | None = None,
+        listener: Callable[..., Listener] | None = None,
     ) -> None:
-        """Listen on a free port of `host`.
+        """Listen on a free port of `host`. `listener` makes the listener of a relay.
 
         ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent.
         """
@@ -335,7 +319,7 @@ class TcpSender:
         self.name = name
         self._shelf = VersionShelf(keep, shared)
         self.hold = self._shelf.hold
-        self._listener = Listener(
+        self._listener = (listener or Listener)(
             self._shelf,
             host,
             token=token,
@@ -346,6 +330,11 @@ class TcpSender:
         )
         self.address = f"{socket.gethostname() if host in _ANY else host}:{self._listener.port}"
         self._listener.start()
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that readers were sent since the start."""
+        return self._listener.sent_bytes
 
     def offer(self, snapshot: HostSnapshot) -> str:
         """Add `snapshot` and return its address. The oldest snapshot is dropped when its readers are done."""
@@ -363,6 +352,14 @@ class TcpSender:
         self._shelf.clear()
 
 
+def host_port(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port. TransferError if `address` is not HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 1 << 16:
+        raise TransferError(one_line(f"not a tcp address: {address!r} (HOST:PORT)"))
+    return host.strip("[]"), int(port)
+
+
 class TcpReader:
     """One connection to a TcpSender, for one version."""
 
@@ -373,16 +370,14 @@ class TcpReader:
     ) -> None:
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
         self._tls, self._has_received = tls, False
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 1 << 16:
-            raise TransferError(one_line(f"not a tcp address: {address!r} (HOST:PORT)"))
+        host, port = host_port(address)
         try:
-            self._sock = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.left_s())
+            self._sock = socket.create_connection((host, port), timeout=deadline.left_s())
         except (OSError, ValueError) as error:  # ValueError: the host is not a valid name
             raise TransferError(one_line(f"no parameters from {address}: {error}")) from error
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
-            self._sock = self._secured(tls, host.strip("[]"))
+            self._sock = self._secured(tls, host)
         self._scratch = bytearray(channels.LENGTH.size)
 
     def close(self) -> None:
@@ -413,14 +408,21 @@ class TcpReader:
     def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
         """None: every box must be read."""
 
-    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
+    def read(
+        self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: channels.LeafRead = channels.ignore
+    ) -> None:
         """Fill every part. One request asks for up to `_HEADERS_AHEAD` slices, which are answered as a stream."""
-        pieces = (piece for part in parts for piece in channels.pieces(part))
+        pieces, leaf = (piece for part in parts for piece in channels.pieces(part)), None
         while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
             slices = tuple(channels.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
             self._send(channels.AskSlices(wire.PROTOCOL_VERSION, self._token, self._version, slices))
             for part in batch:
-                self._fill(part, manifest.leaves[part.leaf].name)
+                if leaf is not None and part.leaf != leaf:
+                    leaf_read(leaf)
+                leaf = part.leaf
+                self._fill(part, manifest.leaves[leaf].name)
+        if leaf is not None:
+            leaf_read(leaf)
 
     def _fill(self, part: SlicePart, name: str) -> None:
         answer = self._answer(channels.Chunk)
@@ -444,12 +446,9 @@ class TcpReader:
             raise TransferError(f"{self._address} does not speak this protocol (a header of {length} bytes)")
         body = bytearray(length)
         self._receive(memoryview(body))
-        try:
-            answer = wire.decode(bytes(body), channels.Answer)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"{self._address} does not speak this protocol: {error}") from error
-        if isinstance(answer, channels.Refused):
-            raise _refusal(answer, self._address)
+        answer = channels.take_answer(bytes(body), self._address)
+        if isinstance(answer, channels.Waiting):
+            return self._answer(kind)
         if answer.version != self._version:
             raise VersionMixed(f"received a slice of version {answer.version}, requested {self._version}")
         if not isinstance(answer, kind):
@@ -492,8 +491,3 @@ class TcpReader:
         if reason is not None:
             return Unauthorized(f"weights of {self._version} at {self._address}: {reason}")
         return TransferError(f"transfer of version {self._version} from {self._address} broke off: {why}")
-
-
-def _refusal(answer: channels.Refused, address: str) -> Exception:
-    kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
-    return kinds.get(answer.kind, TransferError)(one_line(f"{address}: {answer.reason}"))

@@ -27,7 +27,7 @@ from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, HostSnapshot, SlicePart
+from jaxroll.transfer.channels import Deadline, HostSnapshot, LeafRead, SlicePart, ignore
 from jaxroll.transfer.manifest import Leaf, Manifest
 
 _MANIFEST = "manifest.msgpack"
@@ -62,6 +62,8 @@ class TensorstoreSender:
     """A sender that writes snapshots under `path` and keeps the newest `keep` of them."""
 
     name = "tensorstore"
+
+    sent_bytes = 0  # readers read files
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, limit_s: float = 60.0) -> None:
         self._url, self._keep, self._limit_s = url_of(path), keep, limit_s
@@ -157,8 +159,9 @@ class TensorstoreReader:
     def view(self, manifest: Manifest, leaf: int, source: int) -> None:
         """None: every box must be read."""
 
-    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = ignore) -> None:
         """Fill every part. All reads are started at once; tensorstore limits their concurrency."""
+        del leaf_read  # they end in any order
         try:
             arrays = self._open({part.leaf for part in parts}, manifest)
             leaves = manifest.leaves

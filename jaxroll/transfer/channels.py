@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import struct
 import threading
 from collections import deque
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxroll import sharding as layouts
 from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
-from jaxroll.errors import TransferError
+from jaxroll.errors import TransferError, Unauthorized, VersionGone, one_line
 from jaxroll.records import Version
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.manifest import Box, Manifest
+from jaxroll.transfer.manifest import Box, Hold, HostSnapshot, Manifest, from_pieces
 
 # --- Host snapshots: immutable host copies of the parameters at one version
 #
@@ -33,35 +33,7 @@ from jaxroll.transfer.manifest import Box, Manifest
 # of process 0, a few leaves at a time, so that no device ever holds two whole copies.
 
 GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
-
 Params = Mapping[str, jax.Array]
-Hold = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-Pieces = Mapping[str, tuple[tuple[int, ...], list[tuple[Box, np.ndarray]]]]
-
-
-@dataclass(frozen=True)
-class HostSnapshot:
-    """A version's parameters on the host.
-
-    `pieces[leaf][source]` holds box `manifest.leaves[leaf].boxes[source]`, read-only and C-contiguous; `encoded` is the
-    encoded manifest.
-    """
-
-    manifest: manifests.Manifest
-    encoded: bytes
-    pieces: tuple[tuple[np.ndarray, ...], ...]
-
-    @property
-    def version(self) -> Version:
-        return self.manifest.version
-
-    @property
-    def manifest_digest(self) -> str:
-        return wire.digest(self.encoded)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(piece.nbytes for leaf in self.pieces for piece in leaf)
 
 
 @dataclass(frozen=True)
@@ -75,29 +47,12 @@ class PendingCopy:
     leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
-    """Copies in new buffers: floating-point leaves in `dtype`, routers and others unchanged."""
-
-    def one(name: str, leaf: jax.Array) -> jax.Array:
-        rounds = jnp.issubdtype(leaf.dtype, jnp.floating) and not manifests.keeps_float32(name)
-        # An explicit copy: JAX does not guarantee that a jitted identity returns new buffers, although 0.10.2 does.
-        return jnp.copy(leaf.astype(dtype) if rounds else leaf)
-
-    return {name: one(name, leaf) for name, leaf in params.items()}
-
-
-def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
-    """Copies on the devices, in `dtype`. On return the caller may donate `params`: the copy is queued before."""
-    return cast_and_copy(dict(params), dtype)
-
-
 def begin(params: Params, dtype: str) -> PendingCopy:
     """Dispatch the copies. On return the caller may donate `params`, because the device executes the copy first.
 
     All processes of a mesh must call this in the same order; process 0 gets all leaves, the others get none.
     """
-    copies = copied(params, dtype)
+    copies = manifests.copied(params, dtype)
     leaves, gathering = {}, deque()
     for name in sorted(copies):
         copy = copies.pop(name)
@@ -120,30 +75,11 @@ def _gathered(array: jax.Array) -> jax.Array:
     sharding = array.sharding
     if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return array
-    crossing = _axes_across_processes(sharding.mesh)
-    parts = [_without(part, crossing) for part in sharding.spec]
+    crossing = layouts.axes_across_processes(sharding.mesh)
+    parts = [layouts.without(part, crossing) for part in sharding.spec]
     if parts == list(sharding.spec):
         return array
-    return _resharding(NamedSharding(sharding.mesh, PartitionSpec(*parts)))(array)
-
-
-def _axes_across_processes(mesh: Mesh) -> frozenset[str]:
-    """The mesh axes along which devices belong to different processes."""
-    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    firsts = {name: np.take(owners, [0], axis) for axis, name in enumerate(mesh.axis_names)}
-    return frozenset(name for name, first in firsts.items() if (owners != first).any())
-
-
-def _without(part: Any, axes: frozenset[str]) -> Any:
-    """One entry of a PartitionSpec without `axes`."""
-    if not isinstance(part, tuple):
-        return None if part in axes else part
-    return tuple(axis for axis in part if axis not in axes) if axes.intersection(part) else part
-
-
-@functools.lru_cache(maxsize=64)
-def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: array, out_shardings=sharding)
+    return layouts.resharding(NamedSharding(sharding.mesh, PartitionSpec(*parts)))(array)
 
 
 def _start_copy(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
@@ -180,86 +116,6 @@ def take(version: Version, params: Params, dtype: str, hold: Hold | None = None)
     return finish(version, begin(params, dtype), hold)
 
 
-def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
-    """A snapshot of `own`'s version with the leaves of both, which must have different names; nothing is copied."""
-    both = (pair for part in (own, frozen) for pair in zip(part.manifest.leaves, part.pieces, strict=True))
-    held = sorted(both, key=lambda pair: pair[0].name)
-    whole = manifests.Manifest(own.version, tuple(leaf for leaf, _ in held))
-    return HostSnapshot(whole, manifests.encode(whole), tuple(pieces for _, pieces in held))
-
-
-def from_pieces(version: Version, pieces: Pieces, hold: Hold | None = None) -> HostSnapshot:
-    """A snapshot of host arrays, which it owns from now on. `pieces`: leaf name → (shape, [(box, array)]).
-
-    `hold` moves the arrays to the memory from which they are served; the digests are of that memory.
-    """
-    leaves, arrays = [], []
-    every = [_frozen(array) for name in sorted(pieces) for _, array in pieces[name][1]]
-    held = iter(every if hold is None else hold(every))
-    for name in sorted(pieces):
-        shape, parts = pieces[name]
-        frozen = tuple(next(held) for _ in parts)
-        leaves.append(
-            manifests.Leaf(
-                name=name,
-                shape=tuple(shape),
-                dtype=frozen[0].dtype.name,
-                boxes=tuple(box for box, _ in parts),
-                digests=tuple(manifests.of_box(array, box) for (box, _), array in zip(parts, frozen, strict=True)),
-            )
-        )
-        arrays.append(frozen)
-    whole = manifests.Manifest(version, tuple(leaves))
-    return HostSnapshot(whole, manifests.encode(whole), tuple(arrays))
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    view = np.ascontiguousarray(array).reshape(array.shape).view()
-    view.flags.writeable = False
-    return view
-
-
-class VersionShelf:
-    """The newest `keep` snapshots, by version, `shared` with readers of this host if possible. A connection keeps the
-    snapshot that it uses alive."""
-
-    def __init__(self, keep: int, shared: Shared | None = None) -> None:
-        self._keep, self._shared, self._lock = keep, shared, threading.Lock()
-        self._kept: dict[Version, HostSnapshot] = {}
-
-    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The pieces, in shared memory if there is any."""
-        return list(pieces) if self._shared is None else self._shared.hold(pieces)
-
-    def put(self, snapshot: HostSnapshot) -> None:
-        if self._shared is not None:
-            snapshot = self._shared.store(snapshot)
-        with self._lock:
-            self._kept.pop(snapshot.version, None)
-            self._kept[snapshot.version] = snapshot
-            while len(self._kept) > self._keep:
-                del self._kept[next(iter(self._kept))]
-
-    def get(self, version: Version) -> HostSnapshot | None:
-        with self._lock:
-            return self._kept.get(version)
-
-    def versions(self) -> tuple[Version, ...]:
-        with self._lock:
-            return tuple(self._kept)
-
-    def located(self, snapshot: HostSnapshot, host: str) -> SharedReply:
-        """The shared memory of `snapshot` for a reader on `host`; empty if there is none."""
-        return self._shared.located(snapshot, host) if self._shared else SharedReply(snapshot.version)
-
-    def clear(self) -> None:
-        """Drop all snapshots; readers keep what they map."""
-        with self._lock:
-            self._kept.clear()
-        if self._shared is not None:
-            self._shared.close()
-
-
 # --- Transfer channels
 
 
@@ -283,11 +139,22 @@ class Sender(Protocol):
 
     name: str
 
+    @property
+    def sent_bytes(self) -> int: ...
+
     def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]: ...
 
     def offer(self, snapshot: HostSnapshot) -> str: ...
 
     def close(self) -> None: ...
+
+
+LeafRead = Callable[[int], None]
+
+
+def ignore(leaf: int) -> None:
+    """Do nothing."""
+    del leaf
 
 
 class Reader(Protocol):
@@ -306,8 +173,9 @@ class Reader(Protocol):
         """The bits of one source box, read-only and verified, that can be used in place; None if it must be read."""
         ...
 
-    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
-        """Fill every part. Raises TransferError and its subclasses."""
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = ignore) -> None:
+        """Fill every part. Calls `leaf_read` when all parts of a leaf (which are neighbours) are filled, if the channel
+        has an order. Raises TransferError and its subclasses, and the errors of `leaf_read`."""
         ...
 
     def close(self) -> None: ...
@@ -326,22 +194,24 @@ class Shared(Protocol):
 
 
 class Deadline:
-    """The time limit of a transfer."""
+    """The time limit of a transfer, and of each wait in it (`stall_s`)."""
 
-    def __init__(self, limit_s: float, doing: str, clock: Clock | None = None) -> None:
+    def __init__(self, limit_s: float, doing: str, clock: Clock | None = None, stall_s: float = math.inf) -> None:
         self._clock = clock or MonotonicClock()
-        self._limit_s, self._doing = limit_s, doing
+        self._limit_s, self._doing, self._stall_s = limit_s, doing, stall_s
         self._end_s = self._clock.now_s() + limit_s
 
     def left_s(self) -> float:
-        """Seconds left, more than 0; raises TransferError when there are none."""
+        """Seconds that the next wait may take, more than 0; raises TransferError when there are none."""
         left_s = self._end_s - self._clock.now_s()
         if left_s <= 0:
             raise self.passed()
-        return left_s
+        return min(left_s, self._stall_s)
 
     def passed(self) -> TransferError:
         """The error of a wait that exceeded this deadline."""
+        if self._clock.now_s() < self._end_s:
+            return TransferError(f"{self._doing}: nothing received for {self._stall_s:g} s")
         return TransferError(f"{self._doing}: not done within {self._limit_s:g} s")
 
 
@@ -427,6 +297,10 @@ class SharedReply(msgspec.Struct, frozen=True, tag="shared_reply"):
     alive: tuple[int, ...] = ()
 
 
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """A relay's sign of life while it does not have the next slice itself; the answer follows."""
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A refusal. `kind` is gone, unauthorized or bad_request."""
 
@@ -435,7 +309,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Question = AskManifest | AskSlices | AskShared
-Answer = ManifestReply | Chunk | SharedReply | Refused
+Answer = ManifestReply | Chunk | SharedReply | Waiting | Refused
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -470,23 +344,151 @@ def take_question(inbox: bytearray, most: int) -> Question | None:
         raise Refusal("bad_request", f"not a question: {error}") from error
 
 
-def check_slice(snapshot: HostSnapshot, part: Slice) -> None:
-    leaves = snapshot.manifest.leaves
+_BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
+Buffers = Iterator[memoryview | None]  # None: the next buffer is not here yet
+
+
+class Outbox:
+    """Buffers to send, and the iterator of further ones."""
+
+    def __init__(self) -> None:
+        self.outbox: deque[memoryview] = deque()
+        self.more: Buffers = iter(())
+        self.sent_bytes = 0
+        self.ending = self.waits = False  # `ending`: nothing follows; `waits`: the next buffer is not here yet
+
+    def refill(self) -> None:
+        """Move buffers from `more` to the outbox until it holds a batch; after a refusal the connection ends."""
+        held, self.waits = sum(len(buffer) for buffer in self.outbox), False
+        while held < _BATCH_BYTES and len(self.outbox) < _BATCH_BUFFERS:
+            try:
+                buffer = next(self.more)
+            except StopIteration:
+                return
+            except Refusal as refusal:
+                buffer, self.ending = memoryview(frame(refusal.answer)), True
+            if buffer is None:
+                self.waits = not self.outbox
+                return
+            if len(buffer):
+                self.outbox.append(buffer)
+                held += len(buffer)
+
+    def advance(self, sent: int) -> None:
+        """Remove the first `sent` bytes."""
+        self.sent_bytes += sent
+        while sent:
+            head = self.outbox[0]
+            if sent < len(head):
+                self.outbox[0] = head[sent:]
+                return
+            sent -= len(head)
+            self.outbox.popleft()
+
+
+class Shelf(Protocol):
+    """Versions that a listener serves. A connection refers to the one that it reads, which keeps it alive."""
+
+    def get(self, version: Version) -> Any: ...
+
+    def versions(self) -> tuple[Version, ...]: ...
+
+    def manifest(self, kept: Any) -> Buffers: ...
+
+    def slices(self, kept: Any, slices: tuple[Slice, ...]) -> Buffers:
+        """The answers to the questions. This call or the iterator raises Refusal."""
+        ...
+
+    def located(self, kept: Any, host: str) -> SharedReply: ...
+
+
+class VersionShelf:
+    """The newest `keep` snapshots, by version, `shared` with readers of this host if possible. A connection keeps the
+    snapshot that it uses alive."""
+
+    def __init__(self, keep: int, shared: Shared | None = None) -> None:
+        self._keep, self._shared, self._lock = keep, shared, threading.Lock()
+        self._kept: dict[Version, HostSnapshot] = {}
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The pieces, in shared memory if there is any."""
+        return list(pieces) if self._shared is None else self._shared.hold(pieces)
+
+    def put(self, snapshot: HostSnapshot) -> None:
+        if self._shared is not None:
+            snapshot = self._shared.store(snapshot)
+        with self._lock:
+            self._kept.pop(snapshot.version, None)
+            self._kept[snapshot.version] = snapshot
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+
+    def get(self, version: Version) -> HostSnapshot | None:
+        with self._lock:
+            return self._kept.get(version)
+
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(self._kept)
+
+    def manifest(self, kept: HostSnapshot) -> Buffers:
+        return manifest_reply(kept.version, kept.encoded)
+
+    def slices(self, kept: HostSnapshot, slices: tuple[Slice, ...]) -> Buffers:
+        """The frames and bytes of `slices`, computed only when the reader is ready for them. Raises Refusal."""
+        for part in slices:
+            check_slice(kept.manifest, part)
+        return _slices(kept, slices)
+
+    def located(self, kept: HostSnapshot, host: str) -> SharedReply:
+        """The shared memory of `kept` for a reader on `host`; empty if there is none."""
+        return self._shared.located(kept, host) if self._shared else SharedReply(kept.version)
+
+    def clear(self) -> None:
+        """Drop all snapshots; readers keep what they map."""
+        with self._lock:
+            self._kept.clear()
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _slices(kept: HostSnapshot, slices: tuple[Slice, ...]) -> Buffers:
+    for part in slices:
+        source, piece = kept.manifest.leaves[part.leaf].boxes[part.source], kept.pieces[part.leaf][part.source]
+        body = np.ascontiguousarray(manifests.bits(piece)[manifests.within(part.box, source)])
+        seen = manifests.of_box(body.reshape(manifests.shape_of(part.box)), part.box) if part.checked else None
+        yield from chunk(kept.version, body, seen)
+
+
+def check_slice(manifest: Manifest, part: Slice) -> None:
+    """Raise Refusal if `part` is not within a source box."""
+    leaves = manifest.leaves
     known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
     if not known or not manifests.contains(leaves[part.leaf].boxes[part.source], part.box):
         raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
 
 
-def chunks(snapshot: HostSnapshot, slices: tuple[Slice, ...]) -> Iterator[memoryview]:
-    """The alternating frames and bytes of `slices`, computed only when the reader is ready for them."""
-    for part in slices:
-        source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
-        piece = snapshot.pieces[part.leaf][part.source]
-        body = np.ascontiguousarray(manifests.bits(piece)[manifests.within(part.box, source)])
-        seen = manifests.of_box(body.reshape(manifests.shape_of(part.box)), part.box) if part.checked else None
-        yield memoryview(frame(Chunk(snapshot.version, body.nbytes, seen)))
-        if body.nbytes:
-            yield body.reshape(-1).data.cast("B")
+def manifest_reply(version: Version, encoded: bytes) -> Iterator[memoryview]:
+    yield memoryview(frame(ManifestReply(version, len(encoded))))
+    yield memoryview(encoded)
+
+
+def chunk(version: Version, body: np.ndarray, digest: int | None = None) -> Iterator[memoryview]:
+    yield memoryview(frame(Chunk(version, body.nbytes, digest)))
+    if body.nbytes:
+        yield body.reshape(-1).data.cast("B")
+
+
+def take_answer(body: bytes, address: str) -> ManifestReply | Chunk | SharedReply | Waiting:
+    """The answer in a frame of `address`. Raises TransferError or, for a refusal, its kind."""
+    try:
+        answer = wire.decode(body, Answer)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"{address} does not speak this protocol: {error}") from error
+    if isinstance(answer, Refused):
+        kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
+        raise kinds.get(answer.kind, TransferError)(one_line(f"{address}: {answer.reason}"))
+    return answer
 
 
 def pieces(part: SlicePart) -> list[SlicePart]:

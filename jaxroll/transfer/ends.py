@@ -10,7 +10,7 @@ import os
 import pathlib
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll.clock import Clock
+from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import TransferConfig
-from jaxroll.errors import DigestMismatch, TransferError
-from jaxroll.records import Version, VersionRef
+from jaxroll.errors import DigestMismatch, TransferError, one_line
+from jaxroll.policy.relay import LEARNER
+from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc.tls import Material
 from jaxroll.run_paths import RunPaths
 from jaxroll.transfer import channel_device, channels
@@ -31,8 +32,9 @@ from jaxroll.transfer.channel_device import HandedOver
 from jaxroll.transfer.channel_shm import AutoReader, SharedSegments, ShmReader
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader, TensorstoreSender
-from jaxroll.transfer.channels import Deadline, HostSnapshot, Params, PendingCopy, Sender, SlicePart
-from jaxroll.transfer.manifest import Box
+from jaxroll.transfer.channels import Deadline, Params, PendingCopy, Reader, Sender, SlicePart
+from jaxroll.transfer.manifest import Box, HostSnapshot
+from jaxroll.transfer.relay import ArrivingVersion, Fetched, RelayShelf, read_from_relays
 
 LOOPBACK = "127.0.0.1"
 
@@ -127,6 +129,11 @@ class Publisher:
         except TimeoutError as error:
             raise deadline.passed() from error
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes sent to receivers since the start; 0 for channels that send none themselves."""
+        return self._sender.sent_bytes
+
     def drop_older(self, version: Version) -> None:
         """Do nothing: the channel keeps the newest `keep` versions."""
         del version
@@ -152,7 +159,7 @@ class Publisher:
 
     def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
         taken = channels.finish(version, pending, self._sender.hold)
-        return self.offer(taken if self._frozen is None else channels.joined(taken, self._frozen))
+        return self.offer(taken if self._frozen is None else manifests.joined(taken, self._frozen))
 
 
 # --- The sampler's end of a weight transfer: fetches a version and places it on this process's mesh
@@ -196,9 +203,10 @@ NOTHING_HELD: Held = MappingProxyType({})
 class Staged:
     """Verified parameters in host memory, waiting for the weight swap. `place` may be called once."""
 
-    def __init__(self, version: Version, leaves: list[StagedLeaf], fetched_bytes: int) -> None:
-        """Stage `leaves`, of which `fetched_bytes` came from the publisher; the others were held."""
-        self.version, self.fetched_bytes = version, fetched_bytes
+    def __init__(self, version: Version, leaves: list[StagedLeaf], sources: tuple[Fetched, ...]) -> None:
+        """Stage `leaves`, fetched from `sources` in this order; the others were held."""
+        self.version, self.sources = version, sources
+        self.fetched_bytes = sum(source.size_bytes for source in sources)
         self._leaves: list[StagedLeaf] | None = leaves
 
     @property
@@ -234,7 +242,7 @@ class Staged:
 _ALIGNMENT = 64  # XLA on CPU uses host memory at such addresses without a copy
 
 
-class _Buffers:
+class ReceiveMemory:
     """Memory of earlier versions that is used again: the first use of new memory costs more than receiving into it.
 
     Memory returns when no array refers to it, arrays that share it on a CPU device included. As much is kept as one
@@ -265,13 +273,20 @@ class _Buffers:
 
 
 class Receiver:
-    """Receiver of snapshots. Several threads may call `fetch` at the same time."""
+    """Receiver of snapshots. Several threads may call `fetch` at the same time, without `relay`."""
 
     def __init__(
-        self, config: TransferConfig, *, token: str = "", clock: Clock | None = None, tls: Material | None = None
+        self,
+        config: TransferConfig,
+        *,
+        token: str = "",
+        clock: Clock | None = None,
+        tls: Material | None = None,
+        relay: RelayShelf | None = None,
     ) -> None:
-        self._limit_s, self._token, self._clock, self._tls = config.deadline_s, token, clock, tls
-        self._buffers = _Buffers()
+        """`relay` gets every leaf of a version, as soon as it is verified, and serves it to other receivers."""
+        self._limit_s, self._token, self._clock, self._tls = config.deadline_s, token, clock or MonotonicClock(), tls
+        self._buffers, self._relay = ReceiveMemory(), relay
 
     def fetch(
         self,
@@ -279,10 +294,14 @@ class Receiver:
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held = NOTHING_HELD,
+        relays: Sequence[Relay] = (),
     ) -> Staged | HandedOver:
         """The verified parameters of `snapshot`, sharded for `target`, in host memory (device channel: on devices).
 
-        A leaf of `held` is not fetched if its shape, dtype and digest equal the published ones. Runs no JAX program.
+        A leaf of `held` is not fetched if its shape, dtype and digest equal the published ones. The `relays` are asked
+        first, in order, for half of the deadline at most; what one does not deliver comes from the next, and at last
+        from the publisher. Runs no JAX program.
+
         Raises TransferError (deadline passed, publisher gone, shapes that do not match) or one of its subclasses
         VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
@@ -294,24 +313,96 @@ class Receiver:
         if snapshot.channel not in _READERS:
             known = ", ".join(sorted((*_READERS, channel_device.NAME)))
             raise TransferError(f"unknown channel {snapshot.channel!r} (known: {known})")
-        reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline, self._tls)
-        with contextlib.closing(reader):
-            published = manifests.decode(reader.manifest(), snapshot)
-            manifests.check(published, shapes)
-            here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
-            self._buffers.expect(_buffer_sizes(published, target))
-            leaves, fetched = [], []
-            for number, leaf in enumerate(published.leaves):
-                known = held[leaf.name].buffers if leaf.name in here else None
-                views = functools.partial(reader.view, published, number)
-                staged = _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, views, self._buffers, known)
-                leaves.append(staged)
-                if known is None:
-                    fetched.append((number, staged))
-            reader.read(published, [part for number, leaf in fetched for part in _parts(number, leaf)])
-        for _, leaf in fetched:
-            _verify(leaf, snapshot.version, reader.verified)
-        return Staged(snapshot.version, leaves, sum(leaf.size_bytes for _, leaf in fetched))
+        is_whole = (not relays and self._relay is None) or all(one.is_fully_addressable for one in target.values())
+        arriving = self._relay.begin(snapshot.version) if self._relay is not None and is_whole else None
+        transfer = _Transfer(snapshot, target, shapes, held, self._buffers, arriving)
+        try:
+            sources = []
+            if relays and is_whole:
+                sources = read_from_relays(
+                    transfer, relays, snapshot.version, self._token, self._tls, self._clock, self._limit_s
+                )
+            if not transfer.is_complete:
+                started_s = self._clock.now_s()
+                reader = _READERS[snapshot.channel](
+                    snapshot.address, snapshot.version, self._token, deadline, self._tls
+                )
+                before = transfer.fetched_bytes
+                with contextlib.closing(reader):
+                    transfer.read(reader)
+                sources.append(Fetched(LEARNER, transfer.fetched_bytes - before, self._clock.now_s() - started_s))
+        except BaseException as error:
+            if arriving is not None:
+                arriving.end(one_line(f"this relay could not fetch version {snapshot.version}: {error}"))
+            raise
+        return Staged(snapshot.version, transfer.leaves, tuple(sources))
+
+
+class _Transfer:
+    """One version on its way into host memory, from one source or several; each leaf is verified when it is read."""
+
+    def __init__(
+        self,
+        snapshot: VersionRef,
+        target: Mapping[str, jax.sharding.Sharding],
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+        held: Held,
+        buffers: ReceiveMemory,
+        arriving: ArrivingVersion | None,
+    ) -> None:
+        self.snapshot, self._target, self._shapes, self._held = snapshot, target, shapes, held
+        self._buffers, self._arriving = buffers, arriving
+        self._published: manifests.Manifest | None = None
+        self._missing: dict[int, StagedLeaf] = {}
+        self.leaves: list[StagedLeaf] = []
+        self.fetched_bytes = 0  # of verified leaves that were not held
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every leaf is here and verified."""
+        return self._published is not None and not self._missing
+
+    def read(self, reader: Reader) -> None:
+        """Read and verify what is missing. Raises TransferError, also for a damaged leaf."""
+        published = self._published or self._open(reader)
+
+        def verify(number: int) -> None:
+            leaf = self._missing[number]
+            _verify(leaf, self.snapshot.version, reader.verified)
+            del self._missing[number]
+            self.fetched_bytes += leaf.size_bytes
+            self._hand_on(number, leaf)
+
+        missing = list(self._missing.items())
+        reader.read(published, [part for number, leaf in missing for part in _parts(number, leaf)], verify)
+        for number in list(self._missing):  # leaves without parts, and channels that read in any order
+            verify(number)
+
+    def _open(self, reader: Reader) -> manifests.Manifest:
+        """The manifest, checked; the leaves get their buffers."""
+        self.leaves, self._missing = [], {}
+        published = manifests.decode(encoded := reader.manifest(), self.snapshot)
+        manifests.check(published, self._shapes)
+        target, held = self._target, self._held
+        here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
+        self._buffers.expect(_buffer_sizes(published, target))
+        if self._arriving is not None:
+            self._arriving.open(encoded, published)
+        for number, leaf in enumerate(published.leaves):
+            known = held[leaf.name].buffers if leaf.name in here else None
+            views = functools.partial(reader.view, published, number)
+            staged = _staged_leaf(leaf, target[leaf.name], self._shapes[leaf.name].dtype, views, self._buffers, known)
+            self.leaves.append(staged)
+            if known is None:
+                self._missing[number] = staged
+            else:
+                self._hand_on(number, staged)
+        self._published = published
+        return published
+
+    def _hand_on(self, number: int, leaf: StagedLeaf) -> None:
+        if self._arriving is not None:
+            self._arriving.add(number, leaf.buffers)
 
 
 class FetchedParameters:
@@ -320,9 +411,9 @@ class FetchedParameters:
     def __init__(self, receiver: Receiver, target: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
         self._receiver, self._target, self._shapes = receiver, target, shapes
 
-    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+    async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
         """The parameters on the host, fetched on a worker thread. Raises TransferError and its kinds."""
-        return await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes)
+        return await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, NOTHING_HELD, relays)
 
     def place(self, staged: Staged | HandedOver) -> dict[str, jax.Array]:
         """The parameters on the mesh; call it on the JAX thread."""
@@ -348,7 +439,7 @@ def _staged_leaf(
     sharding: jax.sharding.Sharding,
     dtype: Any,
     view: Callable[[int], np.ndarray | None],
-    memory: _Buffers,
+    memory: ReceiveMemory,
     held: Mapping[Box, np.ndarray] | None,
 ) -> StagedLeaf:
     """The leaf with the buffers of `held`, or else with views of source boxes where `view` has one that contains the
@@ -384,10 +475,14 @@ def _parts(number: int, leaf: StagedLeaf) -> list[SlicePart]:
 
 
 def _verify(leaf: StagedLeaf, version: Version, verified: bool) -> None:
+    """Raise DigestMismatch if the leaf differs from the published one; otherwise it is read-only from now on."""
+    if not verified:
+        _compare(leaf, version)
     for buffer in leaf.buffers.values():
         buffer.flags.writeable = False
-    if verified:
-        return
+
+
+def _compare(leaf: StagedLeaf, version: Version) -> None:
     if leaf.complete:
         found = manifests.total([manifests.of_box(buffer, box) for box, buffer in leaf.buffers.items()])
         if found != leaf.manifest.total:

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import msgspec
 import numpy as np
@@ -334,7 +336,77 @@ def check(manifest: Manifest, shapes: Mapping[str, Any]) -> None:
             )
 
 
-# --- dtypes: received parameters in the dtypes of the engine
+# --- Host snapshots: the bytes of one version, with their manifest
+
+Hold = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+Pieces = Mapping[str, tuple[tuple[int, ...], list[tuple[Box, np.ndarray]]]]
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """A version's parameters on the host.
+
+    `pieces[leaf][source]` holds box `manifest.leaves[leaf].boxes[source]`, read-only and C-contiguous; `encoded` is the
+    encoded manifest.
+    """
+
+    manifest: Manifest
+    encoded: bytes
+    pieces: tuple[tuple[np.ndarray, ...], ...]
+
+    @property
+    def version(self) -> Version:
+        return self.manifest.version
+
+    @property
+    def manifest_digest(self) -> str:
+        return wire.digest(self.encoded)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.nbytes for leaf in self.pieces for piece in leaf)
+
+
+def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
+    """A snapshot of `own`'s version with the leaves of both, which must have different names; nothing is copied."""
+    both = (pair for part in (own, frozen) for pair in zip(part.manifest.leaves, part.pieces, strict=True))
+    held = sorted(both, key=lambda pair: pair[0].name)
+    whole = Manifest(own.version, tuple(leaf for leaf, _ in held))
+    return HostSnapshot(whole, encode(whole), tuple(pieces for _, pieces in held))
+
+
+def from_pieces(version: Version, pieces: Pieces, hold: Hold | None = None) -> HostSnapshot:
+    """A snapshot of host arrays, which it owns from now on. `pieces`: leaf name → (shape, [(box, array)]).
+
+    `hold` moves the arrays to the memory from which they are served; the digests are of that memory.
+    """
+    leaves, arrays = [], []
+    every = [_frozen(array) for name in sorted(pieces) for _, array in pieces[name][1]]
+    held = iter(every if hold is None else hold(every))
+    for name in sorted(pieces):
+        shape, parts = pieces[name]
+        frozen = tuple(next(held) for _ in parts)
+        leaves.append(
+            Leaf(
+                name=name,
+                shape=tuple(shape),
+                dtype=frozen[0].dtype.name,
+                boxes=tuple(box for box, _ in parts),
+                digests=tuple(of_box(array, box) for (box, _), array in zip(parts, frozen, strict=True)),
+            )
+        )
+        arrays.append(frozen)
+    whole = Manifest(version, tuple(leaves))
+    return HostSnapshot(whole, encode(whole), tuple(arrays))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    view = np.ascontiguousarray(array).reshape(array.shape).view()
+    view.flags.writeable = False
+    return view
+
+
+# --- dtypes: published parameters in the dtype of the transfer, received ones in those of the engine
 
 Params = dict[str, jax.Array]
 
@@ -360,3 +432,20 @@ def _caster(shardings: tuple[jax.sharding.Sharding, ...], dtypes: tuple[str, ...
         lambda arrays: [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)],
         out_shardings=list(shardings),
     )
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
+    """Copies in new buffers: floating-point leaves in `dtype`, routers and others unchanged."""
+
+    def one(name: str, leaf: jax.Array) -> jax.Array:
+        rounds = jnp.issubdtype(leaf.dtype, jnp.floating) and not keeps_float32(name)
+        # An explicit copy: JAX does not guarantee that a jitted identity returns new buffers, although 0.10.2 does.
+        return jnp.copy(leaf.astype(dtype) if rounds else leaf)
+
+    return {name: one(name, leaf) for name, leaf in params.items()}
+
+
+def copied(params: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
+    """Copies on the devices, in `dtype`. On return the caller may donate `params`: the copy is queued before."""
+    return cast_and_copy(dict(params), dtype)

@@ -65,6 +65,8 @@ class Store:
 class Publisher:
     """Finishes with the result of the transfer, or with its error."""
 
+    sent_bytes = 0
+
     def __init__(self, store: Any) -> None:
         self._store = store
 

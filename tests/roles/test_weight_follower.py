@@ -12,6 +12,7 @@ import pytest
 from jaxroll.errors import DigestMismatch, InfraError, TransferError
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles import weights
+from jaxroll.store.messages import PublishedReply
 
 
 class Script:
@@ -20,12 +21,12 @@ class Script:
     def __init__(self, *steps: tuple[VersionRef, Exception | None]) -> None:
         self.steps, self.pauses, self.lines = list(steps), [], []
 
-    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool, serves_on: str) -> VersionRef:
+    async def announced(self, known: Version | None, wait_s: float, **_: Any) -> PublishedReply:
         if not self.steps:
             raise asyncio.CancelledError
-        return self.steps[0][0]
+        return PublishedReply(self.steps[0][0])
 
-    async def load(self, snapshot: VersionRef) -> None:
+    async def load(self, snapshot: VersionRef, relays: tuple[()]) -> None:
         announced, error = self.steps.pop(0)
         assert snapshot == announced
         if error is not None:

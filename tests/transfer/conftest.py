@@ -110,6 +110,8 @@ class Middle:
                 client.sendall(data[: max(0, self._cut_at - at)])
                 return
             if self._stall_at is not None and end > self._stall_at:
+                client.sendall(data[: (passed := max(0, self._stall_at - at))])
+                del data[:passed]
                 self.go_on.wait(30)
                 if self._stop.is_set():
                     return

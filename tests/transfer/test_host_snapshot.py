@@ -95,6 +95,6 @@ def test_leaves_that_are_not_floats_keep_their_dtype() -> None:
 def test_the_second_snapshot_does_not_compile(kit) -> None:
     shardings = kit.shardings((1, 2, 1), "learner")
     channels.take(VERSION, kit.params(kit.values(0), shardings), "float32")
-    compiled = channels.cast_and_copy._cache_size()
+    compiled = manifests.cast_and_copy._cache_size()
     channels.take(Version(0, 4), kit.params(kit.values(1), shardings), "float32")
-    assert channels.cast_and_copy._cache_size() == compiled
+    assert manifests.cast_and_copy._cache_size() == compiled

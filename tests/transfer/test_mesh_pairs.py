@@ -54,7 +54,7 @@ class MemoryReader:
     def view(self, manifest: manifests.Manifest, leaf: int, source: int) -> None:
         """None: every box must be read."""
 
-    def read(self, manifest: manifests.Manifest, parts: Sequence[channels.SlicePart]) -> None:
+    def read(self, manifest: manifests.Manifest, parts: Sequence[channels.SlicePart], leaf_read: object = None) -> None:
         for part in parts:
             source = manifest.leaves[part.leaf].boxes[part.source]
             part.into[...] = manifests.bits(self._snapshot.pieces[part.leaf][part.source])[

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +49,11 @@ class UpdateSlots:
         self._count, self._turn_s = count, turn_s
         self._until_s: dict[str, float] = {}  # holder of a slot → time at which it ends at the latest
         self._waiting: dict[str, None] = {}  # names in the order of arrival
+
+    @property
+    def unlimited(self) -> bool:
+        """True if all callers get their slots at once."""
+        return not self._count
 
     def over(self, name: str) -> bool:
         """End the slot of `name`; return True if it had one."""
@@ -412,6 +417,11 @@ class Workers:
     def holders(self) -> int:
         """The number of processes that request leases."""
         return sum(one.leases for one in self._present.values())
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the processes."""
+        return self._present.keys()
 
     @property
     def serving(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import itertools
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,8 @@ from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
-from jaxroll.records import Finished, Member, Task, Version, VersionRef, ages
+from jaxroll.policy.relay import RelayTree
+from jaxroll.records import Finished, Member, Relay, Task, Version, VersionRef, ages
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
@@ -188,6 +189,7 @@ class StoreService:
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
+        self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
 
     def methods(self) -> dict[str, Method]:
@@ -371,6 +373,11 @@ class StoreService:
         if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
+        if call.relay is not None:
+            one = call.relay
+            fetched = (one.source, one.bytes_per_s) if one.source else None
+            self._relays.report(caller.name, one.address, one.site, fetched, one.failed)
+            self._following[caller.name] += 1
         try:
             while True:
                 now_s = self._keeper.now_s()
@@ -380,11 +387,25 @@ class StoreService:
                 until_s = min(deadline_s, self._turns.next_end_s(now_s))
                 await self._keeper.wakeups.wait(PUBLISHED, until_s - now_s)
             snapshot = self._keeper.state.published if may_fetch else None
+            relays = self._relays_for(caller.name, snapshot) if snapshot is not None and call.relay is not None else ()
         finally:
+            if call.relay is not None:
+                self._following[caller.name] -= 1
             if in_turn and self._turns.leave(caller.name):
                 self._keeper.wakeups.notify(PUBLISHED)
         await self._keeper.log.committed()
-        return msg.PublishedReply(snapshot)
+        return msg.PublishedReply(snapshot, relays)
+
+    def _relays_for(self, name: str, snapshot: VersionRef) -> tuple[Relay, ...]:
+        """The relays from which `name` may fetch the newest weights; the learner comes after them."""
+        one_by_one = not self._turns.unlimited or self._keeper.settings.limiter.intervals
+        following = {who for who, calls in self._following.items() if calls}
+        holding = [who for who, version in self.holders.items() if version == snapshot.version]
+        found = self._relays.sources(
+            name, snapshot.version, present={*self._workers.names, *following},
+            waiting=() if one_by_one else following, holding=holding,
+        )  # fmt: skip
+        return tuple(Relay(*one) for one in found)
 
     def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
         """True if there are weights other than `known` and `name` (if not empty) has an update slot or needs none.

@@ -1,0 +1,247 @@
+"""Relays: a receiver's listener, which serves a version to other receivers while it arrives.
+
+The receiver adds each leaf as soon as its digest equals that of the learner's manifest; readers get it then. A relay
+holds whole leaves, partitioned as its own mesh needs them, and cuts from them the slices of any other mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import selectors
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.config import TransferConfig
+from jaxroll.errors import TransferError, Unauthorized
+from jaxroll.records import Relay, Version
+from jaxroll.rpc.tls import Material
+from jaxroll.transfer import channel_tcp, channels
+from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.channel_tcp import Connection, Listener, TcpReader, TcpSender
+from jaxroll.transfer.channels import Buffers, Deadline, Reader, Refusal, SharedReply, Shelf, Slice
+from jaxroll.transfer.manifest import Box, Manifest
+
+Leaf = Mapping[Box, np.ndarray]  # the bits of a whole leaf, by box
+BEGIN_S = 5.0  # that a reader waits for a version which this receiver has not begun to fetch
+
+
+class ArrivingVersion:
+    """One version in the memory of a receiver, complete or not.
+
+    Threads: the fetching one calls `open`, `add` and `end`, the listener's reads.
+    """
+
+    def __init__(self, version: Version, changed: Callable[[], None], clock: Clock) -> None:
+        self.version, self.begun = version, False
+        self._changed, self._clock, self._asked_s = changed, clock, clock.now_s()
+        self._encoded, self._manifest, self._reason = b"", None, ""
+        self._leaves: dict[int, Leaf] = {}
+
+    def open(self, encoded: bytes, manifest: Manifest) -> None:
+        """Serve the manifest from now on."""
+        self._manifest, self._encoded = manifest, encoded
+        self._changed()
+
+    def add(self, number: int, leaf: Leaf) -> None:
+        """Serve the verified leaf `number`, whose arrays must not change any more."""
+        self._leaves[number] = leaf
+        self._changed()
+
+    def end(self, reason: str) -> None:
+        """Refuse the readers that wait for what is missing."""
+        self._reason = reason
+        self._changed()
+
+    def manifest(self) -> Buffers:
+        """The answer with the manifest, when it is here."""
+        while not self._encoded:
+            yield self._not_yet()
+        yield from channels.manifest_reply(self.version, self._encoded)
+
+    def slices(self, slices: tuple[Slice, ...]) -> Buffers:
+        """The answers with the slices, each when its leaf is here."""
+        for part in slices:
+            while part.leaf not in self._leaves:
+                yield self._not_yet()
+            assert self._manifest is not None
+            channels.check_slice(self._manifest, part)
+            if part.checked:  # its digest would be the relay's word, not the learner's
+                raise Refusal("bad_request", "a relay serves receivers that hold whole leaves; fetch from the learner")
+            yield from channels.chunk(self.version, _cut(self._leaves[part.leaf], part.box))
+
+    def _not_yet(self) -> None:
+        if self._reason:
+            raise Refusal("gone", self._reason)
+        if not self.begun and self._clock.now_s() - self._asked_s > BEGIN_S:
+            raise Refusal("gone", f"this relay has not begun to fetch version {self.version} within {BEGIN_S:g} s")
+
+
+def _cut(leaf: Leaf, box: Box) -> np.ndarray:
+    """The contiguous bits of `box`, from the boxes of a whole leaf."""
+    for outer, held in leaf.items():
+        if manifests.contains(outer, box):
+            return np.ascontiguousarray(held[(*manifests.within(box, outer), ...)])
+    outers, arrays = list(leaf), list(leaf.values())
+    body = np.empty(manifests.shape_of(box), arrays[0].dtype)
+    for copy in manifests.copies(outers, [box]):
+        body[manifests.within(copy.box, box)] = arrays[copy.source][manifests.within(copy.box, outers[copy.source])]
+    return body
+
+
+class RelayShelf:
+    """The newest version of a receiver, and one that readers ask for before this receiver has begun to fetch it."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock, self._lock = clock or MonotonicClock(), threading.Lock()
+        self._newest: ArrivingVersion | None = None
+        self._awaited: ArrivingVersion | None = None
+        self.changed: Callable[[], None] = lambda: None  # the listener's wake-up
+
+    def begin(self, version: Version) -> ArrivingVersion:
+        """The version to fill, instead of the one before, which connections keep."""
+        with self._lock:
+            awaited = self._awaited
+            known = awaited is not None and awaited.version == version
+            self._newest = made = awaited if known and awaited is not None else self._made(version)
+            made.begun = True
+            if awaited is not None and awaited.version <= version:
+                self._awaited = None
+        if awaited is not None and awaited.version < version:
+            awaited.end(f"this relay fetches version {version}")
+        return made
+
+    def get(self, version: Version) -> ArrivingVersion | None:
+        """The version, also one that may come; None for an older one."""
+        with self._lock:
+            newest, awaited = self._newest, self._awaited
+            if newest is not None and version <= newest.version:
+                return newest if version == newest.version else None
+            if awaited is None or awaited.version < version:
+                awaited = self._awaited = self._made(version)
+            return awaited if awaited.version == version else None
+
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return () if self._newest is None else (self._newest.version,)
+
+    def manifest(self, kept: ArrivingVersion) -> Buffers:
+        return kept.manifest()
+
+    def slices(self, kept: ArrivingVersion, slices: tuple[Slice, ...]) -> Buffers:
+        return kept.slices(slices)
+
+    def located(self, kept: ArrivingVersion, host: str) -> SharedReply:
+        """No shared memory: a relay is for other hosts."""
+        del host
+        return SharedReply(kept.version)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._newest = self._awaited = None
+
+    def _tell(self) -> None:
+        self.changed()
+
+    def _made(self, version: Version) -> ArrivingVersion:
+        return ArrivingVersion(version, self._tell, self._clock)
+
+
+class RelayListener(Listener):
+    """A listener whose readers may wait for what is not here yet; every half second they get a sign of life."""
+
+    def __init__(self, relay: RelayShelf, shelf: Shelf, host: str, **options: Any) -> None:
+        del shelf
+        super().__init__(relay, host, **options)
+        relay.changed = self._wake
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it is awake, or closed
+            self._wake_out.send(b"x")
+
+    def _woken(self) -> None:
+        super()._woken()
+        for connection in self._connections:
+            if connection.waits:
+                self._continue(connection)
+
+    def _drop_stalled(self) -> None:
+        super()._drop_stalled()
+        now_s = self._clock.now_s()
+        for connection in self._connections:
+            if connection.waits and now_s - connection.moved_s > channel_tcp.TICK_S:
+                self._continue(connection)
+                if not connection.outbox:
+                    connection.outbox.append(memoryview(channels.frame(channels.Waiting())))
+                    self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
+
+    def _continue(self, connection: Connection) -> None:
+        """Send what is here by now."""
+        connection.refill()
+        if connection.outbox:
+            self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
+
+
+class RelaySender(TcpSender):
+    """The listening end of a receiver that serves what it has received; `relay` is for its `Receiver`."""
+
+    def __init__(self, config: TransferConfig, host: str, *, token: str, **exposure: Any) -> None:
+        """Listen on a free port of `host`; `exposure` and errors as for TcpSender."""
+        self.relay = RelayShelf()
+        listener = functools.partial(RelayListener, self.relay)
+        super().__init__(host, token=token, stall_s=config.deadline_s, listener=listener, **exposure)
+
+
+# --- the reading end
+
+RELAY_STALL_S = 5.0  # without a byte from a relay, which sends some every half second; then the next source is asked
+
+
+class Fetched(NamedTuple):
+    """Bytes of one version that came from `source` (a relay's name, or `learner`), and the error that ended it."""
+
+    source: str
+    size_bytes: int
+    seconds: float
+    error: str = ""
+
+
+class Transfer(Protocol):
+    """One version on its way into host memory (`ends`)."""
+
+    fetched_bytes: int
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def read(self, reader: Reader) -> None: ...
+
+
+def read_from_relays(
+    transfer: Transfer,
+    relays: Sequence[Relay],
+    version: Version,
+    token: str,
+    tls: Material | None,
+    clock: Clock,
+    limit_s: float,
+) -> list[Fetched]:
+    """Read as much as possible from `relays`, one after the other, within half of `limit_s`."""
+    sources: list[Fetched] = []
+    doing, stall_s = f"fetching version {version} from relays", min(RELAY_STALL_S, limit_s / 4)
+    deadline = Deadline(limit_s / 2, doing, clock, stall_s)
+    for relay in relays:
+        if transfer.is_complete:
+            break
+        started_s, before, error = clock.now_s(), transfer.fetched_bytes, ""
+        try:
+            with contextlib.closing(TcpReader(relay.address, version, token, deadline, tls)) as reader:
+                transfer.read(reader)
+        except (TransferError, Unauthorized) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        sources.append(Fetched(relay.name, transfer.fetched_bytes - before, clock.now_s() - started_s, error))
+    return sources

@@ -1,0 +1,97 @@
+"""The relays that the store names to receivers of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jaxroll.records import Relay, Version
+from jaxroll.store.messages import RelayState
+
+WAIT_S = 10.0
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+@contextlib.asynccontextmanager
+async def told(small: SimpleNamespace, folder: Path, names: str, **schedule: Any) -> AsyncIterator[Any]:
+    """A learner that has published V0, and clients of the samplers `names` and of an evaluator."""
+    config = small.configured(**schedule)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(small.serving(folder, config))
+        learner = await stack.enter_async_context(small.connected(folder, config, "learner"))
+        clients = {
+            name: await stack.enter_async_context(small.connected(folder, config, "sampler", name)) for name in names
+        }
+        evaluator = await stack.enter_async_context(small.connected(folder, config, "evaluator", "evaluator"))
+        await learner.begin(None)
+
+        async def announced(name: str, known: Version | None = None, **state: Any) -> tuple[str, ...] | None:
+            """The names of the relays; None without newer weights."""
+            client, address = (clients[name], f"{name}:1") if name in clients else (evaluator, "")
+            relay = RelayState(**{"address": address, **state})
+            reply = await client.announced(known, WAIT_S if known is None else 0.0, in_turn=True, relay=relay)
+            assert all(one == Relay(one.name, f"{one.name}:1") for one in reply.relays)
+            return None if reply.snapshot is None else tuple(one.name for one in reply.relays)
+
+        yield SimpleNamespace(learner=learner, announced=announced, publish=learner.publish, **clients)
+
+
+def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Path, small, run) -> None:
+    async def job() -> None:
+        async with told(small, tmp_path, "abcd") as at:
+            waiting = []
+            for name in "abc":
+                waiting.append(asyncio.ensure_future(at.announced(name)))
+                await asyncio.sleep(0.05)
+            await at.publish(small.snapshot(V0))
+            assert [await one for one in waiting] == [(), ("a",), ("a", "b")]
+            for name in "ab":
+                assert await at.announced(name, V0, source="learner", bytes_per_s=1e6) is None
+            assert await at.announced("d") == ("b", "a"), "c still fetches from a"
+            assert await at.announced("evaluator") == ("a", "b")
+
+    run(job())
+
+
+def test_a_relay_that_failed_is_not_named_again(tmp_path: Path, small, run) -> None:
+    async def job() -> None:
+        async with told(small, tmp_path, "ab") as at:
+            await at.publish(small.snapshot(V0))
+            assert await at.announced("a") == ()
+            assert await at.announced("a", V0) is None
+            assert await at.announced("b") == ("a",)
+            assert await at.announced("b", failed=("a",)) == ()
+
+    run(job())
+
+
+def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, small, run) -> None:
+    async def job() -> None:
+        async with told(small, tmp_path, "ab", rolling_updates=1) as at:
+            await at.publish(small.snapshot(V0))
+            for name in "ab":
+                await at.announced(name)
+                await at.announced(name, V0)
+            await small.produce(at.a, V0, 4)
+            await at.learner.claim(0, 0, WAIT_S)
+            await at.publish(small.snapshot(V1))
+            assert await at.announced("b", V0) == ()
+            assert await at.announced("a", V0) is None, "it is the turn of b"
+            assert await at.announced("b", V1) is None
+            assert await at.announced("a", V0) == ("b",)
+
+    run(job())
+
+
+def test_a_receiver_that_tells_nothing_gets_the_learner(tmp_path: Path, small, run) -> None:
+    async def job() -> None:
+        async with told(small, tmp_path, "ab") as at:
+            await at.publish(small.snapshot(V0))
+            assert await at.announced("a") == ()
+            assert (await at.b.announced(None, WAIT_S)).relays == ()
+
+    run(job())
