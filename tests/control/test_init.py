@@ -42,7 +42,7 @@ def fault(home: Path, model: str, task: str, answers: str, hardware: str) -> str
     return "a trial file is left" if list(home.glob(".c*")) else ""
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["tiny", "qwen3", "moe"])
+@pytest.mark.parametrize("model", MODELS[::2], ids=["tiny", "moe"])
 def test_every_answer_gives_a_config_that_is_accepted(home: Path, model: str) -> None:
     for number, hardware in enumerate(HARDWARE):
         assert not fault(home, model, TASKS[number % len(TASKS)], ANSWERS[number % len(ANSWERS)], hardware)

@@ -147,7 +147,7 @@ def test_a_kl_in_the_loss_holds_the_policy_near_the_reference(small_config, make
     assert losses[0] > 0 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("algorithm", ["raft", "raft_pp"])
+@pytest.mark.parametrize("algorithm", ["raft", pytest.param("raft_pp", marks=pytest.mark.soak)])
 def test_a_kl_in_the_loss_is_added_to_a_loss_of_the_credited(small_config, make_claim, make_trainer, algorithm):
     """Its gradient over all members (that of `grpo` with rewards of 0) is added to the gradient without a KL."""
     held = {"kl_coef": 0.5, "reference": "init"}

@@ -72,8 +72,16 @@ def test_a_member_without_trained_tokens_has_no_say():
     assert packing.gathered([], [], 2)[0].shape == (0,)
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["all parameters", "adapters"])
-@pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
+@pytest.mark.parametrize(
+    ("lora", "offload"),
+    [
+        ({}, True),
+        ({"lora_rank": 2}, False),
+        pytest.param({}, False, marks=pytest.mark.soak),
+        pytest.param({"lora_rank": 2}, True, marks=pytest.mark.soak),
+    ],
+    ids=["all, offloaded", "adapters, colocated", "all, colocated", "adapters, offloaded"],
+)
 def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lora, offload):
     """The critic and its moments come back, while the state that was saved is already donated."""
     config = small_config(critic_offload=offload, micro_batch_rows=4, **PPO, **lora)

@@ -69,7 +69,7 @@ def test_no_array_of_all_tokens_and_the_vocabulary_is_in_the_program(programs, n
     assert largest_array(parts) == ROWS * TOKENS * SPEC.vocab_size // 8
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
+@pytest.mark.parametrize("tokens", [pytest.param(TOKENS, marks=pytest.mark.soak), TOKENS - 3])
 def test_parts_change_neither_gradients_nor_statistics(programs, tokens):
     whole, parts = (
         gradients(programs(mb, mesh, tokens=tokens)) for mb, mesh in ((WHOLE_MB, MeshConfig()), (WHOLE_MB / 64, CUBE))

@@ -41,7 +41,7 @@ def holds(made: Made, trainer, beside: int, host: int) -> None:
 @pytest.mark.parametrize(
     ("offload", "where"),
     [
-        (False, "reward"),
+        pytest.param(False, "reward", marks=pytest.mark.soak),
         (True, "loss"),
         pytest.param(False, "loss", marks=pytest.mark.soak),
         pytest.param(True, "reward", marks=pytest.mark.soak),
@@ -63,7 +63,7 @@ def test_the_reference_is_on_the_devices_only_while_it_is_used(small_config, mak
     assert made.alive("device") == before
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
+@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.soak), True], ids=["colocated", "offloaded"])
 def test_the_critic_is_on_the_devices_only_while_it_is_used(small_config, make_claim, make_trainer, offload):
     """Its parameters and its moments; it is used twice in a step, to say values and to be trained."""
     trainer = make_trainer(small_config(critic_offload=offload, minibatches=2, **PPO))

@@ -216,8 +216,10 @@ def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_c
     [
         {"minibatches": 2},
         {"algorithm": "ppo", "critic": "init"},
-        {"reference": "init", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
-        {"reference": "init", "kl_coef": 0.1},
+        pytest.param(
+            {"reference": "init", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, marks=pytest.mark.soak
+        ),
+        pytest.param({"reference": "init", "kl_coef": 0.1}, marks=pytest.mark.soak),
         {"lora_rank": 4},
     ],
     ids=["minibatches", "critic", "kl in reward", "kl in loss", "lora"],

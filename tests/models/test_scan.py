@@ -46,7 +46,9 @@ def gradients(spec: families.ModelSpec, mesh: MeshConfig, choices: np.ndarray | 
     return jax.jit(jax.value_and_grad(loss))(values, *batch())
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "one window" else name for name in SPECS]
+)
 def test_loss_and_gradients_are_those_of_single_layers(name: str) -> None:
     spec, choices = SPECS[name], None
     if spec.experts:

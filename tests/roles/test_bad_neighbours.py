@@ -182,7 +182,9 @@ def scored_alone(run_dir: Path, train_s: float) -> float:
     return scored(run_dir, 1, "", train_s)[0].steps_per_s
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param("the learner limits it", marks=pytest.mark.soak), "the samplers limit it"]
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str, world: str) -> None:
     found, restarts = scored(folder, 2, fault, WORLDS[world])
