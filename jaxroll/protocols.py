@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -63,7 +64,7 @@ class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `logprobs` are those of the sampling distribution (temperature and truncation included). `finish` is stop, length
     or abort. `versions` covers the T tokens in order. `support` holds the ids to which truncation restricted each token
-    (`jaxroll.supports`), if the engine records them and a token was truncated; otherwise it is empty.
+    (serialised `Supports`), if the engine records them and a token was truncated; otherwise it is empty.
     `experts`, if recorded, holds the experts chosen for the P tokens of the prompt and all tokens but the last: X
     numbers each, those of every layer in order.
     """
@@ -329,3 +330,141 @@ def described(error: BaseException, max_chars: int = 1000) -> str:
 def _named(value: Any) -> str:
     """A description of `value` for an error message: None, or its type."""
     return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+# --- supports of truncated sampling: the token ids to which top-k, top-p or min-p restricted each sampled token
+#
+# The behaviour distribution is renormalised over the support, so the learner must renormalise over the same ids. The
+# serialised form of T sampled tokens is a series of varints (LEB128, 7 bits a byte, low bits first): T sizes, then for
+# each token the ids of its support except the token itself, ascending, as differences to the previous id minus 1. A
+# token that was certain takes one byte. Size 0 means that the token was sampled from the whole vocabulary.
+
+_BITS, _MOST = 7, 5  # of a varint: bits per byte, bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Supports:
+    """The supports of T tokens: their `sizes` (int64 [T], 0 for the whole vocabulary) and all `ids`, in token order."""
+
+    NONE: ClassVar[int] = -1  # fills the rows of an array [T, K] behind the ids
+    MAX_ID: ClassVar[int] = 2**31 - 1
+
+    sizes: np.ndarray
+    ids: np.ndarray  # int32 [Σ sizes]
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> Supports:
+        """The supports in `rows` (int32 [T, K]; entries below 0 are no ids)."""
+        held = rows >= 0
+        return cls(held.sum(axis=1, dtype=np.int64), rows[held])
+
+    @classmethod
+    def whole(cls, tokens: int) -> Supports:
+        """The supports of `tokens` tokens that were sampled from the whole vocabulary."""
+        return cls(np.zeros(tokens, np.int64), np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Supports]) -> Supports:
+        """The supports of the tokens of all `parts`, in order."""
+        each = [cls.whole(0), *parts]
+        return cls(np.concatenate([part.sizes for part in each]), np.concatenate([part.ids for part in each]))
+
+    @classmethod
+    def decoded(cls, data: np.ndarray, tokens: np.ndarray) -> Supports:
+        """The supports serialised in `data` (uint8 [N]) of the sampled `tokens` (int32 [T]), each with its token first.
+
+        DataError if `data` is not a valid serialisation for so many tokens.
+        """
+        if not data.size:
+            return cls.whole(len(tokens))
+        values = _integers(data)
+        sizes, gaps = values[: len(tokens)], values[len(tokens) :]
+        counts = np.maximum(sizes - 1, 0)
+        if len(sizes) < len(tokens) or counts.sum() != len(gaps):
+            raise DataError(f"supports of {len(tokens)} tokens: {len(values)} numbers do not match the sizes")
+        sums = np.concatenate([[0], np.cumsum(gaps + 1)])
+        ends = np.cumsum(counts)
+        others = sums[1:] - 1 - np.repeat(sums[ends - counts], counts)
+        if others.max(initial=0) > cls.MAX_ID:
+            raise DataError(f"a support has the token id {others.max()}")
+        if (others == np.repeat(tokens, counts)).any():
+            raise DataError("a support lists its own token twice")
+        ids = np.empty(sizes.sum(), np.int32)
+        starts = np.cumsum(sizes) - sizes
+        own = np.zeros(len(ids), bool)
+        own[starts[sizes > 0]] = True
+        ids[own], ids[~own] = tokens[sizes > 0], others
+        return cls(sizes, ids)
+
+    @staticmethod
+    def worst_bytes(width: int, vocab_size: int) -> int:
+        """The largest serialised size of one token's support of `width` ids; 0 for `width` 0."""
+        if not width:
+            return 0
+        # The differences of a support sum to less than the vocabulary, so few of them need more than one byte.
+        longer = [min(width - 1, vocab_size >> (_BITS * n)) for n in range(1, _MOST)]
+        return len(_varints(np.array([width]))) + width - 1 + sum(longer)
+
+    def encoded(self, tokens: np.ndarray) -> np.ndarray:
+        """uint8 [N]: the serialised supports of the sampled `tokens` (int32 [T]); empty if no token has one.
+
+        ValueError if a support lacks its token.
+        """
+        sizes = self.sizes
+        if not sizes.any():
+            return np.zeros(0, np.uint8)
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        others = self.ids != tokens[owner]
+        if len(others) - others.sum() != np.count_nonzero(sizes):
+            raise ValueError("a sampled token is not in its support")
+        owner, ids = owner[others], self.ids[others].astype(np.int64)
+        order = np.argsort((owner << 32) + ids)
+        ids, owner = ids[order], owner[order]
+        before = np.concatenate([[self.NONE], ids[:-1]])
+        before[np.flatnonzero(np.diff(owner, prepend=-1))] = self.NONE
+        return _varints(np.concatenate([sizes, ids - before - 1]))
+
+    def rows(self, width: int) -> np.ndarray:
+        """int32 [T, width]: the ids of each token, then `NONE`. ValueError if a support has more than `width` ids."""
+        if self.sizes.max(initial=0) > width:
+            raise ValueError(f"a support of {self.sizes.max()} tokens does not fit into {width}")
+        rows = np.full((len(self.sizes), width), self.NONE, np.int32)
+        rows[np.arange(width) < self.sizes[:, None]] = self.ids
+        return rows
+
+    def part(self, start: int, stop: int) -> Supports:
+        """The supports of the tokens [start, stop)."""
+        ends = np.concatenate([[0], np.cumsum(self.sizes)])
+        return Supports(self.sizes[start:stop], self.ids[ends[start] : ends[stop]])
+
+    def first(self, tokens: int) -> Supports:
+        """The supports of the first `tokens` tokens."""
+        return Supports(self.sizes[:tokens], self.ids[: self.sizes[:tokens].sum()])
+
+
+def _varints(values: np.ndarray) -> np.ndarray:
+    """uint8 [N]: `values` (0 ≤ value < 2³⁵) as varints."""
+    lengths = 1 + sum(((values >= 1 << (_BITS * n)).astype(np.int64) for n in range(1, _MOST)), np.zeros_like(values))
+    ends = np.cumsum(lengths)
+    out = np.empty(ends[-1] if len(ends) else 0, np.uint8)
+    for n in range(int(lengths.max(initial=0))):
+        has = lengths > n
+        bits = (values[has] >> (_BITS * n)) & 127
+        out[(ends - lengths)[has] + n] = bits | ((lengths[has] > n + 1) << _BITS)
+    return out
+
+
+def _integers(data: np.ndarray) -> np.ndarray:
+    """int64 [M]: the varints in `data`."""
+    ends = np.flatnonzero(data < 128)
+    if not len(ends) or ends[-1] != len(data) - 1:
+        raise DataError("a support is cut off")
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > _MOST:
+        raise DataError("a support has a number that is too large")
+    values = np.zeros(len(ends), np.int64)
+    for n in range(int(lengths.max())):
+        has = lengths > n
+        values[has] |= (data[starts[has] + n] & 127).astype(np.int64) << (_BITS * n)
+    return values

@@ -77,7 +77,7 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob with which they were sampled.
 
     If the store has masked stale tokens, `sampled` holds the original mask; otherwise it is empty. With truncated
-    sampling, `support` holds the ids to which each sampled token was restricted (`jaxroll.supports`).
+    sampling, `support` holds the ids to which each sampled token was restricted (`protocols.Supports`).
     """
 
     tokens: np.ndarray  # int32 [T]

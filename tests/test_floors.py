@@ -40,7 +40,6 @@ ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
     "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority, standard streams
     "records": Room(0, "none"),
-    "supports": Room(0, "none"),  # ids to which sampled tokens were restricted
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
     "metrics": Room(0, "none"),

@@ -28,7 +28,7 @@ from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplerConfig, SamplingConfig
 from jaxroll.config.section_rules import FILES, check_algorithm, check_flushes, check_prompts, check_relay, task_parts
 from jaxroll.errors import ConfigError
-from jaxroll.supports import worst_bytes
+from jaxroll.protocols import Supports
 
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and other processes
@@ -225,7 +225,7 @@ def _check_shapes(config: Config) -> None:
             "Write for example (16, 32).",
         )
     _check_cache(sampler, max(budget, buckets[-1]))
-    token_bytes = TOKEN_BYTES + worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)
+    token_bytes = TOKEN_BYTES + Supports.worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)
     member_mb = token_bytes * budget / 2**20
     if member_mb > MAX_MEMBER_MB:
         lower = " Or lower sampling.support_tokens or top_k." if token_bytes > TOKEN_BYTES else ""

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxroll import supports
 from jaxroll.engine import requests
 from jaxroll.engine.requests import Add, Result
-from jaxroll.protocols import Completion
+from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Version, VersionRun, versions_after
-from jaxroll.supports import Supports
 
-NOTHING = supports.whole(1)  # the support of one token that was not truncated
+NOTHING = Supports.whole(1)  # the support of one token that was not truncated
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,7 @@ class Partial:
     def completion(self, finish: str, tokens: int | None = None) -> Completion:
         """These tokens, or the first `tokens` of them, as a completion."""
         kept = len(self.tokens) if tokens is None else tokens
-        packed = supports.encoded(self.supports.first(kept), self.tokens[:kept])
+        packed = self.supports.first(kept).encoded(self.tokens[:kept])
         return Completion(self.tokens[:kept], self.logprobs[:kept], _first(self.versions, kept), finish, packed)
 
 
@@ -111,7 +109,7 @@ class Ledger:
             if not running.count:
                 running.first_token = int(report.first_tokens[slot])
                 running.first_logprob = float(report.first_logprobs[slot])
-                running.first_support = supports.of_rows(report.first_supports[slot : slot + 1])
+                running.first_support = Supports.of_rows(report.first_supports[slot : slot + 1])
                 running.count = 1
                 begun.append(running.add)
             new[slot] = counts[slot] - running.count
@@ -153,8 +151,8 @@ class Ledger:
         if sent < earlier:
             tokens = np.concatenate([before.tokens[sent:], tokens])
             logprobs = np.concatenate([before.logprobs[sent:], logprobs])
-            support = supports.joined([before.supports.part(sent, earlier), support])
-        return Completion(tokens, logprobs, versions, "", supports.encoded(support, tokens))
+            support = Supports.joined([before.supports.part(sent, earlier), support])
+        return Completion(tokens, logprobs, versions, "", support.encoded(tokens))
 
     def forget(self, slot: int) -> None:
         """Remove the request in `slot` without a result."""
@@ -174,7 +172,7 @@ class Ledger:
         return running.add, Partial(
             np.concatenate([before.tokens, tokens]),
             np.concatenate([before.logprobs, logprobs]),
-            supports.joined([before.supports, support]),
+            Supports.joined([before.supports, support]),
             versions,
             running.start_s,
         )
@@ -257,7 +255,7 @@ class History:
         if self._supports is None:
             self._supports = np.full(self._tokens.shape, None, object)
         for row, ids in enumerate(support[: new.max(initial=0)]):
-            held, slot = supports.of_rows(ids), np.flatnonzero(row < new)
+            held, slot = Supports.of_rows(ids), np.flatnonzero(row < new)
             at = (self.rows[slot] + row) % len(self._tokens)
             self._supports[at, slot] = _SupportsOfRow(held.ids, np.concatenate([[0], np.cumsum(held.sizes)]))
 
@@ -270,7 +268,7 @@ class History:
         """The supports of the tokens of `column`."""
         rows = self._held(slot, start, count)
         if self._supports is None or not count:
-            return supports.whole(count)
+            return Supports.whole(count)
         parts = [row.of_slot(slot) for row in self._supports[rows, slot]]
         return Supports(np.array([len(part) for part in parts], np.int64), np.concatenate(parts))
 

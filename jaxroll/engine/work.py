@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from jaxroll import supports
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
@@ -17,7 +16,7 @@ from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
-from jaxroll.protocols import Completion
+from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Version
 
 Decode = Callable[[list[int]], str]
@@ -61,7 +60,7 @@ class Work:
         self._open[add.request.id] = one = _Open(add)
         if (known := add.request.before) is not None:
             tokens, logprobs = np.asarray(known.tokens, np.int32), np.asarray(known.logprobs, np.float32)
-            support = supports.decoded(known.support, tokens)
+            support = Supports.decoded(known.support, tokens)
             one.before = Partial(tokens, logprobs, support, known.versions, self._clock())
             one.sent = sequence.sampled = len(tokens)
         return sequence

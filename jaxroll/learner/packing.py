@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxroll import supports
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner.samples import Sample
 from jaxroll.models.families import ModelSpec, active_parameter_count
+from jaxroll.protocols import Supports
 
 BUCKETS = 3  # at most: each is one more program to compile
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the samples fit into their rows
@@ -366,7 +366,7 @@ def _largest_cost(rows: Sequence[Sequence[int]], cost: np.ndarray, parts: int) -
 def empty_streams(rows: int, row_tokens: int, support: int = 0) -> dict[str, np.ndarray]:
     """All streams of a micro-batch without samples; with `support`, also that of supports."""
     streams = {name: np.zeros((rows, row_tokens), dtype) for name, dtype in STREAMS.items()}
-    return streams | ({SUPPORT: np.full((rows, row_tokens, support), supports.NONE, np.int32)} if support else {})
+    return streams | ({SUPPORT: np.full((rows, row_tokens, support), Supports.NONE, np.int32)} if support else {})
 
 
 def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_tokens: int, support: int) -> MicroBatch:

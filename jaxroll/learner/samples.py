@@ -11,11 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxroll import supports
 from jaxroll.algorithms.advantages import Advantage, Turn
 from jaxroll.errors import DataError
+from jaxroll.protocols import Supports
 from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
-from jaxroll.supports import Supports
 
 
 @dataclass(frozen=True)
@@ -230,11 +229,11 @@ def _supports(segments: tuple[Segment, ...]) -> Supports | None:
     each = []
     for segment in segments:
         sampled = segment.sampled_mask
-        found = supports.decoded(segment.support, segment.tokens[sampled])
+        found = Supports.decoded(segment.support, segment.tokens[sampled])
         sizes = np.zeros(len(sampled), np.int64)
         sizes[sampled] = found.sizes
         each.append(Supports(sizes, found.ids))
-    return supports.joined(each)
+    return Supports.joined(each)
 
 
 def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxroll import supports, wire
+from jaxroll import wire
 from jaxroll.config import parse
 from jaxroll.errors import ConfigError, JaxRollError
+from jaxroll.protocols import Supports
 from jaxroll.records import Finished, Member, Segment, ages
 from jaxroll.report.formats import Section, duration, number
 from jaxroll.run_paths import RunPaths
@@ -141,7 +142,7 @@ def supports_of(segment: Segment) -> list[list[int]]:
     """The ids to which truncated sampling restricted each token of the segment; [] for all, or not sampled."""
     found: list[list[int]] = [[] for _ in segment.tokens]
     sampled = np.flatnonzero(segment.sampled_mask)
-    kept = supports.decoded(segment.support, segment.tokens[sampled])
+    kept = Supports.decoded(segment.support, segment.tokens[sampled])
     ids = np.split(kept.ids, np.cumsum(kept.sizes)[:-1]) if len(sampled) else []
     for place, of_token in zip(sampled, ids, strict=True):
         found[place] = sorted(of_token.tolist())

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import numpy as np
 
-from jaxroll import supports, wire
+from jaxroll import wire
 from jaxroll.errors import InfraError, StoreRefusal
-from jaxroll.protocols import Completion
+from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Partial, prompt_digest
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutCall
@@ -32,14 +32,14 @@ def joined_partials(pieces: Sequence[Partial]) -> Partial | None:
     if not tokens:
         return None
     ids = np.concatenate([piece.tokens for piece in pieces])
-    support = supports.joined([supports.decoded(piece.support, piece.tokens) for piece in pieces])
+    support = Supports.joined([Supports.decoded(piece.support, piece.tokens) for piece in pieces])
     return msgspec.structs.replace(
         pieces[-1],
         start=0,
         tokens=ids,
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
         versions=tuple(run for piece in pieces for run in piece.versions),
-        support=supports.encoded(support, ids),
+        support=support.encoded(ids),
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxroll import supports
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
-from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
 from jaxroll.records import Version, VersionRun
 
 V1, V2 = Version(0, 1), Version(0, 2)
@@ -17,8 +16,8 @@ PARAMS = SamplingParams(15)
 
 def first(whole: Completion, count: int, version: Version = V1) -> Completion:
     """The first `count` tokens, as a store has them."""
-    decoded = supports.decoded(whole.support, whole.tokens)
-    packed = supports.encoded(decoded.first(count), whole.tokens[:count])
+    decoded = Supports.decoded(whole.support, whole.tokens)
+    packed = decoded.first(count).encoded(whole.tokens[:count])
     return Completion(whole.tokens[:count], whole.logprobs[:count], (VersionRun(version, count),), "", packed)
 
 
@@ -83,11 +82,11 @@ def test_streams_and_continuations_carry_the_supports_of_truncated_sampling(benc
     pieces: list[Completion] = []
     b.add(request(0, params, on_tokens=pieces.append))
     whole = b.finish()[0].completion
-    known = supports.joined([supports.decoded(piece.support, piece.tokens) for piece in pieces])
+    known = Supports.joined([Supports.decoded(piece.support, piece.tokens) for piece in pieces])
     count = len(known.sizes)
     tokens = np.concatenate([piece.tokens for piece in pieces])
     assert count >= 9 and known.sizes.min() >= 1
-    packed = supports.encoded(known, tokens)
+    packed = known.encoded(tokens)
     assert packed.tolist() == first(whole, count).support.tolist()
     b.add(request(1, params, before=first(whole, count)))
     got = b.finish()[1].completion

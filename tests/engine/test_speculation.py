@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll import supports
 from jaxroll.config import MeshConfig
 from jaxroll.engine import decoding
 from jaxroll.engine.engine import EngineConfig, check_sizes
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
-from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
 from jaxroll.records import Version, VersionRun
 from tests.harness import naive_engine
 
@@ -168,7 +167,7 @@ def test_supports_penalties_masks_and_stop_strings_are_those_without_drafts(benc
             continue
         assert one.finish == other.finish
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
-        ours, theirs = (supports.decoded(c.support, c.tokens).rows(8) for c in (one, other))
+        ours, theirs = (Supports.decoded(c.support, c.tokens).rows(8) for c in (one, other))
         np.testing.assert_array_equal(np.sort(ours, axis=1), np.sort(theirs, axis=1))
     assert ties <= 1
 

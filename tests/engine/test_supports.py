@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxroll import supports
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
-from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
 from jaxroll.records import Version
 from tests.harness import naive_engine
 
@@ -39,7 +38,7 @@ def requests(count: int) -> list[Request]:
 
 
 def ids_of(completion: Completion) -> list[list[int]]:
-    rows = supports.decoded(completion.support, completion.tokens).rows(K)
+    rows = Supports.decoded(completion.support, completion.tokens).rows(K)
     return [sorted(row[row >= 0].tolist()) for row in rows]
 
 
@@ -59,7 +58,7 @@ def test_log_probs_are_those_of_a_full_forward_pass_over_the_support(few_pages, 
         assert all(token in kept for token, kept in zip(got.tokens.tolist(), ids, strict=True)) or not truncates
         assert got.support.size == 0 or truncates
         rows = np.full((LENGTH, K), -1, np.int32)
-        rows[sampled] = supports.decoded(got.support, got.tokens).rows(K)
+        rows[sampled] = Supports.decoded(got.support, got.tokens).rows(K)
         wanted = compiled_logprobs(logits, text[1:], np.float32(params.temperature), rows)
         tolerance = 1e-4 * max(1.0, float(np.std(np.asarray(logits)[sampled])))
         np.testing.assert_allclose(got.logprobs, np.asarray(wanted)[sampled], atol=tolerance, rtol=0)

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
 
-from jaxroll import supports, wire
+from jaxroll import wire
 from jaxroll.control import cli
+from jaxroll.protocols import Supports
 from jaxroll.records import Member, Version
 from jaxroll.report import archive, trajectory
 from jaxroll.store.log import database
@@ -141,7 +142,7 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
         own = int(sampled.tokens[0])
         assert set(sampled.tokens.tolist()) == {own}
         ids = np.array([own, 9, own, 8, own, 2], np.int32)
-        kept = supports.encoded(supports.Supports(np.array([2, 0, 1, 3]), ids), sampled.tokens)
+        kept = Supports(np.array([2, 0, 1, 3]), ids).encoded(sampled.tokens)
         segments = (shown, structs.replace(sampled, support=kept))
         outcome = structs.replace(member.outcome, segments=segments)
         changed = wire.encode(structs.replace(member, outcome=outcome))

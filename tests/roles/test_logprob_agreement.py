@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
-from jaxroll import sharding, supports
+from jaxroll import sharding
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, step
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
-from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version
 from tests.golden.write_families import VARIANTS
 from tests.models.test_family_goldens import golden, logits_of, whole_rows
@@ -109,11 +109,11 @@ def claim_of(done: dict[tuple[int, int], tuple[np.ndarray, Completion]]) -> Clai
 def sampled_segments(completion: Completion) -> tuple[Segment, Segment]:
     """The tokens of `completion` as two segments, as if they were two turns."""
     tokens, half = completion.tokens, len(completion.tokens) // 2
-    found = supports.decoded(completion.support, tokens)
+    found = Supports.decoded(completion.support, tokens)
     rows = found.rows(int(found.sizes.max()))
 
     def part(at: slice) -> Segment:
-        packed = supports.encoded(supports.of_rows(rows[at]), tokens[at])
+        packed = Supports.of_rows(rows[at]).encoded(tokens[at])
         return Segment(tokens[at], np.ones(len(tokens[at]), np.uint8), completion.logprobs[at], support=packed)
 
     return part(slice(half)), part(slice(half, None))

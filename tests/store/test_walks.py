@@ -20,7 +20,7 @@ MISSED = {
     "one lease": 14,
     "one put": 7,
     TRAINING: 8,
-    "the life of a sample": 45,
+    "the life of a sample": 44,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -17,9 +17,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from jaxroll import supports, wire
+from jaxroll import wire
 from jaxroll.config.rules import MAX_MEMBER_MB
 from jaxroll.errors import DataError, StaleClient, StoreRefusal
+from jaxroll.protocols import Supports
 from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Partial, Segment
 from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller
@@ -250,7 +251,7 @@ def _check_support(segment: Segment, where: str, vocab_size: int, most: int) -> 
     if not most:
         return
     try:
-        found = supports.decoded(given, segment.tokens[segment.sampled_mask])
+        found = Supports.decoded(given, segment.tokens[segment.sampled_mask])
     except DataError as error:
         raise StoreRefusal(f"{where}: {error}") from error
     if len(found.sizes) and not 1 <= found.sizes.min() <= found.sizes.max() <= most:
