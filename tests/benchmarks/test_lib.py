@@ -136,3 +136,15 @@ def test_runs_alternate_and_an_interrupted_benchmark_goes_on(
     assert made == ["a", "b"], "runs with other settings were taken"
     alternate(1, resume=False, rounds=1)
     assert made == ["a", "b"], "without resume every run is made"
+
+
+def test_points_of_a_curve_are_means_of_consecutive_steps() -> None:
+    curves = importlib.import_module("benchmarks.curves")
+    steps = [{"step": 1 + number, "reward_mean": float(number)} for number in range(7)]
+    assert curves.points(steps, 3) == [
+        {"step": 3, "reward_mean": 1.0},
+        {"step": 5, "reward_mean": 3.5},
+        {"step": 7, "reward_mean": 5.5},
+    ]
+    assert [point["reward_mean"] for point in curves.points(steps)] == [*range(7)], "no more points than steps"
+    assert curves.points([]) == []
