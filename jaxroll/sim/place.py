@@ -1,12 +1,8 @@
 """`jaxroll place`: the placement, schedule and age bound that a described cluster is fastest or cheapest with.
 
 Costs are those of the simulator (`sim.costs`): derived from rates of devices, measured by `jaxroll sim calibrate`, or
-taken from a plan (`jaxroll plan --json`). A prediction is a closed form for the seconds of a step:
-
-- synchronous: the decode steps of the shrinking batch until the longest rollout ends, training, and the new weights;
-- with age bound α: max(training, generation). Generation lies between max(W, L/(α+1)) and W + L/(α+1) (ROLL Flash,
-  arXiv 2510.11345, proposition 2): W is the work of N rollouts on all samplers, L the longest of (α+1)·N rollouts.
-  The prediction is √(W² + (L/(α+1))²), and its range those bounds with the 10th and 90th percentile of L.
+taken from a plan (`jaxroll plan --json`). A prediction is the recursion of the schedule over drawn rollouts
+(`policy.step_times`): what an age bound admits, when new weights arrive, and the longest rollout of each step.
 
 `ranked` predicts every candidate, or for large clusters those that `policy.placement.partition` finds.
 """
@@ -29,14 +25,16 @@ from jaxroll.config.derived import answer_tokens, rollouts_per_step
 from jaxroll.errors import ConfigError
 from jaxroll.policy import placement
 from jaxroll.policy.placement import Vector
+from jaxroll.policy.step_times import Engines, Range, Rollouts, Rules
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Failure, Hardware, LearnerCosts, SamplerCosts, TransferCosts
-from jaxroll.sim.devices import chance
+from jaxroll.sim.costs import Cluster, Failure, Hardware, Law, LearnerCosts, SamplerCosts, TransferCosts
 
 Objective = Literal["throughput", "cost", "time"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "cost", "time")
 SHARED = "shared"  # the schedule in which all devices generate, and then all train
-EPISODES = 1024  # drawn for a prediction
+EPISODES, LEAST_STEPS, MOST_STEPS = 2**14, 24, 96  # drawn for a prediction
+DRAINING = ("one_step", "interval", "pure")  # an answer, not an episode of several turns, is of one version
+SCORES = np.linspace(-4.5, 4.5, 1801)  # quantiles at which a law is computed
 HORIZON_S = 20_000.0  # of simulated losses
 USABLE = 0.9  # of a device's memory
 EXHAUSTIVE = 1500  # candidates; with more, `partition` chooses among them
@@ -103,22 +101,44 @@ class Planner:
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.config, self.hardware = costs.checked(config), merged(hardware)
         self._known: dict[Candidate, Prediction | None] = {}
-        schedule, work, drawn = config.schedule, hardware.workload, chance("place", config)
+        work = hardware.workload
         self.rollouts = rollouts_per_step(config)
-        turns = [max(1, round(work.turns.draw(drawn))) for _ in range(EPISODES)]
-        most = answer_tokens(config)
-        answers = np.array([sum(min(most, max(1.0, work.answer_tokens.draw(drawn))) for _ in range(n)) for n in turns])
-        waits = np.array([sum(max(0.0, work.env_s.draw(drawn)) for _ in range(n)) for n in turns])
-        replies, prompt = float(np.mean(turns) - 1) * work.reply_tokens.mean, work.prompt_tokens.mean
-        self.prefilled = schedule.groups_per_step * prompt + self.rollouts * replies
-        self.decoded = self.rollouts * float(answers.mean())
-        # Answers of a group that are alike count as one draw of the longest.
-        alone = 1 + (schedule.group_size - 1) * (1 - work.answers_alike)
-        context = prompt + replies + float(np.average(answers, weights=answers)) / 2
-        self.drawn = placement.Rollouts(answers, waits, prompt, context, schedule.groups_per_step * alone)
-        rows = math.ceil(self.rollouts * (prompt + replies + float(answers.mean())) / config.learner.row_tokens)
+        self.drawn, self.turns, self.longest_turn = self._drawn(np.random.default_rng(config.run.seed))
+        tokens, prompt, replies = float(self.drawn.tokens.mean()), work.prompt_tokens.mean, work.reply_tokens.mean
+        replies *= self.turns - 1
+        self.decoded, self.replies = self.rollouts * tokens, replies
+        rows = math.ceil(self.rollouts * (prompt + replies + tokens) / config.learner.row_tokens)
         self.micro_batches = math.ceil(rows / config.learner.micro_batch_rows)
         self.padded = self.micro_batches * config.learner.micro_batch_rows * config.learner.row_tokens
+
+    def _drawn(self, random: np.random.Generator) -> tuple[Rollouts, float, float]:
+        """Rollouts of some steps, their turns in the mean, and the tokens of the longest turn of a group."""
+        work, schedule, chunk = self.hardware.workload, self.config.schedule, self.config.sampler.decode_chunk
+        steps = min(max(EPISODES // self.rollouts, LEAST_STEPS), MOST_STEPS)
+        shape, most = (
+            (steps, schedule.groups_per_step, self.rollouts // schedule.groups_per_step),
+            answer_tokens(self.config),
+        )
+
+        def drawn(law: Law, scores: np.ndarray) -> np.ndarray:
+            return np.interp(scores, SCORES, [law.at(score) for score in SCORES])
+
+        turns = np.maximum(1, np.round(drawn(work.turns, random.standard_normal(shape))))
+        of_group, alike = random.standard_normal(shape[:2])[..., None], work.answers_alike
+        tokens, answers, waits, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape), 0.0
+        for turn in range(int(turns.max())):
+            scores = math.sqrt(1 - alike) * random.standard_normal(shape) + math.sqrt(alike) * of_group
+            length = np.minimum(np.maximum(1, np.round(drawn(work.answer_tokens, scores))), most)
+            longest = max(longest, float(length.max(axis=2).mean()))
+            # Requests join and leave between two dispatches.
+            steps_taken = np.ceil(length / chunk) * chunk + (chunk / 2 if turn else 0)
+            tokens += np.where(turns > turn, length, 0)
+            answers += np.where(turns > turn, steps_taken, 0)
+            waits += np.where(turns > turn, np.maximum(0, drawn(work.env_s, random.standard_normal(shape))), 0)
+        replies = float(turns.mean() - 1) * work.reply_tokens.mean
+        context = work.prompt_tokens.mean + replies + float(np.average(tokens, weights=tokens)) / 2
+        answers, waits, tokens = (each.reshape(steps, -1) for each in (answers, waits, tokens))
+        return Rollouts(answers, waits, work.prompt_tokens.mean, context, tokens), float(turns.mean()), longest
 
     # costs of a role on devices
 
@@ -165,12 +185,13 @@ class Planner:
 
     def slots(self, one: Candidate) -> int:
         """Slots of a sampler: for the rollouts that the age bound allows, and no more than fit; 0 if none does."""
-        wanted = math.ceil((one.alpha + 1) * self.rollouts / max(1, sum(one.samplers)))
+        ahead = 1 if one.schedule == "interval" else one.alpha + 1
+        wanted = math.ceil(ahead * self.rollouts / max(1, sum(one.samplers)))
         model, most = self.hardware.model, math.inf
         if model is None:
             return wanted
         weights = model.weight_bytes * model.parameters
-        long = self.drawn.prompt + float(np.quantile(self.drawn.answers, 0.9))
+        long = self.drawn.prompt + float(np.quantile(self.drawn.tokens, 0.9))
         for kind, count in enumerate(one.samplers):
             room = self.hardware.devices[kind].memory_bytes * USABLE * one.sampler_devices
             learner = model.training_bytes * model.parameters / one.learner_devices * one.sampler_devices
@@ -188,22 +209,27 @@ class Planner:
 
     # seconds
 
-    def _shares(self, one: Candidate, slots: int) -> list[tuple[SamplerCosts, int, float]]:
-        """Costs of a sampler, number of samplers, and the rollouts of a step that each gets, by type."""
-        kinds = [(self.sampler_costs(kind, one.sampler_devices), n) for kind, n in enumerate(one.samplers) if n]
+    def _engines(self, one: Candidate, slots: int) -> list[Engines]:
+        """The samplers by type, with the rollouts of a step that each gets."""
+        kinds = [(self.sampler_costs(kind, one.sampler_devices), kind) for kind, n in enumerate(one.samplers) if n]
         rates = [slots / each.step_s(slots, slots * self.drawn.context) for each, _ in kinds]
-        total = sum(rate * count for rate, (_, count) in zip(rates, kinds, strict=True))
-        return [(each, n, self.rollouts * rate / total) for rate, (each, n) in zip(rates, kinds, strict=True)]
+        total = sum(rate * one.samplers[kind] for rate, (_, kind) in zip(rates, kinds, strict=True))
+        return [
+            self._engine(one, kind, each, slots, self.rollouts * rate / total)
+            for rate, (each, kind) in zip(rates, kinds, strict=True)
+        ]
 
-    def _lost(self, one: Candidate, lasting_s: float) -> float:
-        """Additional share of time that losses of devices cost: what is down, and half a rollout computed again."""
-        shares = []
-        for kind, count in enumerate(one.samplers):
-            device = self.hardware.devices[kind]
-            if count and math.isfinite(device.lost_every_s):
-                every = device.lost_every_s / one.sampler_devices
-                shares.append((device.down_s + min(lasting_s, every) / 2) / every)
-        return max(shares, default=0.0)
+    def _engine(self, one: Candidate, kind: int, each: SamplerCosts, slots: int, members: float) -> Engines:
+        schedule, device = self.config.schedule, self.hardware.devices[kind]
+        spread = schedule.group_placement == "spread"  # each sampler prefills the prompts of its members
+        prompts = min(schedule.groups_per_step, members) if spread else members / schedule.members_per_group
+        tokens = prompts * self.drawn.prompt + members * self.replies
+        calls = math.ceil(prompts / min(self.config.sampler.prefill_rows, slots))
+        step = (lambda n, context: each.step_s(slots, context)) if each.all_slots else each.step_s
+        return Engines(
+            step, one.samplers[kind], slots, members, each.prefill_s(int(tokens), calls),
+            device.lost_every_s / one.sampler_devices, device.down_s, self.config.store.lease_s,
+        )  # fmt: skip
 
     def predict(self, one: Candidate) -> Prediction | None:
         """The prediction for a candidate; None if it does not fit into the memory of its devices."""
@@ -217,37 +243,31 @@ class Planner:
             return None
         learner = self.learner_costs(one.learner_type, one.learner_devices)
         train_s = learner.train_s(self.padded, self.micro_batches) * learner.jitter.mean
-        sends, parts = self.transfer_costs(one), self._shares(one, slots)
-        prefill_s = max(each.prefill_s(int(self.prefilled * share / self.rollouts), 1) for each, _, share in parts)
-        drain = _slowest([self.drawn.drained(each.step_s, share, slots) for each, _, share in parts])
-        lost = self._lost(one, drain[0])
-        full = tuple((value + prefill_s) * (1 + lost) for value in drain)
-        if one.schedule in (SHARED, "sync"):
-            other_s = train_s + sends.publish_s + sends.fetch_s
-            generation, step = full[0], [value + other_s for value in full]
-        elif one.schedule == "interval":
-            generation = full[0]
-            step = [max(train_s, value) + sends.publish_s + sends.fetch_s for value in full]
-        else:
-            bounded = _slowest(
-                [self.drawn.overlapped(each.step_s, share, slots, one.alpha, train_s, lost) for each, _, share in parts]
+        sends, engines = self.transfer_costs(one), self._engines(one, slots)
+        swap_s = max(self.sampler_costs(kind, one.sampler_devices).swap_s for kind, n in enumerate(one.samplers) if n)
+        drains, sends_s = one.schedule in DRAINING, sends.publish_s + sends.fetch_s + swap_s
+        if drains and self.turns > 1:  # only the running turns end before new weights take effect
+            drains = False
+            sends_s += self.longest_turn * max(each.step(slots, slots * self.drawn.context) for each in engines)
+        bounds = sorted({math.floor(one.alpha), math.ceil(one.alpha)})
+        found = [
+            self.drawn.stepped(
+                engines, Rules(alpha, train_s, sends_s, drains, one.schedule == "interval"), self.config.schedule.steps
             )
-            if one.schedule == "pure":  # between both: requests end before new weights take effect
-                bounded = ((bounded[0] + full[0]) / 2, bounded[1], max(bounded[2], full[2]))
-            bounded = [value + prefill_s for value in bounded]
-            generation, step = bounded[0], [max(train_s, value) for value in bounded]
+            for alpha in bounds
+        ]
+        share = one.alpha - bounds[0]  # of the steps whose rollouts may begin a step earlier
+        step: Range = tuple(a + share * (b - a) for a, b in zip(found[0][0], found[-1][0], strict=True))  # type: ignore[assignment]
+        generation = found[0][1] + share * (found[-1][1] - found[0][1])
         used = one.used()
         price = sum(n * each.price_per_hour for n, each in zip(used, self.hardware.devices, strict=True))
-        price = price or learner.price_per_hour + sum(each.price_per_hour * n for each, n, _ in parts)
+        price = price or learner.price_per_hour + sum(
+            self.sampler_costs(kind, one.sampler_devices).price_per_hour * n for kind, n in enumerate(one.samplers)
+        )
         rate, steps = self.decoded / step[0], self.config.schedule.steps
         longer = 1 + self.hardware.search.steps_per_age * one.alpha
         return Prediction(step[0], step[1], step[2], train_s, generation, rate, price, price / 3600 / rate * 1e6,
-                          steps * longer * step[0] + full[0], slots)  # fmt: skip
-
-
-def _slowest(ranges: Sequence[placement.Range]) -> placement.Range:
-    mean, low, high = (max(each[index] for each in ranges) for index in range(3))
-    return mean, low, high
+                          steps * longer * step[0] + generation, slots)  # fmt: skip
 
 
 # --- search

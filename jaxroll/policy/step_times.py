@@ -1,0 +1,234 @@
+"""Seconds of a training step under a schedule, by a recursion over drawn rollouts.
+
+Step k has been trained at T(k) = max(T(k−1), E(k)) + t, where t is the time of training and E(k) the end of the longest
+of its rollouts. They begin at S(k) = T(k−α−1) + f: the age bound α admits them when the step α + 1 before has been
+trained, and f is the time until its weights have arrived. E(k) = S(k) + L(k), with L(k) the longest of the drawn
+rollouts. So a step takes at least t, and at least (f + L + t)/(α + 1) in the mean.
+
+ROLL Flash's proposition 2 (arXiv 2510.11345) is max(t, N·μ/K + L/(α + 1)): it leaves t and f out of the second term.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+StepCost = Callable[[int, float], float]  # seconds of a decode step by its sequences and their tokens of context
+Range = tuple[float, float, float]  # a mean and the 10th and 90th percentile
+ITERATIONS = 20  # of the fixed point at most
+RESTARTS = 100  # of a rollout, after which it is counted as finished
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Equal engines: a decode step, their number and slots; rollouts of a step on each, and seconds of their prefill.
+
+    Each is lost every `lost_every_s` in the mean, for `down_s`; its rollouts begin again `noticed_s` after the loss.
+    """
+
+    step: StepCost
+    number: int
+    slots: int
+    members: float
+    prefill_s: float = 0.0
+    lost_every_s: float = math.inf
+    down_s: float = 0.0
+    noticed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A schedule. The rollouts of a step begin `sends_s` after the step `alpha` + 1 before has been trained.
+
+    With `drains` an engine first ends those that ran when these weights came, with `barrier` all engines do. Training
+    takes `train_s`, in the order of steps, after all rollouts of the step.
+    """
+
+    alpha: int
+    train_s: float
+    sends_s: float = 0.0
+    drains: bool = False
+    barrier: bool = False
+
+    @property
+    def at_once(self) -> int:
+        """The most steps whose rollouts run on an engine at once."""
+        return 1 if self.drains or self.barrier else self.alpha + 1
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Drawn rollouts, a row for each step: decode steps of each, and seconds in which its environment takes time.
+
+    `prompt` and `context`: mean tokens before the answer, and over all decode steps. `tokens`: those that are sampled.
+    """
+
+    answers: np.ndarray
+    waits: np.ndarray
+    prompt: float
+    context: float
+    tokens: np.ndarray
+
+    def stepped(self, engines: Sequence[Engines], rules: Rules, steps: int) -> tuple[Range, float]:
+        """Seconds of a step, with the range of its mean over a run of `steps` steps; seconds of a step's generation.
+
+        The time of a decode step depends on how many rollouts of other steps run, which is their time over that of a
+        step (Little's law): a fixed point.
+        """
+        period_s, states = math.inf, [_State() for _ in engines]
+        warm = min(2 * (rules.alpha + 1), len(self.answers) // 3)
+        trained, lasting = np.zeros(0), np.zeros(0)
+        deal, full = _Deal(engines, self.answers.shape[1]), all(each.slots < 1.5 * each.members for each in engines)
+        work, waits = (self.answers, self.waits) if self.waits.any() else (deal.longest(self.answers), None)
+        edges = np.unique(np.concatenate([[0.0], np.quantile(self.answers, np.linspace(0, 1, 65))]))
+        left = 1 - np.searchsorted(np.sort(self.answers, axis=None), (edges[1:] + edges[:-1]) / 2) / self.answers.size
+        for _ in range(ITERATIONS):
+            parts = []
+            for number, (engine, state) in enumerate(zip(engines, states, strict=True)):
+                passed, before_s = self._passed(engine, state, rules, period_s, edges, left)
+                part = np.interp(work, edges, passed) + before_s
+                part = deal.of_kind(part if waits is None else deal.longest(part + waits), number)
+                state.follow(engine, float(part.max(axis=1).mean()), period_s)
+                parts.append(part)
+            lasting = np.concatenate(parts, axis=1)
+            queued_s = statistics.mean(each.mean_s for each in states) if full else 0.0
+            trained = np.array(_trained(lasting, engines, rules, queued_s))
+            least_s = max(of.mean_s * each.members / each.slots for of, each in zip(states, engines, strict=True))
+            new_s = max(float(trained[-1] - trained[warm - 1]) / (len(trained) - warm), least_s)
+            settled = abs(new_s - period_s) < 1e-3 * new_s and max(each.moved for each in states) < 1e-2
+            period_s = new_s
+            if settled:
+                break
+        cycles = trained[warm - 1 :: rules.alpha + 1]
+        off_s = 1.2816 * float(np.std(np.diff(cycles)) / (rules.alpha + 1)) * math.sqrt((rules.alpha + 1) / steps)
+        generation_s = float(lasting[warm:].max(axis=1).mean()) / rules.at_once
+        low_s = min(period_s, max(period_s - off_s, rules.train_s))
+        return (period_s, low_s, period_s + off_s), generation_s
+
+    def _passed(
+        self, engine: Engines, state: _State, rules: Rules, period_s: float, edges: np.ndarray, left: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        """Seconds until a rollout has sampled each of `edges` tokens, and those before its first token."""
+        members = state.members(engine)
+        own = members * left * state.share  # the others wait for their environments
+        count = np.minimum(own + state.others, engine.slots)
+        context = own * (self.prompt + edges[:-1]) + state.others * self.context
+        context *= count / np.maximum(own + state.others, 1e-9)
+        step_s = [engine.step(max(1, round(n)), max(c, 1.0)) for n, c in zip(count, context, strict=True)]
+        passed = np.concatenate([[0.0], np.cumsum(np.diff(edges) * step_s)])
+        state.decodes_s = float(left @ np.diff(passed))
+        state.mean_s = state.decodes_s + float(self.waits.mean())
+        queued_s = max(0.0, engine.members * rules.at_once / engine.slots - 1) * state.mean_s
+        return passed, queued_s + engine.prefill_s * max(1.0, state.alive_s / period_s)
+
+
+@dataclass
+class _State:
+    """The load of an engine: rollouts of other steps that decode, and the share of the own ones that do.
+
+    `alive_s`: until the last rollout of a step ends; `mean_s`: of a rollout, with `decodes_s` of decoding; `moved`: the
+    last change of `others` for each member.
+    """
+
+    others: float = 0.0
+    share: float = 1.0
+    alive_s: float = 1.0
+    mean_s: float = 0.0
+    decodes_s: float = 0.0
+    moved: float = 0.0
+
+    def members(self, engine: Engines) -> float:
+        """The rollouts of a step, with those of engines that are lost."""
+        return engine.members * (1 + engine.down_s / engine.lost_every_s)
+
+    def follow(self, engine: Engines, alive_s: float, period_s: float) -> None:
+        """Become the load that follows from these times."""
+        self.alive_s, self.share = alive_s, self.decodes_s / self.mean_s
+        others = self.members(engine) * self.decodes_s * max(0.0, 1 / period_s - 1 / alive_s)
+        self.moved, self.others = abs(others - self.others) / engine.members, (others + self.others) / 2
+
+
+class _Deal:
+    """The rollouts of a step that each engine gets, by their numbers of members."""
+
+    def __init__(self, engines: Sequence[Engines], size: int) -> None:
+        shares = np.cumsum([each.members for each in engines for _ in range(each.number)])
+        self._order = np.argsort(np.arange(size) * 0.6180339887 % 1.0)  # a group's members go to different engines
+        starts = np.round(np.concatenate([[0.0], shares[:-1]]) / shares[-1] * size).astype(int)
+        self._starts = np.minimum(starts, size - 1)
+        self._kinds = np.cumsum([0, *(each.number for each in engines)])
+
+    def longest(self, values: np.ndarray) -> np.ndarray:
+        """The largest value of each row on each engine."""
+        return np.maximum.reduceat(values[:, self._order], self._starts, axis=1)
+
+    def of_kind(self, values: np.ndarray, number: int) -> np.ndarray:
+        """The columns of the engines of one kind."""
+        return values[:, self._kinds[number] : self._kinds[number + 1]]
+
+
+def _trained(lasting: np.ndarray, engines: Sequence[Engines], rules: Rules, queued_s: float) -> list[float]:
+    """The times at which steps have been trained. `queued_s`: until rollouts find a free slot on other engines."""
+    every = [each for each in engines for _ in range(each.number)]
+    losing = any(math.isfinite(each.lost_every_s) for each in every)
+    losses = [
+        _Losses(*each, queued_s if len(every) > 1 else None) for each in zip(every, range(len(every)), strict=True)
+    ]
+    trained, running = [0.0] * (rules.alpha + 1), list[tuple[np.ndarray, np.ndarray]]()
+    if not (losing or rules.drains or rules.barrier):
+        for longest_s in lasting.max(axis=1).tolist():
+            end_s = trained[-rules.alpha - 1] + rules.sends_s + longest_s
+            trained.append(max(trained[-1], end_s) + rules.train_s)
+        return trained[rules.alpha + 1 :]
+    for row in lasting:
+        ready_s = trained[-rules.alpha - 1] + rules.sends_s
+        begins = np.full(len(row), ready_s)
+        if rules.barrier and running:
+            begins[:] = max(ready_s, running[-1][1].max())
+        elif rules.drains:
+            for began, ended in running[-rules.alpha - 1 :]:
+                begins = np.where(began < ready_s, np.maximum(begins, ended), begins)
+        ends = begins + row
+        if losing:
+            ends = np.array([each.end(*times) for each, *times in zip(losses, begins, row, strict=True)])
+        running.append((begins, ends))
+        trained.append(max(trained[-1], float(ends.max())) + rules.train_s)
+    return trained[rules.alpha + 1 :]
+
+
+class _Losses:
+    """The losses of an engine, drawn as they are needed.
+
+    Other engines take the rollouts of a lost one, after `queued_s` if they have no free slot; alone it takes them when
+    it is back (`queued_s` None).
+    """
+
+    def __init__(self, engine: Engines, index: int, queued_s: float | None) -> None:
+        self._engine, self._queued_s, self._drawn = engine, queued_s, random.Random(repr(("loss", index)))
+        alone = queued_s is None
+        self._again_s = max(engine.noticed_s, engine.down_s) if alone else engine.noticed_s
+        self._at_s: list[float] = []
+
+    def _at(self, index: int) -> float:
+        if math.isinf(self._engine.lost_every_s):
+            return math.inf
+        if index == len(self._at_s):
+            before_s = self._at_s[-1] + self._engine.down_s if self._at_s else 0.0
+            self._at_s.append(before_s + self._drawn.expovariate(1 / self._engine.lost_every_s))
+        return self._at_s[index]
+
+    def end(self, begin_s: float, lasting_s: float) -> float:
+        """The end of the rollout of so many seconds that should begin at `begin_s`."""
+        index = restarts = 0
+        while restarts < RESTARTS and (at_s := self._at(index)) < begin_s + lasting_s:
+            back_s, index = at_s + self._engine.down_s, index + 1
+            if at_s >= begin_s:
+                begin_s, restarts = at_s + self._again_s, restarts + 1
+            elif back_s > begin_s:
+                begin_s = back_s if self._queued_s is None else min(back_s, begin_s + self._queued_s)
+        return begin_s + lasting_s
