@@ -238,7 +238,7 @@ class _Top(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    from jaxroll.control import init, launchers, train
+    from jaxroll.control import launchers, propose, train
 
     top = _Top(
         prog="jaxroll",
@@ -301,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _sim_options(known["sim"])
     _plan_options(known["plan"])
-    init.init_options(known["init"])
+    propose.init_options(known["init"])
     _tls_options(known["tls"])
     launchers.add_options(known["launch"])
     return top

@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import learner_names, model_folder
-from jaxroll.control import init, launchers, place, preflight, program, run_dir, train
+from jaxroll.control import launchers, preflight, program, propose, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
@@ -454,8 +454,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "compile": run_compile,
     "sim": run_sim,
     "plan": run_plan,
-    "place": place.run,
-    "init": lambda options: init.run(options, init.asker()),
+    "place": propose.run_place,
+    "init": lambda options: propose.run_init(options, propose.asker()),
     "config": run_config,
     "ui": run_ui,
     "report": run_report,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config.derived import device_processes
-from jaxroll.control import cli, init, preflight
+from jaxroll.control import cli, preflight, propose
 from jaxroll.errors import ConfigError
 
 QWEN = Path(__file__).parents[1] / "golden" / "qwen3" / "tied"
@@ -17,7 +17,7 @@ MOE = QWEN.with_name("moe")
 ROWS = "".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in range(200))
 MODELS = ("tiny", str(QWEN), str(MOE))
 TASKS = ("spell_backward", "chain_sum", "rows.jsonl")
-ANSWERS = ("", *init.FORMATS)
+ANSWERS = ("", *propose.FORMATS)
 HARDWARE = ("cpu", "gpu:1", "gpu:2", "gpu:3", "gpu:8", "tpu:1", "tpu:4", "tpu:8")
 
 
@@ -30,11 +30,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fault(home: Path, model: str, task: str, answers: str, hardware: str) -> str:
     """The fault of the written config, checked as `jaxroll config` does and on its devices; '' if it has none."""
-    init.write(init.Choice(model, task, answers, hardware), file := home / "c.py")
+    propose.write(propose.Choice(model, task, answers, hardware), file := home / "c.py")
     config = configs.load(file, [])
     preflight.check(config)
     file.unlink()
-    platform, devices = init._hardware(hardware)
+    platform, devices = propose._hardware(hardware)
     if platform != "cpu" and sum(device_processes(config).values()) > devices:
         return f"more devices than {hardware}"
     if config.task.extract != (answers or ("none" if model == "tiny" else "boxed")):
@@ -76,7 +76,7 @@ def test_questions_are_asked_for_what_no_flag_says(home: Path) -> None:
         return "gpu:2" if "Hardware" in question else ""
 
     options = cli.parser().parse_args(["init", "a.py", "--model=tiny", "--task=chain_sum"])
-    init.run(options, ask)
+    propose.run_init(options, ask)
     assert [question.partition(":")[0] for question in asked] == ["Form of answers", "Hardware"]
     assert "gpu:2" in (home / "a.py").read_text()
 
@@ -86,9 +86,9 @@ def test_an_input_that_ends_and_a_folder_that_is_missing_are_named(home: Path) -
         raise EOFError
 
     with pytest.raises(ConfigError, match=r"--model.*ended before an answer"):
-        init.run(cli.parser().parse_args(["init", "a.py"]), ended)
+        propose.run_init(cli.parser().parse_args(["init", "a.py"]), ended)
     with pytest.raises(ConfigError, match=r"no/a.py.*cannot be written"):
-        init.run(cli.parser().parse_args(["init", "no/a.py"]))
+        propose.run_init(cli.parser().parse_args(["init", "no/a.py"]))
 
 
 @pytest.mark.parametrize(
