@@ -100,7 +100,7 @@ def whole_bytes(kit) -> int:
     return sum(4 * int(np.prod(shape)) for shape in kit.shapes.values())
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.soak) for count in (2, 4)), 8])
 def test_receivers_of_any_mesh_take_the_same_bits_from_one_another(kit, learner, peer, count: int) -> None:
     """In a chain, so that every pair of neighbouring meshes occurs; the learner sends one copy."""
     peers = [peer(number) for number in range(count)]

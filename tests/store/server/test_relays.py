@@ -29,11 +29,13 @@ async def told(small: SimpleNamespace, folder: Path, names: str, **schedule: Any
         evaluator = await stack.enter_async_context(small.connected(folder, config, "evaluator", "evaluator"))
         await learner.begin(None)
 
-        async def announced(name: str, known: Version | None = None, **state: Any) -> tuple[str, ...] | None:
-            """The names of the relays; None without newer weights."""
+        async def announced(
+            name: str, known: Version | None = None, wait_s: float = 0.0, **state: Any
+        ) -> tuple[str, ...] | None:
+            """The names of the relays; None without newer weights within `wait_s`, or WAIT_S for the first ones."""
             client, address = (clients[name], f"{name}:1") if name in clients else (evaluator, "")
             relay = RelayState(**{"address": address, **state})
-            reply = await client.announced(known, WAIT_S if known is None else 0.0, in_turn=True, relay=relay)
+            reply = await client.announced(known, WAIT_S if known is None else wait_s, in_turn=True, relay=relay)
             assert all(one == Relay(one.name, f"{one.name}:1") for one in reply.relays)
             return None if reply.snapshot is None else tuple(one.name for one in reply.relays)
 
@@ -78,11 +80,14 @@ def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, sma
                 await at.announced(name, V0)
             await small.produce(at.a, V0, 4)
             await at.learner.claim(0, 0, WAIT_S)
+            first = asyncio.ensure_future(at.announced("b", V0, WAIT_S))
+            await asyncio.sleep(0.05)
+            second = asyncio.ensure_future(at.announced("a", V0, WAIT_S))
+            await asyncio.sleep(0.05)
             await at.publish(small.snapshot(V1))
-            assert await at.announced("b", V0) == ()
-            assert await at.announced("a", V0) is None, "it is the turn of b"
+            assert await first == (), "a, which registered first, does not have it while it waits for its turn"
             assert await at.announced("b", V1) is None
-            assert await at.announced("a", V0) == ("b",)
+            assert await second == ("b",)
 
     run(job())
 
