@@ -8,10 +8,11 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,43 @@ def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_pa
         "unlimited": None,
     }
     assert not list((tmp_path / "disk").iterdir()), "what was written is outside the test's process"
+
+
+ROLE = """
+import time
+while True:
+    bytearray(1 << 16)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.process
+def test_the_role_whose_memory_is_used_up_ends_and_is_named(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package in place of the roles has the hooks of a run under attack; an absent role is skipped."""
+    faults = load("benchmarks.faults.chaos_faults")
+    memory = tmp_path / "memory"
+    (tmp_path / "jaxroll").mkdir()
+    (tmp_path / "jaxroll" / "__main__.py").write_text(ROLE)
+    memory.mkdir()
+    run = SimpleNamespace(memory=memory)
+    environment = {"PYTHONPATH": str(HOOKS), "CHAOS_MEMORY": str(memory), "MALLOC_ARENA_MAX": "1"}
+    role = subprocess.Popen(
+        [sys.executable, "-m", "jaxroll", "learner"],
+        env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    threading.Thread(target=role.wait).start()  # a run's supervisor waits for its roles, too
+    try:
+        monkeypatch.setattr(faults, "INSTANT_S", 1.0)
+        with pytest.raises(faults.Skipped, match="no store"):
+            faults.NoMemory()(run, SimpleNamespace(choice=lambda roles: "store"))
+        monkeypatch.setattr(faults, "INSTANT_S", 30.0)
+        found = faults.NoMemory()(run, SimpleNamespace(choice=lambda roles: "learner"))
+    finally:
+        role.kill()
+    assert found == f"learner (pid {role.pid}) had no free memory and ended"
+    assert (memory / f"learner.{role.pid}").read_text() == "used up"
 
 
 ENDED = """
