@@ -1,19 +1,27 @@
-"""The configuration: what can be set (`schema`), how text becomes typed values (`parsing`), what must not run together
-(`rules`), and how files are read (`files`). Other packages import from here.
+"""The configuration: config files to checked Configs, and Configs to text. Other packages import from here.
+
+`schema` says what can be set, `parsing` how text becomes typed values, `rules` what must not run together, `derived`
+what follows from the keys.
 """
 
-from jaxroll.config.files import (
-    RoleArgs,
-    canonical_json,
-    defaults,
-    digest,
-    load,
-    of_model_folder,
-    override,
-    parse,
-    read,
-    to_dict,
-)
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from jaxroll import disk
+from jaxroll.config import derived
+from jaxroll.config.parsing import assign, build, plain
+from jaxroll.config.rewards import relative_to
 from jaxroll.config.rules import check
 from jaxroll.config.schema import (
     MODEL_SIZES,
@@ -35,6 +43,8 @@ from jaxroll.config.schema import (
     TransferConfig,
     WeightSwap,
 )
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.run_paths import RunPaths
 
 __all__ = [
     "MODEL_SIZES",
@@ -67,3 +77,204 @@ __all__ = [
     "read",
     "to_dict",
 ]
+
+# A ConfigDict is typed as Any, because type checkers do not know its attributes.
+
+
+def defaults() -> Any:
+    """Return every key with its default, as what a `get_config()` starts from; some are automatic until `parse`.
+
+    ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
+    """
+    values = to_dict(Config())
+    values["sft"]["steps"], values["learner"]["learning_rate"] = derived.AUTO_STEPS, derived.AUTO_RATE
+    return ml_collections.ConfigDict(values, type_safe=False)
+
+
+def read(path: str | Path) -> Any:
+    """Return what `get_config()` of the config file `path` returns, unchecked."""
+    path = Path(path)
+    if not _is_file(path):
+        raise ConfigError(
+            "--config", str(path), "no such file", "Give a Python file with get_config(), as in configs/."
+        )
+    spec = importlib.util.spec_from_file_location(f"jaxroll_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError("--config", str(path), "not a Python file", "Config files end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a program of the user's, which may raise anything
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ConfigError("--config", str(path), reason, "Its get_config() must run.") from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise ConfigError("--config", str(path), "get_config() returned no ConfigDict", "Start from config.defaults().")
+    return config
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that must not be searched
+        return False
+
+
+_PATHS = (("model", "path"), ("tokenizer", "path"), ("task", "path"), ("learner", "lora_path"))
+_TEXT_FROM_FILE, _JSON_FROM_FILE = ("system_prompt",), ("few_shot", "tools")
+_FILE, _FILE_LIMIT_BYTES = "file:", 1 << 20
+
+
+def parse(values: ml_collections.ConfigDict | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The checked Config that `values` describe; keys that are absent keep their defaults.
+
+    `overrides` are those that `values` contain: a key that they name and `schedule.mode` fixes must have its value.
+    """
+    if isinstance(values, ml_collections.ConfigDict):
+        values = values.to_dict()
+    config = build(Config, with_files(values, Path()))
+    named = {_key_and_value(text)[0].removeprefix("schedule.") for text in overrides}
+    config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode, named))
+    config = derived.with_model(config)
+    check(config)
+    return config
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the checked Config of file `path` with `--config.key=value` overrides (`--config.` may be absent).
+
+    Paths in the file are relative to its folder, paths in overrides to the working directory.
+    """
+    values = read(path).to_dict()
+    for section, key in _PATHS:
+        if found := (values.get(section) or {}).get(key):
+            values[section][key] = os.path.normpath(Path(path).resolve().parent / found)
+    for key in ("extract", "reward", "agent"):
+        if isinstance(named := (values.get("task") or {}).get(key), str):
+            values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
+    _resolve_sources(values, Path(path).resolve().parent)
+    return parse(override(with_files(values, Path(path).resolve().parent), overrides), overrides)
+
+
+_FOLDER_TOKENS, _FOLDER_BUCKETS = 4096, (64, 256)  # of a model that is served without a config of its own
+
+
+def of_model_folder(folder: Path) -> Config:
+    """The config to serve the model in `folder`, which has Hugging Face's layout: 4096 tokens a request."""
+    sizes = {
+        "sampler": {"prefill_buckets": _FOLDER_BUCKETS, "decode_chunk": 4},
+        "sampling": {"max_tokens": _FOLDER_BUCKETS[-1]},
+        "task": {"max_prompt_tokens": _FOLDER_TOKENS - _FOLDER_BUCKETS[-1]},
+        "model": {"path": str(folder)},
+        "tokenizer": {"kind": "hf", "path": str(folder)},
+    }
+    return derived.with_model(build(Config, sizes))
+
+
+def _resolve_sources(values: dict, folder: Path) -> None:
+    """Make the paths of a mixture's sources, of held-out sets and of a reward model absolute, in place."""
+    mixture = (values.get("task") or {}).get("mixture") or []
+    sets = (values.get("evaluator") or {}).get("sets") or {}
+    rewards = (values.get("task") or {}).get("reward_args") or {}
+    found = [
+        rewards.get("reward_model") if isinstance(rewards, dict) else None,
+        *(mixture if isinstance(mixture, (list, tuple)) else ()),
+        *(sets.values() if isinstance(sets, dict) else ()),
+    ]
+    for entry in found:
+        if isinstance(entry, dict) and entry.get("path"):
+            entry["path"] = os.path.normpath(folder / str(entry["path"]))
+
+
+def with_files(values: Mapping[str, Any], folder: Path) -> dict:
+    """`values` with the content of each file that a key of `task` names as file:PATH, relative to `folder`.
+
+    The content becomes part of the config, so that a run does not change when the file does, and needs no copy of it.
+    """
+    if not isinstance(task := values.get("task"), Mapping):
+        return dict(values)
+    found = dict(task)
+    for name in _TEXT_FROM_FILE + _JSON_FROM_FILE:
+        value = found.get(name)
+        if not isinstance(value, str) or not value.startswith(_FILE):
+            continue
+        path = folder / Path(value.removeprefix(_FILE))
+        try:
+            text = disk.read_text(path, _FILE_LIMIT_BYTES)
+            found[name] = text.rstrip("\n") if name in _TEXT_FROM_FILE else disk.parse_json(text, path.name)
+        except (OSError, DataError) as error:
+            reason = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+            raise ConfigError(f"task.{name}", value, reason, "Paths are relative to the config's folder.") from error
+    return {**values, "task": found}
+
+
+def override(values: dict, overrides: Sequence[str]) -> dict:
+    """`values` (changed in place) with the overrides put in, each typed by its key."""
+    for text in overrides:
+        path, value = _key_and_value(text)
+        if value is None:
+            raise ConfigError(path, "", "an override without a value", f"Write --config.{path}=VALUE.")
+        assign(Config, values, path, value)
+    return values
+
+
+def _key_and_value(text: str) -> tuple[str, str | None]:
+    path, equals, value = text.removeprefix("--").removeprefix("config.").partition("=")
+    return path, value if equals else None
+
+
+def to_dict(config: Config) -> dict:
+    """Plain nested dicts, lists and scalars: what JSON holds."""
+    return plain(dataclasses.asdict(config), "")
+
+
+def canonical_json(config: Config) -> str:
+    """The one JSON text of a config: keys sorted, no blanks."""
+    return json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(config: Config) -> str:
+    """32 hex digits that identify the config between processes."""
+    return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
+
+
+# --- arguments of a role
+
+
+@dataclass(frozen=True)
+class RoleArgs:
+    """Arguments of a role's `main`. Without `store_address` the address is read from `run_dir/store.addr`.
+
+    For the store itself `store_address` is where it listens (default: any free port of the loopback). `index` is which
+    of several samplers, actors or hosts of the learner; `coordinator` is where those hosts meet, HOST:PORT (None: JAX
+    finds that out; port 0: any, written to `run_dir/learner.addr`). `host` is the name under which samplers reach
+    the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
+    actor that does not find them in `run_dir`. Traffic beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
+    `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
+    `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no more and has `drain_s` to
+    finish its running members; it returns the others.
+    """
+
+    config: Config
+    run_dir: Path
+    store_address: str | None = None
+    index: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    samplers: tuple[str, ...] = ()
+    insecure: bool = False
+    fork: str | None = None
+    coordinator: str | None = None
+    drain_s: float = 0.0
+
+    @property
+    def paths(self) -> RunPaths:
+        """The files and folders of the run."""
+        return RunPaths(self.run_dir)
+
+    @property
+    def config_digest(self) -> str:
+        """The digest every role shows to the store."""
+        return digest(self.config)
