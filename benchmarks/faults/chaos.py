@@ -173,9 +173,10 @@ class Attack:
         if self.tally.fruitless >= FRUITLESS:
             self.tally.wrong.append(f"{FRUITLESS} processes in a row ended without a step")
             return False
-        if time.monotonic() - self.run.moved_s > STALL_S:
+        limit_s = STALL_S if self.run.step else START_S
+        if time.monotonic() - self.run.moved_s > limit_s:
             self.run.show_stacks()
-            text = f"no step for {STALL_S:.0f} s after step {self.run.step}; faults before it: {self.tally.suspects()}"
+            text = f"no step for {limit_s:.0f} s after step {self.run.step}; faults before it: {self.tally.suspects()}"
             self.tally.wrong.append(f"{text}; the stacks are in the logs")
             return False
         return True

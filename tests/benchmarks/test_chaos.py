@@ -169,6 +169,18 @@ def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
     assert -86460 < after - before < -86340 and abs(after_ns / 1e9 - after) < 1
 
 
+@pytest.mark.parametrize(("step", "goes_on"), [(0, True), (5, False)])
+def test_the_first_step_may_take_longer_than_later_ones(load, step: int, goes_on: bool) -> None:
+    """On a busy machine the roles compile for minutes before it."""
+    chaos = load("benchmarks.faults.chaos")
+    moved_s = time.monotonic() - chaos.STALL_S - 1.0
+    run = SimpleNamespace(
+        look=list, lock=threading.RLock(), alive=True, step=step, moved_s=moved_s, show_stacks=list
+    )  # fmt: skip
+    attack = chaos.Attack(run, seed=0)
+    assert attack.look() == goes_on and bool(attack.tally.wrong) != goes_on
+
+
 MACHINE = """
 import errno, json, os, pathlib, socket, subprocess, sys, time
 import psutil
