@@ -44,7 +44,7 @@ CASES = [
          options={"prefill_rows": 64, "decode_chunk": 32, "page_tokens": 8}),
 ]  # fmt: skip
 SMALL = Scale(watched=2, tokens=48, guests=2, guest_prompt=80, guest_tokens=2, chunk=4, prefill_tokens=16)
-LITTLE = Speculation(slots=4, requests=4, tokens=64, chunk=4)
+LITTLE = Speculation(slots=4, requests=4, prompt=16, tokens=64, chunk=4)
 
 
 def small(case: Case) -> Case:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.speculation FOLDER SCALE-AS-JSON
 
-`TEXT ARM` on stdin: one run, answered with one JSON object. TEXT is `repeats` (greedy answers, which soon repeat
-themselves), `fails` (answers at temperature 1, in which drafts are wrong) or `mixed` (every second request of each);
-ARM is `on` or `off`.
+`TEXT ARM` on stdin: one run, answered with one JSON object. ARM is `on` or `off`. TEXT is `repeats` (greedy answers to
+the ends of earlier greedy answers, most of which have begun to repeat themselves), `fails` (answers at temperature 1 to
+random prompts, in which drafts are wrong) or `mixed` (every second request of each).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Speculation:
 
     slots: int = 16
     requests: int = 32
-    prompt: int = 16
-    tokens: int = 496
+    prompt: int = 64
+    tokens: int = 256
     chunk: int = 8
     draft_tokens: int = 4
 
@@ -54,16 +54,20 @@ class Bench:
     def __init__(self, folder: Path, scale: Speculation) -> None:
         self._scale, self._versions = scale, 0
         self._engines = {arm: engine(folder, scale.options(arm)) for arm in ARMS}
+        random = np.random.default_rng(0).integers(1, MODEL["vocab_size"], (scale.requests, scale.prompt))
+        self._random = self._ends = list(random.astype(np.int32))
+        answers = self.run("repeats", "off")["tokens"]
+        self._ends = [np.array(answers[number][-scale.prompt :], np.int32) for number in range(scale.requests)]
 
     def run(self, text: str, arm: str) -> dict[str, Any]:
         """Seconds and tokens of one run, the steps, and the counters of speculative decoding."""
         scale, (made, weights) = self._scale, self._engines[arm]
         self._versions += 1
         made.swap(Version(0, self._versions), weights)
-        rng, results = np.random.default_rng(0), dict[int, Result]()
+        results: dict[int, Result] = {}
         for number in range(scale.requests):
-            prompt = rng.integers(1, MODEL["vocab_size"], scale.prompt).astype(np.int32)
             greedy = text == "repeats" or (text == "mixed" and number % 2 == 0)
+            prompt = (self._ends if greedy else self._random)[number]
             wanted = SamplingParams(max_tokens=scale.tokens, temperature=0.0 if greedy else 1.0)
             made.add(
                 Request(number, prompt, GenerationKey(number, 0), wanted),

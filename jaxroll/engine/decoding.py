@@ -36,8 +36,9 @@ SHORTEST_RUN, LONGEST_RUN = 2, 4
 # Every step compares its sample with the first drafted token. The average of these comparisons, over about 1 / RATE
 # steps with a draft, is a sequence's chance that a drafted token is right; it is 0 at first.
 RATE = 1 / 8
-# Drafts are verified when at least this many drafted tokens are expected to be right, as a mean over running slots.
-WORTH = 0.5
+# Drafts are verified when at least this many drafted tokens are expected to be right, as a mean over running slots. A
+# pass over several tokens per slot takes longer where it is limited by arithmetic, as on a CPU or with many slots.
+WORTH = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -209,57 +210,49 @@ def drafts(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class _Draft:
+    """The drafted tokens of the next step, of which the first `lengths` count; `worth`: the step verifies them."""
+
+    tokens: Int[Array, "S most"]
+    lengths: Int[Array, " S"]
+    worth: Bool[Array, ""]
+
+
+def _drafted(state: DecodeState, most: int) -> _Draft:
+    """The draft of the step after `state`."""
+    assert state.chances is not None
+    running, column = state.status == inputs.RUNNING, state.requests.T
+    tokens, found = drafts(state.text, state.positions, most)
+    found &= running & ((column[inputs.FLAGS] & inputs.NO_DRAFTS) == 0)
+    # All tokens of a step fit behind the prompt, so no write goes beyond the slot's pages.
+    lengths = jnp.where(found, jnp.minimum(most, column[inputs.MAX_TOKENS] - state.counts - 1), 0)
+    chain = jnp.cumprod(jnp.broadcast_to(state.chances[:, None], tokens.shape), axis=1)
+    right = jnp.sum(jnp.where(jnp.arange(most) < lengths[:, None], chain, 0.0))
+    return _Draft(tokens, lengths, jnp.any(lengths > 0) & (right >= WORTH * jnp.sum(running)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _Step:
-    """The tokens of a step, of which `counts` are valid in each slot, and the number of drafted tokens it verified."""
+    """The tokens of a step, of which the first `counts` are valid in each slot."""
 
     tokens: Int[Array, "S T"]
     logprobs: Float[Array, "S T"]
     support: Int[Array, "S T K"]
     counts: Int[Array, " S"]
-    drafted: Int[Array, " S"]
-
-
-def _next_tokens(
-    model: Model, most: int, params: Params, by: SamplingRows, state: DecodeState, tables: Int[Array, "S J"]
-) -> tuple[DecodeState, _Step]:
-    """`state` with one to `most` + 1 more tokens in every running slot, and these tokens."""
-    running = state.status == inputs.RUNNING
-    last = jnp.max(jnp.where(running, state.positions, -1))
-    drafted, found = drafts(state.text, state.positions, most)
-    column = state.requests.T
-    found &= running & ((column[inputs.FLAGS] & inputs.NO_DRAFTS) == 0)
-    # All tokens of a step fit behind the prompt, so no write goes beyond the slot's pages.
-    lengths = jnp.where(found, jnp.minimum(most, column[inputs.MAX_TOKENS] - state.counts - 1), 0)
-    chances = state.chances
-    assert chances is not None
-    chain = jnp.cumprod(jnp.broadcast_to(chances[:, None], drafted.shape), axis=1)
-    right = jnp.sum(jnp.where(jnp.arange(most) < lengths[:, None], chain, 0.0))
-    worth = jnp.any(lengths > 0) & (right >= WORTH * jnp.sum(running))
-
-    def one(state: DecodeState) -> tuple[DecodeState, _Step]:
-        after = _next_token(model, params, by, state, tables, last)
-        wide = lambda x: jnp.pad(x[:, None], ((0, 0), (0, most)) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
-        tokens, logprobs, support = map(wide, (after.tokens, after.logprobs, after.support))
-        return after, _Step(tokens, logprobs, support, after.counts - state.counts, jnp.zeros_like(lengths))
-
-    several = partial(_verified, model, params, by, drafted, lengths, tables, last)
-    after, step = jax.lax.cond(worth, several, one, state)
-    first = (step.tokens[:, 0] == drafted[:, 0]).astype(jnp.float32)
-    moved = jnp.where(lengths > 0, chances + RATE * (first - chances), chances)
-    return replace(after, chances=moved), step
 
 
 def _verified(
     model: Model,
     params: Params,
     by: SamplingRows,
-    drafted: Int[Array, "S most"],
-    lengths: Int[Array, " S"],
+    state: DecodeState,
+    draft: _Draft,
     tables: Int[Array, "S J"],
     last: Int[Array, ""],
-    state: DecodeState,
 ) -> tuple[DecodeState, _Step]:
-    """`_next_tokens` by one pass over the last token and the first `lengths` drafted ones of every running slot."""
+    """`state` with one or more tokens in every running slot, by one pass over the last token and the drafted ones."""
+    drafted, lengths = draft.tokens, draft.lengths
     (S, most), running = drafted.shape, state.status == inputs.RUNNING
     T, K, slots = most + 1, state.support.shape[1], jnp.arange(S)[:, None]
     by = by.repeated(T)
@@ -304,7 +297,7 @@ def _verified(
         counts=counts,
         status=jnp.where(running, status_after(state.requests, token, counts), state.status),
     )
-    return after, _Step(tokens, logprobs, support, new, lengths)
+    return after, _Step(tokens, logprobs, support, new)
 
 
 def _logits_after(
@@ -387,24 +380,43 @@ def decode(
         of_step = state.tokens, state.logprobs, state.support
         return step + 1, state, *(row.at[step].set(new) for row, new in zip(rows, of_step, strict=True))
 
-    def several(carry):
-        step, state, drafted, ran, *rows = carry
+    def several(carry, verifies: bool):
+        step, state, draft, drafted, ran, *rows = carry
         running, row = state.status == inputs.RUNNING, state.counts - before
-        state, made = _next_tokens(model, sizes.draft, params, by, state, tables)
-        ahead = jnp.arange(sizes.draft + 1)
+        furthest = jnp.max(jnp.where(running, state.positions, -1))
+        if verifies:
+            after, made = _verified(model, params, by, state, draft, tables, furthest)
+            drafted += draft.lengths
+        else:
+            after = _next_token(model, params, by, state, tables, furthest)
+            tokens, logprobs, support = (x[:, None] for x in (after.tokens, after.logprobs, after.support))
+            made = _Step(tokens, logprobs, support, after.counts - state.counts)
+        right = (made.tokens[:, 0] == draft.tokens[:, 0]).astype(jnp.float32)
+        chances = jnp.where(draft.lengths > 0, state.chances + RATE * (right - state.chances), state.chances)
+        after = replace(after, chances=chances)
+        ahead = jnp.arange(made.tokens.shape[1])
         at = jnp.where(ahead < made.counts[:, None], row[:, None] + ahead, sizes.dispatch_tokens)
         put = lambda old, new: old.at[at, jnp.arange(slots)[:, None]].set(new, mode="drop")  # noqa: E731
-        of_step = made.tokens, made.logprobs, made.support
-        rows = (put(row, new) for row, new in zip(rows, of_step, strict=True))
-        return step + 1, state, drafted + made.drafted, ran + running, *rows
+        rows = (put(row, new) for row, new in zip(rows, (made.tokens, made.logprobs, made.support), strict=True))
+        return step + 1, after, _drafted(after, sizes.draft), drafted, ran + running, *rows
+
+    def some(carry):
+        # Two loops instead of a condition, whose branches would copy the cache.
+        one_each = lambda carry: goes_on(carry) & ~carry[2].worth  # noqa: E731
+        carry = jax.lax.while_loop(one_each, partial(several, verifies=False), carry)
+        return jax.lax.while_loop(lambda carry: goes_on(carry) & carry[2].worth, partial(several, verifies=True), carry)
 
     rows = [
         jnp.zeros((sizes.dispatch_tokens, *x.shape), x.dtype) for x in (state.tokens, state.logprobs, state.support)
     ]
-    tallies = [jnp.zeros_like(before)] * (2 if sizes.draft else 0)
-    steps, after, *tallies, tokens, logprobs, support = jax.lax.while_loop(
-        goes_on, several if sizes.draft else one, (jnp.int32(0), state, *tallies, *rows)
-    )
+    start, tallies = jnp.int32(0), []
+    if sizes.draft:
+        nothing = jnp.zeros_like(before)
+        steps, after, _, *tallies, tokens, logprobs, support = jax.lax.while_loop(
+            goes_on, some, (start, state, _drafted(state, sizes.draft), nothing, nothing, *rows)
+        )
+    else:
+        steps, after, tokens, logprobs, support = jax.lax.while_loop(goes_on, one, (start, state, *rows))
     ends = [state.tokens, inputs.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps), *tallies]
     supports = inputs.report_supports(state.support, support, slots)
     return after, jnp.concatenate([tokens, inputs.bits(logprobs), jnp.stack(ends), supports])

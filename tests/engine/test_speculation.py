@@ -24,7 +24,7 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Support
 from jaxroll.records import Version, VersionRun
 from tests.harness import naive_engine
 
-K = 3
+K, USUAL = 3, decoding.WORTH
 SIZES = {"max_tokens": 48, "draft_tokens": K, "page_tokens": 8}
 FEW_PAGES = SIZES | {"slots": 8, "max_tokens": 64, "cache_pages": 18}
 compiled_drafts = jax.jit(decoding.drafts, static_argnums=2)
@@ -224,8 +224,8 @@ def test_a_draft_continues_the_longest_latest_equal_run(text, beyond):
 
 
 def test_sequences_whose_drafts_fail_stop_drafting_and_those_whose_drafts_hold_begin(bench, monkeypatch):
-    monkeypatch.setattr(decoding, "WORTH", 0.5)
-    b = bench(**SIZES, slots=2)  # compiled with this bound
+    monkeypatch.setattr(decoding, "WORTH", USUAL)
+    b = bench(**SIZES, slots=2)  # compiled with the usual bound
     before = counted(b)
     b.run(requests_of(8, seed=5, temperature=50.0, max_tokens=30, stop_tokens=(), top_k=0, top_p=1.0))
     assert counted(b) == before, "random tokens have no drafts worth a pass"
