@@ -3,7 +3,7 @@
     python -m benchmarks.engine.speculation FOLDER SCALE-AS-JSON
 
 `TEXT ARM` on stdin: one run, answered with one JSON object. ARM is `on` or `off`. TEXT is `repeats` (greedy answers to
-the ends of earlier greedy answers, most of which have begun to repeat themselves), `fails` (answers at temperature 1 to
+the ends of longer greedy answers, most of which have begun to repeat themselves), `fails` (answers at temperature 1 to
 random prompts, in which drafts are wrong) or `mixed` (every second request of each).
 """
 
@@ -33,7 +33,7 @@ class Speculation:
     """`requests` requests of `tokens` tokens each, in `slots` slots, with up to `draft_tokens` drafted tokens."""
 
     slots: int = 16
-    requests: int = 32
+    requests: int = 16
     prompt: int = 64
     tokens: int = 256
     chunk: int = 8
@@ -56,8 +56,9 @@ class Bench:
         self._engines = {arm: engine(folder, scale.options(arm)) for arm in ARMS}
         random = np.random.default_rng(0).integers(1, MODEL["vocab_size"], (scale.requests, scale.prompt))
         self._random = self._ends = list(random.astype(np.int32))
-        answers = self.run("repeats", "off")["tokens"]
-        self._ends = [np.array(answers[number][-scale.prompt :], np.int32) for number in range(scale.requests)]
+        for _ in range(3):  # each continues the answers of the one before
+            answers = self.run("repeats", "off")["tokens"]
+            self._ends = [np.array(answers[number][-scale.prompt :], np.int32) for number in range(scale.requests)]
 
     def run(self, text: str, arm: str) -> dict[str, Any]:
         """Seconds and tokens of one run, the steps, and the counters of speculative decoding."""

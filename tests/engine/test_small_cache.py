@@ -48,7 +48,10 @@ def test_a_quarter_of_the_memory_gives_the_tokens_of_all_of_it(bench, assert_rep
     assert_replayed(requests, all_of_it.results)
 
 
-@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill", "restart", "drain"])
+@pytest.mark.parametrize(
+    "weight_swap",
+    ["keep_kv", "reprefill", *(pytest.param(other, marks=pytest.mark.soak) for other in ("restart", "drain"))],
+)
 def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, weight_swap):
     b = bench(**PAGED, cache_pages=QUARTER, weight_swap=weight_swap)
     before, requests = b.engine.stats(), uneven(24)

@@ -84,7 +84,7 @@ def assert_naive(spec, seed, model):
 
 
 @pytest.mark.parametrize("temperature", [0.0, None], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("paged", ["dense", "xla"])
+@pytest.mark.parametrize("paged", ["dense", pytest.param("xla", marks=pytest.mark.soak)])
 def test_tokens_and_log_probs_are_those_of_one_token_at_a_time(bench, assert_naive, paged, temperature):
     b = bench(paged_attention=paged, **SIZES)
     before, steps = counted(b), b.engine.stats().decode_steps
@@ -96,6 +96,7 @@ def test_tokens_and_log_probs_are_those_of_one_token_at_a_time(bench, assert_nai
     assert b.engine.stats().decode_steps - steps < tokens
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, tensor=2)], ids=str)
 def test_tokens_equal_the_naive_reference_on_a_mesh(bench, assert_naive, mesh):
     b, requests = bench(mesh, **SIZES), requests_of(16, seed=1)
@@ -104,7 +105,10 @@ def test_tokens_equal_the_naive_reference_on_a_mesh(bench, assert_naive, mesh):
     assert np.subtract(counted(b), before).all()
 
 
-@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill", "restart", "drain"])
+@pytest.mark.parametrize(
+    "weight_swap",
+    ["reprefill", *(pytest.param(other, marks=pytest.mark.soak) for other in ("keep_kv", "restart", "drain"))],
+)
 def test_swaps_preemptions_and_aborts_leave_every_token_its_version(bench, assert_replayed, weight_swap):
     b = bench(weight_swap=weight_swap, **FEW_PAGES)
     before, requests = b.engine.stats(), requests_of(24, seed=2, max_tokens=36, stop_tokens=())
@@ -139,6 +143,7 @@ def rising(drawn: np.ndarray) -> np.ndarray:
     return allowed if allowed.any() else np.ones(64, bool)
 
 
+@pytest.mark.soak
 def test_supports_penalties_masks_and_stop_strings_are_those_without_drafts(bench, spec, seed, model):
     able = {"support_tokens": 8, "penalties": True, "masks": True, "decode": letters}
     requests = [
@@ -188,7 +193,7 @@ def test_the_distribution_is_the_targets(bench, spec, model, count):
     prompt, first = text[:7], int(text[7])
     given = Completion(np.array([first], np.int32), np.zeros(1, np.float32), (VersionRun(Version(0, 1), 1),), "")
     params = SamplingParams(3, temperature=temperature)
-    b = bench(slots=32, prefill_rows=16, **SIZES)
+    b = bench(paged_attention="dense", **SIZES)
     before = counted(b)
     b.run(Request(i, prompt, GenerationKey(i, 0), params, before=given) for i in range(count))
     drafted, accepted = np.subtract(counted(b), before)
@@ -223,6 +228,7 @@ def test_a_draft_continues_the_longest_latest_equal_run(text, beyond):
         assert tokens[0].tolist() == extended[len(text) :]
 
 
+@pytest.mark.soak
 def test_sequences_whose_drafts_fail_stop_drafting_and_those_whose_drafts_hold_begin(bench, monkeypatch):
     monkeypatch.setattr(decoding, "WORTH", USUAL)
     b = bench(**SIZES, slots=2)  # compiled with the usual bound
