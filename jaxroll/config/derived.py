@@ -302,6 +302,11 @@ def lease_holders(config: Config) -> int:
     return len(actor_names(config) or sampler_names(config))
 
 
+def renewal_s(config: Config) -> float:
+    """Seconds between two renewals of a lease: two of them may be lost before it ends."""
+    return config.store.lease_s / 3
+
+
 def update_in_force_s(config: Config) -> float:
     """Longest time that a sampler keeps its update slot after a fetch, until the weight swap; 0 without slots."""
     return config.transfer.deadline_s if config.schedule.rolling_updates else 0.0

@@ -23,7 +23,7 @@ import msgspec
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import cache_tokens, episode_tokens, flush_tokens, sampler_members
+from jaxroll.config.derived import cache_tokens, episode_tokens, flush_tokens, renewal_s, sampler_members
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import described
@@ -252,7 +252,7 @@ class Members:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self.config.store.lease_s / 3)
+            await asyncio.sleep(renewal_s(self.config))
             for key in await self.store.renew(list(self.open)):
                 self._abort(key)
 

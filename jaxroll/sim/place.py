@@ -103,7 +103,7 @@ class Planner:
         self._known: dict[Candidate, Prediction | None] = {}
         work = hardware.workload
         self.rollouts = rollouts_per_step(config)
-        self.drawn, self.turns, self.longest_turn = self._drawn(np.random.default_rng(config.run.seed))
+        self.drawn, self.turns, self.longest_turn = self._drawn(np.random.default_rng(0))  # the same for every seed
         tokens, prompt, replies = float(self.drawn.tokens.mean()), work.prompt_tokens.mean, work.reply_tokens.mean
         replies *= self.turns - 1
         self.decoded, self.replies = self.rollouts * tokens, replies
