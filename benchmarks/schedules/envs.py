@@ -28,7 +28,7 @@ from jaxroll.records import Message
 VARIABLE = "JAXROLL_RACE"
 LIMIT_S = 120.0
 HELD_OUT = 5000  # the first line of questions that are not trained on
-NEIGHBOUR = "--index=1"  # in the second sampler's command line
+NEIGHBOUR = "--index=1"  # in the command line of the second sampler or actor
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class Race:
     All rewards of the share `dull` of questions are 0. The share `slow` of steps takes ten times as long; the share
     `stopped` never answers and writes its question to the file `journal`. With `length` the share of slow steps is
     proportional to the answer's length, and equals `slow` at `length` characters. Held-out questions (of the file
-    `questions`, from line HELD_OUT on) are judged at once. `neighbour` applies to the second sampler only: "at_once"
-    raises in every reset, "late" raises InfraError after the latency of a step, "slow" takes ten times as long.
+    `questions`, from line HELD_OUT on) are judged at once. `neighbour` applies to the second sampler or actor only:
+    "at_once" raises in every reset, "late" raises InfraError after the latency of a step, "slow" takes ten times as
+    long.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
@@ -50,7 +51,7 @@ class Race:
     slow: float = 0.0
     stopped: float = 0.0
     length: float = 0.0
-    neighbour: str = ""  # the fault in the second sampler
+    neighbour: str = ""  # the fault in the second sampler or actor
     limit_s: float = LIMIT_S  # time limit of an answer
     journal: str = ""
     questions: str = ""

@@ -13,9 +13,6 @@ schedule and not of the processors; replication is bound by the sampler, and win
     replication_seats  the same with slots for two of three groups, and slept time
     replication_auto   the same by load (auto) instead of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
-    neighbour_at_once, neighbour_late, neighbour_slow
-                  at α = 2, a healthy sampler and one whose environments fail in every reset, fail after their
-                  latency, or take ten times as long; over the healthy one alone
     straggler     one answer in ten (long ones more often) takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
     rolling       at α = 2, one of two samplers at a time drains and swaps its weights; without: both at once
@@ -38,7 +35,6 @@ from benchmarks.schedules.runs import ENVIRONMENTS, GROUP_SIZE, GROUPS, Workload
 
 _STEPS, _LONGER = 10, 24
 _ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
-_BESIDE = 48  # about a minute: several rests of a sampler that fails
 _WAVE = 16
 _LATE_S = 1.2  # longer than a whole synchronous step without slow ones
 _LONGEST, _MEAN_LENGTH = 32, 11.6  # lengths of strings with a median of 8 and σ = 1
@@ -223,21 +219,10 @@ def _failing() -> Mechanism:
     return Mechanism(replace(on, steps=_LONGER), replace(off, steps=_LONGER), None)
 
 
-def _neighbour(fault: str) -> Mechanism:
-    name, race = f"neighbour_{fault}", Race((1.0, 0.25))
-    # 16 of 48 possible members in progress, with the smallest model: the latency limits the rate, also on a busy core.
-    small = {"schedule.groups_per_step": 4, "schedule.group_size": 4, "model.size": "nano", "sft.steps": 5}
-    one = small | {"sampler.slots": _WAVE, "sampler.concurrent_episodes": _WAVE}
-    on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
-    off = _workload(f"{name}_off", race, settings=one)
-    return Mechanism(replace(on, steps=_BESIDE), replace(off, steps=_BESIDE), None, alpha=2.0)
-
-
 MECHANISMS = {
     "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
     "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
-    **{f"neighbour_{fault}": _neighbour(fault) for fault in ("at_once", "late", "slow")},
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
     "colocated": _colocated(),
 }  # fmt: skip

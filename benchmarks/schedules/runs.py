@@ -113,7 +113,7 @@ def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: 
         lost = losses(run_dir / "store.db", journal.read_text().splitlines())
         found = measured(rows)
         used = cpu.between(found["from_t"], found["from_t"] + found["seconds"])
-        return found | {"cpu_s": used, "lost": lost | {"resting": len(resting(run_dir))}}
+        return found | {"cpu_s": used, "lost": lost, "backoff": resting(run_dir)}
 
 
 def resting(run_dir: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Whole runs with a healthy and a bad sampler: the healthy one takes over failed members; the bad one is rested.
 
-benchmarks/schedules (`neighbour_…`) measures the speed of such runs.
+benchmarks/faults/neighbours.py measures the speed of such runs.
 """
 
 from __future__ import annotations
