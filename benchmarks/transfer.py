@@ -10,7 +10,7 @@ Baselines: `memcpy` (numpy, warm memory), `raw` (one plain socket, recv_into a w
 columns), orbax (save and restore in memory-backed files where there are any), jax.experimental.transfer (1 to 1 only:
 it does not reshard). Processor seconds are those of the whole process, per GB.
 
-`relay`: 2, 4 and 8 receivers of 64 MiB over tcp, from the learner alone and through a relay tree. Two cores carry all
+`relay`: 2, 4 and 8 receivers of 16 MiB over tcp, from the learner alone and through a relay tree. Two cores carry all
 processes, so the case runs also with links: each listener sends at most LINK_MB_S, an emulation by pauses. In
 `throttled` one of four receivers reads at a tenth of that.
 
@@ -45,7 +45,7 @@ LEAVES, ROWS = 16, 4096  # float32 leaves of [ROWS, columns]
 COLUMNS, QUICK_COLUMNS = 2048, 256  # 512 MiB, 64 MiB
 PAIRS = {"1to1": (1, 1), "4to2": (4, 2)}
 RECEIVERS = (0, 1, 2, 4)
-RELAYED, LINK_MB_S = (2, 4, 8), 20.0
+RELAYED, RELAY_COLUMNS, LINK_MB_S = (2, 4, 8), 64, 20.0
 WARM = 4  # unmeasured runs: three versions take their memory, then it is reused
 DIGEST = "additive, mod 2^64, odd weights by splitmix64 (jaxroll/transfer/manifest.py)"
 Row = dict[str, Any]
@@ -536,7 +536,7 @@ def relay_run(sender: Child, readers: Sequence[Child], peers: Sequence[Row], tre
 
 def relay_case(run_dir: Path, rounds: int, args: argparse.Namespace) -> Row:
     """The learner alone and a relay tree, alternating, without and with links of LINK_MB_S."""
-    columns, result = QUICK_COLUMNS, {}
+    columns, result = RELAY_COLUMNS, {}
     size = LEAVES * ROWS * columns * 4
     with Ends(run_dir, columns) as ends:
         sender = ends.get("sender", 1)
