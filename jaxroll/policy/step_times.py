@@ -10,6 +10,7 @@ ROLL Flash's proposition 2 (arXiv 2510.11345) is max(t, N·μ/K + L/(α + 1)): i
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -85,8 +86,7 @@ class Rollouts:
         trained, lasting = np.zeros(0), np.zeros(0)
         deal, full = _Deal(engines, self.answers.shape[1]), all(each.slots < 1.5 * each.members for each in engines)
         work, waits = (self.answers, self.waits) if self.waits.any() else (deal.longest(self.answers), None)
-        edges = np.unique(np.concatenate([[0.0], np.quantile(self.answers, np.linspace(0, 1, 65))]))
-        left = 1 - np.searchsorted(np.sort(self.answers, axis=None), (edges[1:] + edges[:-1]) / 2) / self.answers.size
+        edges, left = self._left
         for _ in range(ITERATIONS):
             parts = []
             for number, (engine, state) in enumerate(zip(engines, states, strict=True)):
@@ -109,6 +109,13 @@ class Rollouts:
         generation_s = float(lasting[warm:].max(axis=1).mean()) / rules.at_once
         low_s = min(period_s, max(period_s - off_s, rules.train_s))
         return (period_s, low_s, period_s + off_s), generation_s
+
+    @functools.cached_property
+    def _left(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of decode steps, and the share of rollouts that are left between two of them."""
+        ranked = np.sort(self.answers, axis=None)
+        edges = np.unique([0.0, *ranked[np.linspace(0, ranked.size - 1, 65).round().astype(int)]])
+        return edges, 1 - np.searchsorted(ranked, (edges[1:] + edges[:-1]) / 2) / ranked.size
 
     def _passed(
         self, engine: Engines, state: _State, rules: Rules, period_s: float, edges: np.ndarray, left: np.ndarray
@@ -176,15 +183,14 @@ def _trained(lasting: np.ndarray, engines: Sequence[Engines], rules: Rules, queu
     """The times at which steps have been trained. `queued_s`: until rollouts find a free slot on other engines."""
     every = [each for each in engines for _ in range(each.number)]
     losing = any(math.isfinite(each.lost_every_s) for each in every)
-    losses = [
-        _Losses(*each, queued_s if len(every) > 1 else None) for each in zip(every, range(len(every)), strict=True)
-    ]
     trained, running = [0.0] * (rules.alpha + 1), list[tuple[np.ndarray, np.ndarray]]()
     if not (losing or rules.drains or rules.barrier):
         for longest_s in lasting.max(axis=1).tolist():
             end_s = trained[-rules.alpha - 1] + rules.sends_s + longest_s
             trained.append(max(trained[-1], end_s) + rules.train_s)
         return trained[rules.alpha + 1 :]
+    alone = None if len(every) == 1 else queued_s
+    losses = [_Losses(each, index, alone) for index, each in enumerate(every)] if losing else []
     for row in lasting:
         ready_s = trained[-rules.alpha - 1] + rules.sends_s
         begins = np.full(len(row), ready_s)

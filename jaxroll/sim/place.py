@@ -107,6 +107,7 @@ class Planner:
         tokens, prompt, replies = float(self.drawn.tokens.mean()), work.prompt_tokens.mean, work.reply_tokens.mean
         replies *= self.turns - 1
         self.decoded, self.replies = self.rollouts * tokens, replies
+        self._long = float(np.quantile(self.drawn.tokens, 0.9))
         rows = math.ceil(self.rollouts * (prompt + replies + tokens) / config.learner.row_tokens)
         self.micro_batches = math.ceil(rows / config.learner.micro_batch_rows)
         self.padded = self.micro_batches * config.learner.micro_batch_rows * config.learner.row_tokens
@@ -191,7 +192,7 @@ class Planner:
         if model is None:
             return wanted
         weights = model.weight_bytes * model.parameters
-        long = self.drawn.prompt + float(np.quantile(self.drawn.tokens, 0.9))
+        long = self.drawn.prompt + self._long
         for kind, count in enumerate(one.samplers):
             room = self.hardware.devices[kind].memory_bytes * USABLE * one.sampler_devices
             learner = model.training_bytes * model.parameters / one.learner_devices * one.sampler_devices
