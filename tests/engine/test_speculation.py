@@ -193,9 +193,10 @@ def test_the_distribution_is_the_targets(bench, spec, model, count):
     prompt, first = text[:7], int(text[7])
     given = Completion(np.array([first], np.int32), np.zeros(1, np.float32), (VersionRun(Version(0, 1), 1),), "")
     params = SamplingParams(3, temperature=temperature)
-    b = bench(paged_attention="dense", **SIZES)
+    b = bench(paged_attention="dense", **SIZES, **({"slots": 64} if count > 10_000 else {}))
     before = counted(b)
-    b.run(Request(i, prompt, GenerationKey(i, 0), params, before=given) for i in range(count))
+    b.add(*(Request(i, prompt, GenerationKey(i, 0), params, before=given) for i in range(count)))
+    b.finish(limit=count)
     drafted, accepted = np.subtract(counted(b), before)
     assert accepted > count * 0.05 and drafted - accepted > count * 0.05
     seen = np.zeros((V, V))
