@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
+from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, load
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.tools import aot
@@ -47,7 +47,7 @@ def qwen3() -> Config:
         "sampler.slots=256",
         "sampler.prefill_rows=32",
     )
-    return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
+    return load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
 def rows_of_32k() -> Config:
@@ -60,7 +60,7 @@ def rows_of_32k() -> Config:
         "learner.micro_batch_rows=2",
         "learner.scan_layers=True",
     )
-    return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
+    return load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
 CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k}
