@@ -126,6 +126,16 @@ def test_equal_samplers_with_room_share_the_work_of_a_synchronous_step(train_s: 
     assert min(finished.values()) > 0.8 * sum(finished.values()) / 4, finished
 
 
+def test_samplers_that_share_groups_fill_their_slots_at_once() -> None:
+    """The members of a step fit the slots exactly: a sampler that gets its share in two turns delays the step."""
+    laws = Workload(answer_tokens=Law(mean=16))
+    cluster = replace(CLUSTER, sampler=SamplerCosts(step_overhead_s=0.1), workload=laws, learner=LearnerCosts())
+    one = config(alpha=0.0, steps=8, groups_per_step=16, group_size=8, group_placement="spread")
+    sizes = ["sampler.count=4", "sampler.slots=32", "sampler.concurrent_episodes=32"]
+    found = figures(configs.parse(configs.override(configs.to_dict(one), sizes)), cluster)
+    assert found["step_s"] < 1.2 * 16 * 0.1
+
+
 def test_a_failure_costs_time() -> None:
     failing = replace(CLUSTER, failures=(Failure(40.0, "sampler-0", 30.0),))
     without, with_it = figures(config(alpha=0.0)), figures(config(alpha=0.0), failing)

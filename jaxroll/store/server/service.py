@@ -250,7 +250,8 @@ class StoreService:
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
         self._workers.leases(caller)
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
-        count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
+        size = 1 if self._keeper.settings.replicate != "together" else self._keeper.settings.group_size
+        count = -(-max(members, 1) // size) + 1  # of a group that is split the caller takes a member or more
 
         def ask() -> Any:
             if self.paused and not over(self._keeper.settings, self._keeper.state):
