@@ -96,6 +96,26 @@ def test_tokens_and_log_probs_are_those_of_one_token_at_a_time(bench, assert_nai
     assert b.engine.stats().decode_steps - steps < tokens
 
 
+def test_a_stop_token_within_an_accepted_draft_ends_the_answer(bench, monkeypatch):
+    """The drafts are the answer itself, so that every one is accepted; each of its tokens stops a request."""
+    prompt, greedy = np.array([1, 0, 1, 2, 2, 2, 0, 0, 2, 2, 2, 0], np.int32), SamplingParams(30, temperature=0.0)
+    whole = Request(0, prompt, GenerationKey(0, 0), greedy)
+    answer = bench(**SIZES).run([whole])[0].completion.tokens
+
+    def oracle(text, positions, most):
+        after = positions[:, None] + 1 - len(prompt) + jax.numpy.arange(most)
+        return jax.numpy.asarray(answer)[jax.numpy.clip(after, 0, 29)], positions >= 0
+
+    monkeypatch.setattr(decoding, "drafts", oracle)
+    b = bench(**SIZES, slots=1)  # of its own, so that it is compiled with these drafts
+    firsts = [at for at in range(30) if answer[at] not in answer[:at]]
+    for at in firsts:
+        stops = msgspec.structs.replace(greedy, stop_tokens=(int(answer[at]),))
+        b.run([dataclasses.replace(whole, id=1 + at, params=stops)])
+        np.testing.assert_array_equal(b.results[1 + at].completion.tokens, answer[: at + 1])
+    assert firsts[1:] and counted(b)[1] > 3
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, tensor=2)], ids=str)
 def test_tokens_equal_the_naive_reference_on_a_mesh(bench, assert_naive, mesh):
