@@ -235,13 +235,15 @@ class NoMemory:
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         target = chance.choice(("store", "learner", "sampler", "evaluator"))
-        order, noted = run.memory / target, set(run.memory.iterdir())
+        order = run.memory / target
+        for note in run.memory.iterdir():
+            note.unlink()  # a process that lived on may be hit again, and its note has the same name
         order.touch()
         taken = until(lambda: not order.exists(), INSTANT_S)
         order.unlink(missing_ok=True)
         if not taken:
             raise Skipped(f"no {target}")
-        (by,) = set(run.memory.iterdir()) - noted
+        (by,) = run.memory.iterdir()
         pid = int(by.suffix[1:])
         ended = until(lambda: not psutil.pid_exists(pid), 1.5 * MEMORY_GONE_S)
         return f"{target} (pid {pid}) had no free memory and {'ended' if ended else 'lived on'}"

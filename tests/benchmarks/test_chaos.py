@@ -283,6 +283,7 @@ def test_the_role_whose_memory_is_used_up_ends_and_is_named(
         with pytest.raises(faults.Skipped, match="no store"):
             faults.NoMemory()(run, SimpleNamespace(choice=lambda roles: "store"))
         monkeypatch.setattr(faults, "INSTANT_S", 30.0)
+        (memory / f"learner.{role.pid}").write_text("of a time before, which the process survived")
         found = faults.NoMemory()(run, SimpleNamespace(choice=lambda roles: "learner"))
     finally:
         role.kill()
