@@ -13,6 +13,7 @@ import pytest
 from jaxroll import sharding
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
+from jaxroll.engine import decoding
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.models import families, moe, params, transformer
@@ -35,7 +36,9 @@ def weights(mesh: MeshConfig = ONE, seed: int = 0) -> params.Params:
 
 
 @functools.cache
-def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spec: ModelSpec = SPEC) -> Engine:
+def engine(
+    mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spec: ModelSpec = SPEC, drafts: int = 0
+) -> Engine:
     config = EngineConfig(
         slots=4,
         max_tokens=LENGTH,
@@ -47,6 +50,7 @@ def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spe
         cache_pages=cache_pages,
         experts=True,
         paged_attention=paged,
+        draft_tokens=drafts,
     )
     made = Engine(spec, sharding.build(mesh), sharding.SAMPLER, config)
     made.warmup(None)
@@ -136,6 +140,23 @@ def test_tokens_equal_the_naive_reference_and_replayed_experts_give_their_log_pr
             assert largest < 1e-4 * max(1.0, deviation)
     neutral = {name: value * (not name.endswith("router_bias")) for name, value in weights().items()}
     assert max(mismatch(neutral, one, done[one.id], replay=False)[0] for one in wanted) > 0.01, "biases change nothing"
+
+
+@pytest.mark.soak
+def test_the_experts_of_drafted_tokens_are_those_of_one_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is verified. The prompts repeat, and greedy answers too, so that drafts are kept and rejected."""
+    monkeypatch.setattr(decoding, "SHORTEST_RUN", 1)
+    monkeypatch.setattr(decoding, "WORTH", 0.0)
+    greedy = SamplingParams(max_tokens=15, temperature=0.0, ignore_eos=True)
+    wanted = [dataclasses.replace(one, params=greedy) for one in requests(6)]
+    alone, drafting = engine(ONE, "dense", 0), engine(ONE, "dense", 0, drafts=3)
+    before, found = results(alone, wanted, weights()), results(drafting, wanted, weights())
+    stats = drafting.stats()
+    assert 0 < stats.tokens_accepted < stats.tokens_drafted
+    for request in wanted:
+        one, other = before[request.id].completion, found[request.id].completion
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.experts, other.experts)
 
 
 def test_replay_keeps_the_sampler_s_experts_when_the_learner_would_choose_others() -> None:
