@@ -99,8 +99,8 @@ def test_every_setting_reaches_the_worker() -> None:
 
 PARENT = """
 import subprocess, sys, time
-child = "import os; from jaxroll.envs.adapters.verifiers_worker import end_with; print(os.getpid(), flush=True);"
-subprocess.Popen([sys.executable, "-c", child + "end_with(os.getppid())"])
+child = "import os; parent = os.getppid(); from jaxroll.envs.adapters.verifiers_worker import end_with;"
+subprocess.Popen([sys.executable, "-c", child + "print(os.getpid(), flush=True); end_with(parent)"])
 time.sleep(600)
 """
 
