@@ -99,7 +99,9 @@ def test_the_learner_sends_one_copy_and_a_dead_relay_costs_one_more(tmp_path: Pa
                 params = params_of(values_of(step), sharding)
                 await learner.publish(await asyncio.to_thread(publisher.publish, Version(0, step), params))
                 await until_at(samplers, step)
-                await asyncio.sleep(0.1)
+                async with asyncio.timeout(20):  # both are noted after the weights have arrived
+                    while publisher.sent_bytes - before < size or any(len(one.fetches()) <= step for one in samplers):
+                        await asyncio.sleep(0.01)
                 sent.append(publisher.sent_bytes - before)
                 if step == 1:
                     samplers[0].listener.close()  # the one next to the learner

@@ -116,7 +116,8 @@ def test_receivers_of_any_mesh_take_the_same_bits_from_one_another(kit, learner,
             assert [source.source for source in staged.sources] == [relays[0].name if relays else ends.LEARNER]
             assert_exact(staged, values)
             relays = (one.relay,)
-        time.sleep(0.05)  # the listener counts after the reader has received
+        copies = 2 if step == 1 else 1  # the listener counts after the reader has received
+        until(lambda before=before, copies=copies: learner.sender.sent_bytes - before >= copies * whole_bytes(kit))
         sent.append(learner.sender.sent_bytes - before)
     assert sent[1] > whole_bytes(kit) and sent == pytest.approx([2 * sent[1], sent[1], sent[1]], rel=0.02)
 
@@ -150,7 +151,7 @@ def test_a_reader_may_come_before_its_relay_has_begun(kit, learner, peer) -> Non
 
 
 def test_signs_of_life_keep_a_reader_at_a_relay_whose_source_is_slow(kit, learner, peer, monkeypatch) -> None:
-    monkeypatch.setattr(relay, "RELAY_STALL_S", 0.25)
+    monkeypatch.setattr(relay, "RELAY_STALL_S", 1.0)
     monkeypatch.setattr(channel_tcp, "TICK_S", 0.03)
     ref, values = learner.publish(1)
     middle = kit.middle(ref.address, stall_at=2200)
@@ -158,7 +159,7 @@ def test_signs_of_life_keep_a_reader_at_a_relay_whose_source_is_slow(kit, learne
     _, _ = in_thread(lambda: first.fetch(VersionRef(ref.version, "tcp", middle.address, ref.manifest_digest)))
     until(lambda: first.leaves > 0)
     thread, forwarded = in_thread(lambda: second.fetch(ref, first.relay))
-    time.sleep(0.8)
+    time.sleep(2.0)  # twice the time after which a reader leaves a silent relay
     middle.go_on.set()
     thread.join(10)
     assert [(one.source, one.error) for one in forwarded[0].sources] == [("sampler-0", "")]
@@ -166,7 +167,7 @@ def test_signs_of_life_keep_a_reader_at_a_relay_whose_source_is_slow(kit, learne
 
 
 def test_a_silent_relay_is_left_for_the_next_one(kit, learner, peer, monkeypatch) -> None:
-    monkeypatch.setattr(relay, "RELAY_STALL_S", 0.2)
+    monkeypatch.setattr(relay, "RELAY_STALL_S", 1.0)
     ref, values = learner.publish(1)
     first, second, third = peer(0), peer(1), peer(2)
     first.fetch(ref)
@@ -175,7 +176,7 @@ def test_a_silent_relay_is_left_for_the_next_one(kit, learner, peer, monkeypatch
     before = learner.sender.sent_bytes
     staged = third.fetch(ref, Relay("hung", hung.address), second.relay)
     one, two = staged.sources
-    assert one.source == "hung" and "nothing received for 0.2 s" in one.error and one.size_bytes > 0
+    assert one.source == "hung" and "nothing received for 1 s" in one.error and one.size_bytes > 0
     assert two == Fetched("sampler-1", whole_bytes(kit) - one.size_bytes, two.seconds)
     assert_exact(staged, values)
     assert learner.sender.sent_bytes == before

@@ -17,7 +17,7 @@ V0, V1 = Version(0, 0), Version(0, 1)
 
 
 @contextlib.asynccontextmanager
-async def told(small: SimpleNamespace, folder: Path, names: str, **schedule: Any) -> AsyncIterator[Any]:
+async def announcing(small: SimpleNamespace, folder: Path, names: str, **schedule: Any) -> AsyncIterator[Any]:
     """A learner that has published V0, and clients of the samplers `names` and of an evaluator."""
     config = small.configured(**schedule)
     async with contextlib.AsyncExitStack() as stack:
@@ -44,11 +44,11 @@ async def told(small: SimpleNamespace, folder: Path, names: str, **schedule: Any
 
 def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Path, small, run) -> None:
     async def job() -> None:
-        async with told(small, tmp_path, "abcd") as at:
+        async with announcing(small, tmp_path, "abcd") as at:
             waiting = []
             for name in "abc":
                 waiting.append(asyncio.ensure_future(at.announced(name)))
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.3)
             await at.publish(small.snapshot(V0))
             assert [await one for one in waiting] == [(), ("a",), ("a", "b")]
             for name in "ab":
@@ -61,7 +61,7 @@ def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Pat
 
 def test_a_relay_that_failed_is_not_named_again(tmp_path: Path, small, run) -> None:
     async def job() -> None:
-        async with told(small, tmp_path, "ab") as at:
+        async with announcing(small, tmp_path, "ab") as at:
             await at.publish(small.snapshot(V0))
             assert await at.announced("a") == ()
             assert await at.announced("a", V0) is None
@@ -73,7 +73,7 @@ def test_a_relay_that_failed_is_not_named_again(tmp_path: Path, small, run) -> N
 
 def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, small, run) -> None:
     async def job() -> None:
-        async with told(small, tmp_path, "ab", rolling_updates=1) as at:
+        async with announcing(small, tmp_path, "ab", rolling_updates=1) as at:
             await at.publish(small.snapshot(V0))
             for name in "ab":
                 await at.announced(name)
@@ -81,9 +81,9 @@ def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, sma
             await small.produce(at.a, V0, 4)
             await at.learner.claim(0, 0, WAIT_S)
             first = asyncio.ensure_future(at.announced("b", V0, WAIT_S))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             second = asyncio.ensure_future(at.announced("a", V0, WAIT_S))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             await at.publish(small.snapshot(V1))
             assert await first == (), "a, which registered first, does not have it while it waits for its turn"
             assert await at.announced("b", V1) is None
@@ -94,7 +94,7 @@ def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, sma
 
 def test_a_receiver_that_tells_nothing_gets_the_learner(tmp_path: Path, small, run) -> None:
     async def job() -> None:
-        async with told(small, tmp_path, "ab") as at:
+        async with announcing(small, tmp_path, "ab") as at:
             await at.publish(small.snapshot(V0))
             assert await at.announced("a") == ()
             assert (await at.b.announced(None, WAIT_S)).relays == ()
