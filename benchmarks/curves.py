@@ -3,8 +3,9 @@
     python -m benchmarks.curves [--quick] [--only=NAME,...] [--seeds=0,1] [--limit=SECONDS] [--draw]
 
 A curve has POINTS points of training reward, each the mean over the rollouts of consecutive steps, and the held-out
-evaluations of the run. A task whose environment of packages is missing (`make venv-more`) is skipped. A run that is not
-done after `--limit` seconds is stopped, and its curve ends there. The last line is one JSON object with an entry per
+evaluations of the run. Some tasks are smaller than their config: TASKS has the changes. A task whose environment of
+packages is missing (`make venv-more`) is skipped. A run that is not done after `--limit` seconds is stopped, and its
+curve ends there. The last line is one JSON object with an entry per
 task; `--draw` writes the curves into benchmarks/figures/environment_curves.json, where those of other tasks stay.
 """
 
@@ -41,26 +42,38 @@ DATA = draw.DATA / "environment_curves.json"
 
 @dataclass(frozen=True)
 class Task:
-    """A config of configs/.
+    """A config of configs/ with `changes`, so that a tiny model learns it in minutes.
 
-    `peer` names the environment of packages that it runs in; with `served`, a server of OpenEnv plays that environment.
+    `peer` names the environment of packages that it runs in; with `served`, a server of OpenEnv plays that environment,
+    with `served_changes` of its own.
     """
 
     config: str
     peer: str = "ours"
+    changes: tuple[str, ...] = ()
     served: str = ""
+    served_changes: tuple[str, ...] = ()
 
 
+RANDOM = "task.args.noise=1.0"  # the warm start shows random play only, so that skill is learned by RL
 TASKS = {
     "calculator": Task("agentic_calculator"),
     "frozen_lake": Task("agentic_frozen_lake"),
-    "gymnasium": Task("gymnasium_blackjack"),
-    "shop": Task("shop"),
-    "sokoban": Task("sokoban"),
-    "tool_calls": Task("tool_calls"),
-    "code_repair": Task("code_repair"),
-    "agent": Task("agent_calculator"),
-    "openenv": Task("openenv_frozen_lake", served="frozen_lake"),
+    "gymnasium": Task("gymnasium_blackjack", changes=("task.args.goal=0.0",)),  # reward 1 if the game is not lost
+    "shop": Task("shop", changes=(RANDOM, "task.args.items=2", "task.args.max_turns=6", "sft.steps=60")),
+    "sokoban": Task(
+        "sokoban",
+        changes=("task.args.pulls=1", "task.args.max_turns=6", "schedule.steps=60", "schedule.groups_per_step=12"),
+    ),
+    "tool_calls": Task("tool_calls", changes=(RANDOM, "task.args.max_turns=2")),
+    "code_repair": Task("code_repair", changes=(RANDOM, "task.args.lines=1", "task.args.max_turns=2", "sft.steps=150")),
+    "agent": Task("agent_calculator", changes=("schedule.steps=24", "evaluator.every=12", "task.heldout_items=64")),
+    "openenv": Task(
+        "openenv_frozen_lake",
+        changes=("task.args.max_turns=6", "schedule.steps=60", "evaluator.every=20", "task.heldout_items=128"),
+        served="frozen_lake",
+        served_changes=("task.args.size=3", "task.args.max_turns=6"),
+    ),
     "verifiers": Task("verifiers_reversal"),
     "pettingzoo": Task("pettingzoo_tictactoe", "more"),
     "textarena": Task("textarena_frozen_lake", "more"),
@@ -99,6 +112,7 @@ def server(task: Task, folder: Path) -> Iterator[list[str]]:
     token = folder / "token"
     config = f"--config=configs/agentic_{task.served}.py"
     words = [sys.executable, "-m", "jaxroll", "env", "serve", task.served, config, f"--token-file={token}", "--port=0"]
+    words += [f"--config.{change}" for change in task.served_changes]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -112,7 +126,7 @@ def trained(task: Task, seed: int, limit_s: float, quick: bool) -> dict[str, Any
     """The curve of one run of `task`."""
     with tempfile.TemporaryDirectory() as name, server(task, Path(name)) as changes:
         folder = Path(name)
-        changes += [f"run.seed={seed}"]
+        changes += [*task.changes, f"run.seed={seed}"]
         changes += ["schedule.steps=2", "sft.steps=2", "task.heldout_items=8"] if quick else []
         words = [str(python_of(task.peer)), "-m", "jaxroll", "train", str(folder / "run")]
         words += [f"--config=configs/{task.config}.py", *(f"--config.{change}" for change in changes)]
@@ -134,8 +148,8 @@ def trained(task: Task, seed: int, limit_s: float, quick: bool) -> dict[str, Any
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         load = round(os.getloadavg()[0], 1)
         return curve(folder / "run") | {
-            "config": task.config, "seed": seed, "exit": code, "commit": commit(), "load": load,
-            "seconds": time.monotonic() - began, "cpu_s": cpu_s,
+            "config": task.config, "changes": [*task.changes], "seed": seed, "exit": code, "commit": commit(),
+            "load": load, "seconds": time.monotonic() - began, "cpu_s": cpu_s,
         }  # fmt: skip
 
 
