@@ -3,7 +3,8 @@
 The environment variable JAXROLL_RACE holds a `Race` as JSON. Latencies are slept, not computed.
 
 `waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` gives every member reward 0, so
-that no member has an advantage and training takes no time. `lottery` gives random rewards. With `Race.turns` each
+that no member has an advantage and training takes no time. `lottery` gives random rewards, with `Race.score_s` after a
+scoring worker has taken that long. With `Race.turns` each
 answer of the model is followed by a reply after a latency. To switch mechanisms off, environments wait for each other:
 with
 `barrier` before each reply until all have one, with `wave` before the first question until the previous wave has ended.
@@ -12,18 +13,24 @@ with
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import random
 import sys
+import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jaxroll.envs import registry
 from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message
+from jaxroll.rewards import scorers
 
 VARIABLE = "JAXROLL_RACE"
 LIMIT_S = 120.0
@@ -40,7 +47,8 @@ class Race:
     proportional to the answer's length, and equals `slow` at `length` characters. Held-out questions (of the file
     `questions`, from line HELD_OUT on) are judged at once. `neighbour` applies to the second sampler or actor only:
     "at_once" raises in every reset, "late" raises InfraError after the latency of a step, "slow" takes ten times as
-    long.
+    long. `worker` applies to one scoring worker of each process: "at_once" ends it at each answer, "late" after a
+    second of it, "slow" takes ten times as long.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
@@ -52,6 +60,8 @@ class Race:
     stopped: float = 0.0
     length: float = 0.0
     neighbour: str = ""  # the fault in the second sampler or actor
+    score_s: float = 0.0  # seconds of a scoring worker for an answer; 0: none scores
+    worker: str = ""  # the fault of one of them
     limit_s: float = LIMIT_S  # time limit of an answer
     journal: str = ""
     questions: str = ""
@@ -118,6 +128,11 @@ class _Shared:
         self.waves = _Waves(race.wave) if race.wave else None
         lines = Path(race.questions).read_text().splitlines()[HELD_OUT:] if race.questions else []
         self.held_out = {json.loads(line)["question"] for line in lines}
+        self.scoring = ""  # the arguments of the scorer `raced`
+        if race.score_s:
+            (bad := Path(f"{race.journal}-{os.getpid()}")).touch()
+            args = {"scorer": "raced", "seconds": race.score_s, "fault": race.worker, "bad": str(bad)}
+            self.scoring = json.dumps(args)
 
 
 _shared: list[_Shared] = []
@@ -198,5 +213,28 @@ class Lottery(_Judged):
     """An environment that rewards half of the answers to a question, or none of a dull one."""
 
     async def _paid(self, answer):
+        if self._shared.scoring:
+            await self._pool.score(self._shared.scoring, answer)
         dull = zlib.crc32(self._question.encode()) % 1000 < 1000 * self._shared.race.dull
         return float(not dull and self._chance.random() < 0.5)
+
+
+@scorers.register("raced")
+def raced(args: Mapping[str, Any], answer: str) -> float:
+    """1, after `seconds`. One worker at a time has the `fault`: the one that has locked the file `bad`."""
+    fault = args["fault"] if args["fault"] and _locks(args["bad"]) else ""
+    if fault in ("at_once", "late"):
+        time.sleep(fault == "late")
+        os._exit(1)
+    time.sleep(args["seconds"] * (10 if fault == "slow" else 1))
+    return 1.0
+
+
+@cache
+def _locks(path: str) -> bool:
+    """True if this process has the lock of the file, which it tries to take once and keeps until it ends."""
+    try:
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

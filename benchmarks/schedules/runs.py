@@ -97,23 +97,37 @@ class Workload:
         }
 
 
-def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-    """One run: its rate, the seconds of its stages, its accuracies. Runs of a seed start from the same warm start."""
+def trained(
+    workload: Workload, folder: Path, alpha: float, seed: int, threads: int, deadline_s: float = DEADLINE_S
+) -> dict[str, Any]:
+    """One run: its rate, the seconds of its stages, its accuracies. Runs of a seed start from the same warm start.
+
+    TimeoutExpired after `deadline_s` (each, also of the warm start), RuntimeError when a run ends with an error.
+    """
     overrides = workload.overrides(folder, alpha, seed, threads)
-    with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
+    # The roles of a run that is killed at its deadline may still write.
+    with tempfile.TemporaryDirectory(prefix="race-", dir=folder, ignore_cleanup_errors=True) as name:
         run_dir, journal = Path(name) / "run", Path(name) / "journal"
         journal.touch()
         race = replace(workload.race, journal=str(journal), questions=str(folder / f"{workload.name}.jsonl"))
         race = {VARIABLE: json.dumps(asdict(race))}
-        warm = folder / f"{workload.name}-{seed}"
-        if not (warm / "warm").is_dir():
-            _jaxroll("sft", warm, overrides, race)
-        cpu = _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
+        if overrides["sft.steps"]:
+            warm = folder / f"{workload.name}-{seed}"
+            if not (warm / "warm").is_dir():
+                _jaxroll("sft", warm, overrides, race, deadline_s)
+            overrides |= {"model.path": str(warm / "warm"), "sft.steps": 0}
+        cpu = _jaxroll("train", run_dir, overrides, race, deadline_s)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         lost = losses(run_dir / "store.db", journal.read_text().splitlines())
         found = measured(rows)
         used = cpu.between(found["from_t"], found["from_t"] + found["seconds"])
-        return found | {"cpu_s": used, "lost": lost, "backoff": resting(run_dir)}
+        backoff, restarts = resting(run_dir), scoring_restarts(rows)
+        return found | {"cpu_s": used, "lost": lost, "backoff": backoff, "scoring_restarts": restarts}
+
+
+def scoring_restarts(rows: list[dict[str, Any]]) -> int:
+    """The number of restarted scoring workers, from the last statistics of each role."""
+    return sum({row["role"]: row.get("scoring_restarts", 0) for row in rows if row["kind"] == "stats"}.values())
 
 
 def resting(run_dir: Path) -> dict[str, Any]:
@@ -139,6 +153,7 @@ class Cpu:
                 self._by_time.append((time.time(), _cpu_of(psutil.Process(process.pid))))
             if time.monotonic() > until_s:
                 process.kill()
+                process.wait()
                 raise subprocess.TimeoutExpired(process.args, deadline_s)
             time.sleep(self._EVERY_S)
 
@@ -162,7 +177,9 @@ def _cpu_of(supervisor: psutil.Process) -> dict[str, float]:
     return found
 
 
-def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> Cpu:
+def _jaxroll(
+    command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str], deadline_s: float
+) -> Cpu:
     """Run `jaxroll train` or `sft` as a user does; the CPU times of its roles."""
     environment = (
         os.environ
@@ -186,7 +203,7 @@ def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: 
     cpu = Cpu()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(line, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
-        cpu.watch(process, DEADLINE_S)
+        cpu.watch(process, deadline_s)
         if process.returncode != 0:
             output.seek(0)
             said = output.read()[-4000:]
