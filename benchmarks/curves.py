@@ -74,10 +74,36 @@ TASKS = {
         served="frozen_lake",
         served_changes=("task.args.size=3", "task.args.max_turns=6"),
     ),
-    "verifiers": Task("verifiers_reversal"),
-    "pettingzoo": Task("pettingzoo_tictactoe", "more"),
-    "textarena": Task("textarena_frozen_lake", "more"),
-    "textworld": Task("textworld_home", "more"),
+    "verifiers": Task(
+        "verifiers_reversal", changes=("schedule.steps=24", "evaluator.every=12", "task.heldout_items=64")
+    ),
+    "pettingzoo": Task(  # a game is right if it is won
+        "pettingzoo_tictactoe",
+        "more",
+        changes=(
+            "task.args.env=benchmarks.lib.opponents:tictactoe",
+            "task.args.max_turns=6",
+            "schedule.steps=48",
+            "evaluator.every=24",
+            "task.heldout_items=128",
+        ),
+    ),
+    "textarena": Task(  # four guesses of a number between 1 and 20
+        "textarena_frozen_lake",
+        "more",
+        changes=(
+            "task.args.id=GuessTheNumber-v0",
+            f"task.args.moves={tuple(f'[{number}]' for number in range(1, 21))}",
+            "task.args.max_turns=4",
+            "task.max_prompt_tokens=512",
+            "task.max_episode_tokens=1152",
+            "sampler.prefill_buckets=(512,)",
+            "learner.row_tokens=1152",
+            "sft.steps=40",
+            "schedule.steps=24",
+        ),
+    ),
+    "textworld": Task("textworld_home", "more", changes=("schedule.steps=12",)),
 }
 
 

@@ -11,6 +11,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from jaxroll import config as configs
+
+ROOT = Path(__file__).resolve().parents[2]
+
 
 class Arm:
     """A child with scripted answers, which refuses other commands."""
@@ -148,3 +152,10 @@ def test_points_of_a_curve_are_means_of_consecutive_steps() -> None:
     ]
     assert [point["reward_mean"] for point in curves.points(steps)] == [*range(7)], "no more points than steps"
     assert curves.points([]) == []
+
+
+def test_every_task_of_the_curves_has_a_config_that_is_accepted_and_enough_steps() -> None:
+    curves = importlib.import_module("benchmarks.curves")
+    for task in curves.TASKS.values():
+        config = configs.load(ROOT / "configs" / f"{task.config}.py", list(task.changes))
+        assert config.schedule.steps >= curves.POINTS

@@ -20,6 +20,7 @@ def test_pettingzoo_accepts_the_text_and_turns_earn_the_reward_of_their_player(p
     assert found["reward"] == 1.0 and found["parts"]["player.1"] == -1.0 and found["parts"]["misread"] == 2.0
     assert [found["parts"][f"turn.{turn}"] for turn in range(7)] == [1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0]
     assert found["numbers"] == " ".join("0" * 18)
+    assert found["alone"] == KEPT
 
 
 def test_textworld_keeps_the_contract_and_its_advice_wins(peer) -> None:

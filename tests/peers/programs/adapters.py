@@ -90,7 +90,8 @@ def textarena() -> dict[str, Any]:
 
 
 def pettingzoo() -> dict[str, Any]:
-    """Also: PettingZoo's own test of the wrapper, and the parts of a game with two answers that name no move."""
+    """Also: PettingZoo's own test of the wrapper, the parts of a game with two answers that name no move, and the
+    contract of the game against an opponent that moves at random."""
     from pettingzoo.classic import tictactoe_v3
     from pettingzoo.test import api_test
 
@@ -102,8 +103,10 @@ def pettingzoo() -> dict[str, Any]:
     config = loaded("pettingzoo_tictactoe")
     task = Candidates(config).at(0).task
     *_, last = played(config, task, ["0", "hm", "0", "3", "1", "4", "2"])
+    sys.path.append(str(ROOT))
     return {
         **contract("pettingzoo_tictactoe"),
+        "alone": contract("pettingzoo_tictactoe", env="benchmarks.lib.opponents:tictactoe", max_turns=6),
         "parts": last.reward_parts,
         "reward": last.reward,
         "numbers": numbers(own, "player_1"),
