@@ -1,4 +1,5 @@
-"""Environments of the real package verifiers, unmodified, play against our endpoint and are trained on."""
+"""Environments of the real package verifiers, unmodified, play against our endpoint and are trained on; its client
+renderers reads answers of the HTTP front end."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.data.tasks import Candidates
+from jaxroll.engine.stats import EngineStats
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rpc import http
 from jaxroll.serving.agents import Agents
+from jaxroll.serving.http_answers import Served
+from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_server import FrontEnd
+from jaxroll.text.tokenizers import HFTokenizer
 from tests.harness.train_process import Train, assert_sound
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(400)]
@@ -101,6 +108,29 @@ def test_the_recorded_tokens_are_those_that_the_engine_sampled(name: str, answer
         whole = np.concatenate([segment.tokens for segment in found.segments]).tolist()
         last, completion = calls[-1]
         assert whole == last + completion.tokens.tolist(), "verifiers' rendering extends our tokens"
+
+
+def test_the_client_of_renderers_reads_the_answers_of_the_front_end(peer: Any) -> None:
+    folder = ROOT / "configs/verifiers/tokenizer"
+    tokenizer = HFTokenizer(folder)
+    engine: Any = Engine(tokenizer, reversal)
+
+    async def ask() -> dict[str, Any]:
+        model = Served("m", engine, Room(100, tokenizer), lambda: Version(0, 1), EngineStats)
+        listening = http.listen("127.0.0.1", 0)
+        serving = asyncio.create_task(http.serve(FrontEnd(model, "a-token").app, listening))
+        try:
+            url = http.address("127.0.0.1", listening)
+            return await asyncio.to_thread(peer, "verifiers", "renderers_client.py", url, "a-token", str(folder))
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    found = asyncio.run(ask())
+    (((prompt, sampled),),) = engine.asked.values()
+    assert found["content"] == "cba" and found["finish_reason"] == "stop" and found["overlong"]
+    assert found["prompt_ids"] == prompt and found["completion_ids"] == sampled.tokens.tolist()
+    assert found["completion_logprobs"] == sampled.logprobs.tolist()
 
 
 @pytest.mark.parametrize("name", ["reversal", "products"])
