@@ -127,14 +127,16 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
     }
 
 
-COMPILE, COMPILE_ROUNDS, COMPILE_AIM = "compile", 3, 2.0
+# Case to what is trained: all parameters, adapters, or all parameters and those of a critic.
+COMPILE = {"compile": "all", "compile_adapters": "adapters", "compile_critic": "critic"}
+COMPILE_ROUNDS, COMPILE_AIM = 3, 2.0
 
 
-def compilation(layers: tuple[int, int], runs: Runs, rounds: int) -> dict[str, Any]:
+def compilation(trained: str, layers: tuple[int, int], runs: Runs, rounds: int) -> dict[str, Any]:
     """CPU seconds of the start and first step of models with few and many layers (`learner.scan_layers`); the ratio."""
 
     def run(count: int) -> dict[str, Any]:
-        with closing(Child("benchmarks.learner.compile_arm", "ours", 1, str(count))) as child:
+        with closing(Child("benchmarks.learner.compile_arm", "ours", 1, str(count), trained)) as child:
             return child.started
 
     found = runs.alternate({f"{count} layers": partial(run, count) for count in layers}, rounds)
@@ -245,7 +247,7 @@ def _matmul(threads: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure; return 1 if arms do not agree."""
-    names = [*(case.name for case in (*CASES, *LARGE)), COMPILE]
+    names = [*(case.name for case in (*CASES, *LARGE)), *COMPILE]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
     parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
@@ -271,10 +273,12 @@ def main() -> int:
         if chosen.quick or case.name in (chosen.case or names):
             runs = Runs("learner", asdict(case), chosen.runs_file, chosen.resume)
             result[case.name] = large(case, runs)
-    if COMPILE in (chosen.case or names):
-        layers = (1, 2) if chosen.quick else (4, 36)
-        runs = Runs("learner", {"compile": layers}, chosen.runs_file, chosen.resume)
-        result[COMPILE] = compilation(layers, runs, chosen.rounds or (1 if chosen.quick else COMPILE_ROUNDS))
+    for name, trained in COMPILE.items():
+        if name in (chosen.case or names):
+            layers = (1, 2) if chosen.quick else (4, 36)
+            runs = Runs("learner", {name: layers}, chosen.runs_file, chosen.resume)
+            rounds = chosen.rounds or (1 if chosen.quick else COMPILE_ROUNDS)
+            result[name] = compilation(trained, layers, runs, rounds)
     result["class"] = "R"
     command = " ".join(["python", *sys.orig_argv[1:]])
     finish(result, command=command, started=started)

@@ -1,6 +1,8 @@
 """CPU seconds in which a learner starts and makes its first step, by program, without a compilation cache.
 
-python -m benchmarks.learner.compile_arm LAYERS
+python -m benchmarks.learner.compile_arm LAYERS TRAINED
+
+TRAINED is `all` (parameters), `adapters` or `critic` (all parameters and those of a critic).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from jaxroll.config import Config, LearnerConfig, SamplingConfig, ScheduleConfig
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
 
+OPTIONS = {"all": {}, "adapters": {"lora_rank": 4}, "critic": {"algorithm": "ppo", "critic": "init"}}
+
 
 def main() -> None:
     """Say the seconds of every part, and how many programs were compiled."""
@@ -32,7 +36,14 @@ def main() -> None:
     config = Config(
         schedule=ScheduleConfig(alpha=0.0, groups_per_step=1, group_size=GROUP),
         sampling=SamplingConfig(max_tokens=16),
-        learner=LearnerConfig(micro_batch_rows=1, row_tokens=32, weight_decay=0.01, scan_layers=True, remat="layer"),
+        learner=LearnerConfig(
+            micro_batch_rows=1,
+            row_tokens=32,
+            weight_decay=0.01,
+            scan_layers=True,
+            remat="layer",
+            **OPTIONS[sys.argv[2]],
+        ),
     )
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, 64, (GROUP, 16)).astype(np.int32)
@@ -53,7 +64,7 @@ def main() -> None:
         """Note the CPU time before and after each program."""
         compiling.append(time.process_time())
         if text.startswith("compiled"):
-            name = text.removeprefix("compiled learner ").partition(":")[0]
+            name = text.removeprefix("compiled ").removeprefix("learner ").partition(":")[0]
             seconds[name.partition(" [")[0]] = compiling[-1] - compiling[-2]
 
     trainer.warmup(progress)

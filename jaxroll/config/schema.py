@@ -295,6 +295,9 @@ class SamplerConfig:
     # Tokens per slot and decode step that speculative decoding drafts from the sequence's own text and verifies in one
     # pass (docs/engine.md). 0: none.
     draft_tokens: Annotated[int, Bounds(least=0, most=16)] = 0
+    # Compile one layer (of each kind) and run it in a loop, so that the compile time does not grow with their number
+    # (docs/models.md).
+    scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
     page_tokens: NonNegativeInt = 0
     # Pages of the KV cache. 0: enough for the longest request in every slot.

@@ -244,6 +244,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
             longest = cache_tokens(config)
             limited = sampler.cache_pages > 0
             pages = replace(site, tokens=page_size(sampler.page_tokens, longest), longest=longest, limited=limited)
+            pages = replace(pages, model=replace(model, scan=sampler.scan_layers))
             choice.check("paged", sampler.paged_attention, pages)
 
 

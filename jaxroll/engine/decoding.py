@@ -21,10 +21,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxroll.algorithms import sampling
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.requests import Sizes
-from jaxroll.kernels.attention import blocks, paged, reach
+from jaxroll.kernels.attention import beginning, blocks, paged, reach
 from jaxroll.kernels.choice import Serving
 from jaxroll.models import cache as kv
-from jaxroll.models import params as model_params
 from jaxroll.models import transformer
 from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
@@ -300,6 +299,9 @@ def _verified(
     return after, _Step(tokens, logprobs, support, new)
 
 
+_Caches = tuple[kv.KVCache, ContiguousCache | None]
+
+
 def _logits_after(
     model: Model,
     params: Params,
@@ -316,35 +318,41 @@ def _logits_after(
     The first token of a slot is at its position, and each sees those before it. Logits after other tokens are
     undefined. Attention reads `side` if that is given, up to position `last` + T - 1, otherwise the pages.
     """
-    spec, layout = model.spec, model.layout
-    decoder, T = model_params.module(spec, params), tokens.shape[1]
-    keys, values = list(cache.keys), list(cache.values)
+    spec, layout, T = model.spec, model.layout, tokens.shape[1]
+    decoder = transformer.outer(spec, params)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
     count = blocks(len(tokens) // cache.shards, layout) if side is None else 1
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, lengths, tables = (transformer.ordered(x, order) for x in (tokens, positions, lengths, tables))
-    each = positions[:, None] + jnp.arange(T)
-    turns, starts = transformer.rotations(spec, each), split(positions)
+    each, starts = positions[:, None] + jnp.arange(T), split(positions)
     where = jnp.where(jnp.arange(T) < lengths[:, None], each, -1)
-    one_by_one = split(jnp.repeat(tables, T, axis=0)), split(where.reshape(-1))
-    append = lambda pool, new: jax.vmap(kv.appended)(pool, split(new.reshape(-1, *new.shape[2:])), *one_by_one)  # noqa: E731
-    layer, far = iter(range(spec.layers)), reach(starts, T, cache.page_tokens, count)
+    own, one_by_one, at_each = split(tables), split(jnp.repeat(tables, T, axis=0)), split(where.reshape(-1))
+    far = reach(starts, T, cache.page_tokens, count)
+    passed = {window: beginning(starts, window, cache.page_tokens, count) for window in spec.each_window}
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        nonlocal side
-        at = next(layer)
-        keys[at], values[at], window = append(keys[at], k), append(values[at], v), spec.each_window[at]
+    def append(pool: Array, new: Array, tables: Array) -> Array:
+        return jax.vmap(kv.appended)(pool, split(new.reshape(-1, *new.shape[2:])), tables, at_each)
+
+    def attend(held: _Caches, layer: int | Array, window: int, q: Array, k: Array, v: Array) -> tuple[Array, _Caches]:
+        pages, side = held
+        keys, values, tables = pages.of(layer, one_by_one)
+        keys, values = append(keys, k, tables), append(values, v, tables)
+        pages = pages.with_layer(layer, keys, values)
         if side is not None:
-            side = kv.with_token(side, at, split(k), split(v), split(where))
-            return kv.attend(side, at, split(q), starts, last + T - 1, window).reshape(q.shape)
-        over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
-        return over_shards(split(q), keys[at], values[at], split(tables), starts, far).reshape(q.shape)
+            assert isinstance(layer, int)
+            side = kv.with_token(side, layer, split(k), split(v), split(where))
+            return kv.attend(side, layer, split(q), starts, last + T - 1, window).reshape(q.shape), (pages, side)
+        over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None, None))
+        out = over_shards(split(q), keys, values, pages.of(layer, own)[2], starts, far, passed[window])
+        return out.reshape(q.shape), (pages, None)
 
-    x, chosen = transformer.through(spec, decoder, decoder.embedded(tokens), turns, attend, layout)
-    experts = cache.experts if cache.experts is None or chosen is None else append(cache.experts, chosen)
+    x, (held, side), chosen = transformer.through(
+        spec, params, decoder, decoder.embedded(tokens), each, (cache, side), attend, layout
+    )
+    if held.experts is not None and chosen is not None:
+        held = replace(held, experts=append(held.experts, chosen, one_by_one))
     x = transformer.ordered(x, None if order is None else jnp.argsort(order, axis=1))
-    held = kv.constrained(kv.KVCache(tuple(keys), tuple(values), experts), layout)
-    return decoder.logits(decoder.final_norm(x)), held, side
+    return decoder.logits(decoder.final_norm(x)), kv.constrained(held, layout), side
 
 
 # --- a dispatch

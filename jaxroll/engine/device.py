@@ -161,12 +161,17 @@ class Device:
 
     # --- weights
 
+    def held(self, params: Params) -> Params:
+        """The arrays that the programs take for `params`: those of layers in a loop are stacked."""
+        return params if self._programs.hold is None else self._programs.hold(params)
+
     def warmup(self, params: Params | None, progress: Progress | None) -> None:
         """Compile every program for parameters like `params` (None: zeros), and run each once without effect."""
         if params is None:
             where = self.shardings
             params = {name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self.served.items()}
         self.dtypes = {name: leaf.dtype for name, leaf in params.items()}
+        params = self.held(params)
         for fresh, bucket in self._programs.prefill:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
             _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
@@ -201,7 +206,7 @@ class Device:
             of.allow,
             of.save,
             of.load,
-            *([of.experts] if of.experts else []),
+            *(program for program in (of.experts, of.hold) if program),
         )
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 

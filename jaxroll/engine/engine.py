@@ -61,7 +61,8 @@ class EngineConfig:
 
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
-    (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`).
+    (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`). With
+    `scan_layers`, every program has one layer (of each kind), which it runs in a loop.
     """
 
     slots: int
@@ -82,6 +83,7 @@ class EngineConfig:
     support_tokens: int = 0
     experts: bool = False
     draft_tokens: int = 0
+    scan_layers: bool = False
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
 
@@ -99,6 +101,7 @@ class EngineConfig:
             prefill_buckets=sampler.prefill_buckets,
             decode_chunk=sampler.decode_chunk,
             draft_tokens=sampler.draft_tokens,
+            scan_layers=sampler.scan_layers,
             experts=samples and config.learner.routing_replay,
             prefill_budget=sampler.prefill_budget,
             page_tokens=sampler.page_tokens,
@@ -113,6 +116,10 @@ class EngineConfig:
         """The engine of single requests of up to `max_tokens`, outside a run, with `config`'s programs."""
         engine = cls.of(config, "requests", slots=slots, weight_swap=config.schedule.weight_swap)
         return replace(engine, max_tokens=max_tokens, penalties=penalties, page_tokens=0, prefill_budget=0)
+
+    def model(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` for the programs of this engine."""
+        return replace(spec, scan=self.scan_layers)
 
     def sizes(self, shards: int) -> Sizes:
         """The static sizes of the programs, with slots in `shards` shards."""
@@ -169,7 +176,7 @@ class Engine:
         sizes = config.sizes(shards)
         check_sizes(sizes, config.weight_swap)
         self._sizes, self._weight_swap, self._clock = sizes, config.weight_swap, clock
-        self._name, self._vocab_size = spec.name, spec.vocab_size
+        self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
         self.attention = device.choose_kernels(
             spec, mesh, sizes, prefill=config.prefill_attention, paged=config.paged_attention
         )
@@ -326,7 +333,8 @@ class Engine:
             running=self._weight_swap in ("restart", "reprefill"),
             forget_tokens=self._weight_swap == "restart",
         )
-        self._params, self._next = swap.params, None
+        self._params = None  # with layers in a loop, the new parameters exist twice for a moment
+        self._params, self._next = self._device.held(swap.params), None
         self._stats = replace(
             stats,
             version=swap.version,

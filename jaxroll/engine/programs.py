@@ -61,7 +61,8 @@ class Programs:
     load: Load
     experts: Experts | None  # None in an engine that does not record choices
     state: DecodeState  # ShapeDtypeStructs with shardings
-    params: dict[str, NamedSharding]
+    params: dict[str, NamedSharding]  # by the names of parameters
+    hold: Callable[[Params], Params] | None  # stacks those of layers in a loop (`params.held`); None without a loop
     tables: NamedSharding
     replicated: NamedSharding
 
@@ -79,7 +80,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     whole = NamedSharding(mesh, PartitionSpec())
     like = abstract_state(spec, mesh, rules, sizes, attention)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
-    params = model_params.shardings(spec, mesh, rules)
+    params = model_params.held_shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
     model = Model(spec, Layout(mesh, rules), attention)
     # A new partial per engine, because jitted wrappers of one function share a cache, and
@@ -116,7 +117,10 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         experts=jax.jit(partial(_experts), in_shardings=(state, whole), out_shardings=whole) if sizes.experts else None,
         state=like,
-        params=params,
+        params=model_params.shardings(spec, mesh, rules),
+        hold=jax.jit(partial(model_params.held, spec, layout=model.layout), out_shardings=params)
+        if spec.scan
+        else None,
         tables=tables,
         replicated=whole,
     )
@@ -131,9 +135,12 @@ def lowered(
     def whole(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=programs.replicated)
 
+    where = model_params.held_shardings(spec, mesh, rules)
     params = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=programs.params[name])
-        for name, leaf in model_params.served(spec).items()
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
+        for name, leaf in jax.eval_shape(
+            partial(model_params.held, spec, layout=None), model_params.served(spec)
+        ).items()
     }
     seed = whole((), jax.eval_shape(jax.random.key, 0).dtype)
     tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table), jnp.int32, sharding=programs.tables)
@@ -182,15 +189,18 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
 def _prefill(model: Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
-    logits, keys, values, experts = transformer.prefill_with_experts(
-        model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
+    fill = partial(kv.begun, shards=batch.shards, lengths=batch.lengths)
+
+    def keep(cache: kv.KVCache, layer: int | Array, k: Array, v: Array) -> kv.KVCache:
+        keys, values, tables = cache.of(layer, batch.tables)
+        return cache.with_layer(layer, fill(keys, k, tables=tables), fill(values, v, tables=tables))
+
+    how = {"layout": model.layout, "attention": model.attention.prefill.name}
+    logits, cache, experts = transformer.prefill_into(
+        model.spec, params, state.cache, keep, batch.tokens, batch.lengths, **how
     )
-    fill = partial(kv.begun, shards=batch.shards, tables=batch.tables, lengths=batch.lengths)
-    cache = kv.KVCache(
-        tuple(fill(pool, new) for pool, new in zip(state.cache.keys, keys, strict=True)),
-        tuple(fill(pool, new) for pool, new in zip(state.cache.values, values, strict=True)),
-        None if state.cache.experts is None or experts is None else fill(state.cache.experts, experts),
-    )
+    if cache.experts is not None and experts is not None:
+        cache = replace(cache, experts=fill(cache.experts, experts, tables=batch.tables))
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
@@ -266,13 +276,12 @@ def _copy(state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
 def _with_copies(
     state: DecodeState, shards: Int[Array, " N"], sources: Int[Array, " N"], targets: Int[Array, " N"]
 ) -> DecodeState:
-    copy = partial(kv.copied, shards=shards, sources=sources, targets=targets)
-    return replace(state, cache=jax.tree.map(copy, state.cache))
+    return replace(state, cache=state.cache.map(lambda pool, layers: kv.copied(pool, shards, sources, targets, layers)))
 
 
 def _save(state: DecodeState, place: Int[Array, " J1"]) -> Pages:
     """The pages place[1:] of shard place[0]."""
-    return jax.tree.map(lambda pool: pool[place[0], :, place[1:]], state.cache)
+    return state.cache.map(lambda pool, layers: pool[place[0], :, kv.of_every_layer(pool, layers, place[1:])])
 
 
 def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Int[Array, "JU X"]:
@@ -284,8 +293,11 @@ def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Int[Array, "JU X"]
 
 def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeState:
     """`state` with `pages` written to pages place[1:] of shard place[0]; a page with index P is dropped."""
-    put = lambda pool, saved: pool.at[place[0], :, place[1:]].set(saved, mode="drop")  # noqa: E731
-    return replace(state, cache=jax.tree.map(put, state.cache, pages))
+
+    def put(pool: Array, layers: int, saved: Array) -> Array:
+        return pool.at[place[0], :, kv.of_every_layer(pool, layers, place[1:])].set(saved, mode="drop")
+
+    return replace(state, cache=state.cache.map(put, pages))
 
 
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:

@@ -194,13 +194,15 @@ def paged(
     tables: Int[Array, "B J"],
     starts: Int[Array, " B"],
     reach: Int[Array, " blocks"],
+    begin: Int[Array, " blocks"] | None = None,
     window: int = 0,
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    The rows form equal, consecutive blocks; of block i only the first reach[i] pages are read (see `reach`). All blocks
-    use the same operations, and a page beyond the end of a row adds exact zeros. So a row's result does not depend, to
-    the bit, on the lengths of other rows, its slot or its pages.
+    The rows form equal, consecutive blocks; of block i only the pages from begin[i] (0 without `begin`) to reach[i] - 1
+    are read (see `beginning` and `reach`). All blocks use the same operations, and a page beyond the end of a row or
+    before its window adds exact zeros. So a row's result does not depend, to the bit, on the lengths of other rows, its
+    slot or its pages.
     """
     B, T, N, H = q.shape
     K, U = keys.shape[0], keys.shape[2]
@@ -211,7 +213,8 @@ def paged(
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
         at = jnp.minimum(i * rows, B - rows)  # the last block may overlap the previous one and compute rows twice
         here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
-        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages), window)
+        chunks = 0 if begin is None else begin[i] // pages, -(-reach[i] // pages)
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), chunks, window)
         return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
 
     nothing = jnp.zeros(wide.shape, jnp.float32)
@@ -225,10 +228,10 @@ def _block(
     values: Float[Array, "K P U H"],
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
-    chunks: Int[Array, ""],
+    chunks: tuple[int | Int[Array, ""], Int[Array, ""]],
     window: int,
 ) -> Float[Array, "K R G T H"]:
-    """The rows of one block over their first `chunks` chunks of pages, in float32."""
+    """The rows of one block over their chunks of pages from chunks[0] to chunks[1] - 1, in float32."""
     K, R, G, T, H = wide.shape
     pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
     C = pages * keys.shape[2]
@@ -252,7 +255,7 @@ def _block(
 
     each = (K, R, G * T)
     nothing = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros((*each, H), jnp.float32)
-    _, total, out = jax.lax.fori_loop(0, chunks, chunk, nothing)
+    _, total, out = jax.lax.fori_loop(*chunks, chunk, nothing)
     return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
 
 
@@ -274,12 +277,26 @@ def blocks(rows: int, layout: Layout | None) -> int:
 
 def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, blocks: int = 1) -> Int[Array, " blocks"]:
     """The number of pages of the longest row of each block, for B rows in `blocks` blocks; the maximum over shards."""
-    count = starts.shape[-1]
+    last = jnp.max(_members(starts, blocks), axis=(0, -1))
+    return (last + queries - 1) // page_tokens + 1
+
+
+def beginning(
+    starts: Int[Array, "*shards B"], window: int, page_tokens: int, blocks: int = 1
+) -> Int[Array, " blocks"] | None:
+    """The first page within the `window` of any row of each block; None without a window. Rows at -1 have none."""
+    if not window:
+        return None
+    first = jnp.where(starts < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(starts - window + 1, 0))
+    return jnp.min(_members(first, blocks), axis=(0, -1)) // page_tokens
+
+
+def _members(values: Int[Array, "*shards B"], blocks: int) -> Int[Array, "D blocks rows"]:
+    """The values of the rows of each block."""
+    count = values.shape[-1]
     rows = -(-count // blocks)
     begins = np.minimum(np.arange(blocks) * rows, count - rows)
-    members = jnp.asarray(starts)[..., begins[:, None] + np.arange(rows)]
-    last = jnp.max(members, axis=-1).reshape(-1, blocks).max(axis=0)
-    return (last + queries - 1) // page_tokens + 1
+    return jnp.asarray(values)[..., begins[:, None] + np.arange(rows)].reshape(-1, blocks, rows)
 
 
 def _pages_at_once(page_tokens: int) -> int:

@@ -58,6 +58,8 @@ class Heads(Protocol):
     def compute_dtype(self) -> str: ...
     @property
     def narrowest(self) -> int: ...  # the smallest sliding window; 0 if no layer has one
+    @property
+    def scan(self) -> bool: ...  # layers are in a loop
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def check(use: Use, wanted: str, site: Site) -> None:
 def _obstacle(use: Use, name: str, site: Site) -> str:
     """The reason that `name` cannot serve `use` at `site`; empty when it can."""
     model = site.model
+    if name == DENSE and model.scan:
+        return "layers are in a loop (sampler.scan_layers), which would copy its cache of every layer"
     if name == DENSE:
         return (
             "it needs memory for the longest request in every slot, but sampler.cache_pages limits the memory"

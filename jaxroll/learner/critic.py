@@ -8,6 +8,8 @@ state is stored on the devices or, with `learner.critic_offload`, in host memory
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
+With layers in a loop, the three programs of `states.ByLayer` replace `apply`, as in `step`.
+
 R rows, T tokens of a row. The value of token t is the value of the state in which it was sampled: it comes from the
 hidden state at t − 1 of the same segment, like its log-prob.
 """
@@ -29,6 +31,7 @@ from jaxroll.algorithms import advantages
 from jaxroll.config import LearnerConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner import state as states
+from jaxroll.learner.lora import abstract_gradients
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import HOST_MEMORY, Accumulator, Params, TrainState
@@ -75,7 +78,10 @@ class Critic:
         assert kept is not None  # `of` builds a Critic only when the config has one
         self.state: TrainState = kept
         seen = {"loss": jax.ShapeDtypeStruct((), np.dtype(np.float32))}
-        self.accumulator = step.described(self.here.params, seen, layout.mesh)
+        grads = abstract_gradients(self.recipe.spec, layout, None, self.here.params)
+        self.accumulator = step.described(grads, seen, layout.mesh)
+        whole = self.recipe.spec, self.recipe.optimizer, 0.0, self.here, self.accumulator
+        self._by_layer = states.ByLayer(*whole) if grads.keys() != self.here.params.keys() else None
         self._everywhere = replicated(layout.mesh)
         self._batch = NamedSharding(layout.mesh, batch_spec(layout.rules))
         self._get = AheadOfTime("critic", policy.row_tokens, self.lowered).get
@@ -87,8 +93,8 @@ class Critic:
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None) -> None:
         """Compile everything for micro-batches of `buckets` rows."""
-        self._get("zeros", 0, progress)
-        self._get("apply", 0, progress)
+        for name in ("zeros", *(states.ByLayer.PROGRAMS if self._by_layer else ("apply",))):
+            self._get(name, 0, progress)
         for rows in buckets:
             self._get("values", rows, progress)
             self._get("accumulate", rows, progress)
@@ -131,7 +137,11 @@ class Critic:
         for batches in minibatches:
             for streams in batches:
                 accumulator = self._get("accumulate", _rows(streams))(state.params, accumulator, streams)
-            state, accumulator, report = self._get("apply")(state, accumulator)
+            if self._by_layer is None:
+                state, accumulator, report = self._get("apply")(state, accumulator)
+            else:
+                state, report = self._by_layer.applied(self._get, state, accumulator)
+                accumulator = self._get("zeros")()
             reports.append(report)
         return self._kept(state), reports
 
@@ -140,6 +150,9 @@ class Critic:
         accumulator, out = self.accumulator, layouts.shardings_of(self.accumulator)
         if name == "zeros":
             return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=out).lower()
+        if name in states.ByLayer.PROGRAMS:
+            assert self._by_layer is not None  # layers are in a loop
+            return self._by_layer.lowered(name)
         if name == "apply":
             apply = jax.jit(
                 self._applied,
@@ -167,22 +180,27 @@ class Critic:
     def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams) -> Accumulator:
         """Add ∇ Σ weight · value loss; the weights, and so the denominators, are those of the policy's loss."""
 
-        def total(params: Params) -> Array:
-            values = token_values(self.recipe, params, streams)
+        def total(model: Params, stacks: Params | None, sums: Params | None) -> tuple[Array, Array]:
+            values = token_values(self.recipe, model, streams, stacks, sums)
             loss = advantages.clipped_value_loss(values, streams[BEFORE], streams[TARGET], self.clip)
-            return jnp.sum(jnp.where(streams["mask"], streams["weight"] * loss, 0.0))
+            loss = jnp.sum(jnp.where(streams["mask"], streams["weight"] * loss, 0.0))
+            return loss, loss
 
-        loss, grads = jax.value_and_grad(total)(params)
-        grads = jax.tree.map(lambda held, grad: held + grad.astype(jnp.float32), accumulator.grads, grads)
+        grads, loss = step.differentiate(self.recipe, params, total, {}, accumulator.grads)
         return Accumulator(grads, {"loss": accumulator.statistics["loss"] + loss})
 
     def _applied(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         return states.applied(self.recipe.optimizer, state, accumulator)
 
 
-def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Array, "R T"]:
-    """V of every token of packed rows, float32; undefined where `mask` is False."""
-    hidden = step.hidden_states(recipe, params, streams)
+def token_values(
+    recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None, sums: Params | None = None
+) -> Float[Array, "R T"]:
+    """V of every token of packed rows, float32; undefined where `mask` is False.
+
+    `stacks` and `sums` as in `transformer.forward_with_load`.
+    """
+    hidden = step.hidden_states(recipe, params, streams, stacks, sums)
     return jnp.roll(transformer.values(recipe.spec, params, hidden), 1, axis=1)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +71,8 @@ def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
-def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.NamedSharding]:
-    """The sharding of every adapter by name: its parameter's axes are sharded alike, the rank axis is replicated."""
+def logical_axes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of every adapter by name: those of its parameter; the rank axis has none."""
     axes = params.logical_axes(spec)
 
     def logical(adapter: str) -> tuple[str | None, ...]:
@@ -80,13 +80,29 @@ def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.Name
         each, inputs, outputs = peft.divided(name, axes[name])
         return (*each, *inputs, None) if adapter.endswith(_A) else (*each, None, *outputs)
 
-    return {name: layout.sharding(logical(name), leaf.shape) for name, leaf in abstract(spec, lora).items()}
+    return {name: logical(name) for name in abstract(spec, lora)}
+
+
+def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.NamedSharding]:
+    """The sharding of every adapter by name: its parameter's axes are sharded alike, the rank axis is replicated."""
+    axes = logical_axes(spec, lora)
+    return {name: layout.sharding(axes[name], leaf.shape) for name, leaf in abstract(spec, lora).items()}
 
 
 def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Params:
     """Fresh adapters, created sharded: A normal with deviation 1/√in, B zero; the same on every mesh."""
-    create = jax.jit(functools.partial(_created, spec, lora), out_shardings=shardings(spec, layout, lora))
-    return create(key)
+    # One program creates every layer: a program for all of them compiles in a time that grows with their number.
+    where, everywhere = shardings(spec, layout, lora), layouts.replicated(layout.mesh)
+    keys = jax.device_put(jax.random.split(key, len(where)), everywhere)
+    names, numbers = params.in_layer(where), {name: number for number, name in enumerate(where)}
+    out = {name: where[f"layers.00.{name}"] for name in names}
+    create, found = jax.jit(functools.partial(_created, spec, lora), out_shardings=out), {}
+    for layer in range(spec.layers):
+        full, _ = params.in_loop(spec, layer, names)
+        chosen = np.array([numbers[full[name]] for name in names], np.int32)
+        made = create(keys, jax.device_put(chosen, everywhere))
+        found |= {full[name]: value for name, value in made.items()}
+    return {name: found[name] for name in where}
 
 
 def starting(learner: LearnerConfig, spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Params:
@@ -109,12 +125,68 @@ def merged(
     def one(name: str, value: Array) -> Array:
         if not lora.adapts(name):
             return value
-        multiplied = jnp.matmul if of_experts(name) else functools.partial(jnp.tensordot, axes=1)
-        product = multiplied(adapters[name + _A], adapters[name + _B], precision=jax.lax.Precision.HIGHEST)
+        product = _product(name)(adapters[name + _A], adapters[name + _B])
         product = product if layout is None else layout.constrain(product, axes[name])
         return value + lora.scale * product
 
     return {name: one(name, value) for name, value in base.items()}
+
+
+def stacked(spec: ModelSpec, layout: Layout, lora: Lora, adapters: Mapping[str, Array]) -> Params:
+    """The adapters of the layers in the loop, stacked ("loop.00.attn.q.A"): A [layers, *in, r], B [layers, r, *out]."""
+    axes = logical_axes(spec, lora)
+    return params.stacks(spec, adapters, layout, {name: axes[f"layers.00.{name}"] for name in params.in_layer(axes)})
+
+
+def merged_stacks(
+    spec: ModelSpec, layout: Layout, lora: Lora, base: Mapping[str, Array], adapters: Mapping[str, Array]
+) -> Params:
+    """`params.stacked` of the merged parameters; `adapters` are those of `stacked`."""
+    axes = params.block_axes(spec)
+
+    def one(full: str, stack: Array) -> Array:
+        if full + _A not in adapters:
+            return stack
+        product = jax.vmap(_product(full))(adapters[full + _A], adapters[full + _B])
+        return stack + lora.scale * layout.constrain(product, ("layers", *axes[full.split(".", 2)[2]]))
+
+    return params.stacked(spec, base, layout, one)
+
+
+def _product(name: str) -> Callable[[Array, Array], Array]:
+    """A·B of a parameter's adapters; of experts, for each of them."""
+    multiplied = jnp.matmul if of_experts(name) else functools.partial(jnp.tensordot, axes=1)
+    return functools.partial(multiplied, precision=jax.lax.Precision.HIGHEST)
+
+
+# --- gradients of the trained parameters: of adapters, or without them of all
+
+
+def differentiated(spec: ModelSpec, layout: Layout, lora: Lora | None, trained: Mapping[str, Array]) -> Params:
+    """The arrays by which gradients are taken: `trained`, of which those of layers in a loop are stacked."""
+    # Gradients of stacks are accumulated as stacks and divided before the optimizer step: otherwise every program of a
+    # micro-batch has to compile a slice and a sum per parameter.
+    if not spec.scan:
+        return dict(trained)
+    stacks = stacked(spec, layout, lora, trained) if lora else params.stacked(spec, trained, layout)
+    shapes = jax.eval_shape(functools.partial(params.unstacked, spec), stacks)
+    return {name: value for name, value in trained.items() if name not in shapes} | stacks
+
+
+def abstract_gradients(
+    spec: ModelSpec, layout: Layout, lora: Lora | None, trained: Mapping[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The abstract gradients of a micro-batch, for the abstract parameters `trained` of a state."""
+    axes = logical_axes(spec, lora) if lora else params.logical_axes(spec)
+    shapes = jax.eval_shape(functools.partial(differentiated, spec, layout, lora), dict(trained))
+
+    def one(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        if name in trained:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=trained[name].sharding)
+        logical = "layers", *axes["layers.00." + name.split(".", 2)[2]]
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.sharding(logical, shape))
+
+    return {name: one(name, leaf.shape) for name, leaf in shapes.items()}
 
 
 def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -157,14 +229,15 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def _created(spec: ModelSpec, lora: Lora, key: PRNGKeyArray) -> Params:
+def _created(spec: ModelSpec, lora: Lora, keys: PRNGKeyArray, numbers: Array) -> Params:
+    """The fresh adapters of a layer by name in it; adapter i of the layer has the key of number numbers[i]."""
     shapes = abstract(spec, lora)
-    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
 
-    def one(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
+    def one(name: str, key: PRNGKeyArray) -> Array:
+        leaf = shapes[f"layers.00.{name}"]
         if name.endswith(_B):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        _, inputs, _ = peft.divided(name.removesuffix(_A), leaf.shape)
-        return jax.random.normal(keys[name], leaf.shape, leaf.dtype) / math.sqrt(math.prod(inputs))
+        _, inputs, _ = peft.divided(f"layers.00.{name}".removesuffix(_A), leaf.shape)
+        return jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(math.prod(inputs))
 
-    return {name: one(name, leaf) for name, leaf in shapes.items()}
+    return {name: one(name, keys[numbers[i]]) for i, name in enumerate(params.in_layer(shapes))}

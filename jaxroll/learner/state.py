@@ -20,7 +20,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.learner import lora as adapters
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.step_metrics import LOADS
-from jaxroll.models import moe, transformer
+from jaxroll.models import moe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted
@@ -280,6 +280,7 @@ class ByLayer:
         self._spec, self._optimizer, self._bias_rate = spec, optimizer, bias_rate
         self._state, self._accumulator = state, accumulator
         self._rest = {name: name for name in state.params if name in accumulator.grads}
+        self._names = model_params.in_layer(state.params)
 
     def applied(
         self, get: Callable[[str], Callable[..., Any]], state: TrainState, accumulator: Accumulator
@@ -289,7 +290,7 @@ class ByLayer:
         trees, counts = self._opened(state)
         shared, grads = self._shared(counts, report["grad_norm"], accumulator), accumulator.grads
         for number, index in enumerate(self._indices):
-            names, stacks = transformer.in_loop(self._spec, number)
+            names, stacks = model_params.in_loop(self._spec, number, self._names)
             _write(trees, names, layer(_read(trees, names), _read([grads], stacks)[0], shared, index))
         part, counts, step = get("rest")(_read(trees, self._rest), _read([grads], self._rest)[0], shared, state.step)
         _write(trees, self._rest, part)
@@ -305,7 +306,8 @@ class ByLayer:
             return jax.jit(report, out_shardings=step.sharding).lower(accumulator, step)
         trees, counts = self._opened(self._state)
         norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=step.sharding)
-        names, grads = transformer.in_loop(self._spec, 0) if name == "layer" else (self._rest, self._rest)
+        rest = self._rest, self._rest
+        names, grads = model_params.in_loop(self._spec, 0, self._names) if name == "layer" else rest
         part, shared = _read(trees, names), self._shared(counts, norm, accumulator)
         where = layouts.shardings_of(part)
         out, of = (where, self._layer) if name == "layer" else ((where, step.sharding, step.sharding), self._others)
@@ -315,7 +317,7 @@ class ByLayer:
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
         """The numbers of the layers in the loop, on the devices."""
-        numbers = [np.array(number, np.int32) for number in range(transformer.layers_in_loop(self._spec))]
+        numbers = [np.array(number, np.int32) for number in range(model_params.layers_in_loop(self._spec))]
         return [layouts.placed_once(number, self._state.step.sharding) for number in numbers]
 
     def _opened(self, state: TrainState) -> tuple[Trees, list[Any]]:

@@ -159,9 +159,11 @@ class Recipe:
         return found | ({EXPERTS: moe.recorded_dtype(self.spec)} if self.routers and self.routers.replay else {})
 
 
-def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
-    """The final hidden states [R, T, D] of packed rows."""
-    return _with_load(recipe, params, streams)[0]
+def hidden_states(
+    recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None, sums: Params | None = None
+) -> Array:
+    """The final hidden states [R, T, D] of packed rows; `stacks` and `sums` as in `transformer.forward_with_load`."""
+    return _with_load(recipe, params, streams, stacks, sums)[0]
 
 
 def _with_load(
@@ -213,28 +215,15 @@ def gradients(
     With experts, the loss also has their balance loss times the micro-batch's share of the step's tokens.
     """
     grads, seen = _gradients(recipe, params, streams, base or {})
-    return transformer.unstacked(recipe.spec, grads), seen
-
-
-def differentiated(recipe: Recipe, params: Params) -> Params:
-    """The arrays by which gradients are taken: `params`, of which those of layers in a loop are stacked."""
-    # Gradients of stacks are accumulated as stacks and divided before the optimizer step: otherwise every program of a
-    # micro-batch has to compile a slice and a sum per parameter.
-    if recipe.lora or not recipe.spec.scan:
-        return params
-    stacks = transformer.stacked(recipe.spec, params, recipe.layout)
-    shapes = jax.eval_shape(functools.partial(transformer.unstacked, recipe.spec), stacks)
-    return {name: value for name, value in params.items() if name not in shapes} | stacks
+    return model_params.unstacked(recipe.spec, grads), seen
 
 
 def _gradients(
     recipe: Recipe, params: Params, streams: Streams, base: Params, held: Params | None = None
 ) -> tuple[Params, statistics.Statistics]:
-    """`gradients`, by `differentiated`; with `held`, their sum with `held`."""
+    """`gradients`, by `lora.differentiated`; with `held`, their sum with `held`."""
 
-    def total(trained: Params, sums: Params | None) -> tuple[Array, statistics.Statistics]:
-        model = dense(recipe, params | {name: trained[name] for name in trained.keys() & params.keys()}, base)
-        stacks = trained if trained.keys() - params.keys() else None
+    def total(model: Params, stacks: Params | None, sums: Params | None) -> tuple[Array, statistics.Statistics]:
         hidden, load = _with_load(recipe, model, streams, stacks, sums)
         terms = _terms_of_hidden(recipe, model, hidden, streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
@@ -251,12 +240,37 @@ def _gradients(
             loss = loss + recipe.routers.loss * balance if recipe.routers.loss else loss
         return loss, seen
 
-    trained, sums = differentiated(recipe, params), {}
-    if held is not None and recipe.spec.remat == "layer":  # the loop that sums recomputes every layer
+    return differentiate(recipe, params, total, base, held)
+
+
+def differentiate(
+    recipe: Recipe,
+    params: Params,
+    total: Callable[[Params, Params | None, Params | None], tuple[Array, Any]],
+    base: Params,
+    held: Params | None = None,
+) -> tuple[Params, Any]:
+    """The gradient of `total` by `lora.differentiated`, with `held` added to it, and the second result of `total`.
+
+    `total` gets the parameters that the model computes with, the stacks of those in the loop (None without a loop), and
+    the sums of `transformer.forward_with_load`.
+    """
+    trained, sums = dict(lora.differentiated(recipe.spec, recipe.layout, recipe.lora, params)), {}
+    # The loop that sums recomputes every layer, and computes gradients of the stacks themselves.
+    if held is not None and recipe.spec.remat == "layer" and not recipe.lora:
         sums = {name: held[name] for name in trained if name not in params}
     fixed = {name: trained.pop(name) for name in sums}
-    by_sums = jax.grad(lambda own, sums: total(own | fixed, sums or None), argnums=(0, 1), has_aux=True)
-    (grads, sums), seen = by_sums(trained, sums)
+
+    def of(own: Params, sums: Params) -> tuple[Array, Any]:
+        every = own | fixed
+        model = params | {name: every[name] for name in every.keys() & params.keys()}
+        stacks = {name: value for name, value in every.items() if name not in params}
+        if recipe.lora and stacks:
+            stacks = lora.merged_stacks(recipe.spec, recipe.layout, recipe.lora, base, stacks)
+            return total(dense(recipe, model, model_params.outside_loop(recipe.spec, base)), stacks, None)
+        return total(dense(recipe, model, base), stacks or None, sums or None)
+
+    (grads, sums), seen = jax.grad(of, argnums=(0, 1), has_aux=True)(trained, sums)
     grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
     if held is not None:
         grads = {name: held[name] + grad for name, grad in grads.items()}
@@ -282,7 +296,9 @@ class Programs:
         self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
         loads = (spec.layers, spec.experts) if recipe.routers else None
         seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
-        self.accumulator = described(self._gradients(), seen, layout.mesh)
+        self.accumulator = described(
+            lora.abstract_gradients(spec, layout, recipe.lora, self.state.params), seen, layout.mesh
+        )
         self._single = described(self.state.params, seen, layout.mesh)
         loops = self.accumulator.grads.keys() != self.state.params.keys()
         optimizer = recipe.optimizer, recipe.bias_rate
@@ -302,19 +318,6 @@ class Programs:
             self._get("accumulate", rows, progress)
             if self.recipe.added or logprobs:
                 self._get("logprobs", rows, progress)
-
-    def _gradients(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The abstract gradients of a micro-batch."""
-        recipe, held, axes = self.recipe, self.state.params, model_params.block_axes(self.recipe.spec)
-        shapes = jax.eval_shape(functools.partial(differentiated, recipe), held)
-
-        def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-            if name in held:
-                return held[name].sharding
-            return recipe.layout.sharding(("layers", *axes[name.split(".", 2)[2]]), shape)
-
-        return {name: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding(name, leaf.shape))
-                for name, leaf in shapes.items()}  # fmt: skip
 
     def zeros(self) -> Accumulator:
         """The accumulator of no micro-batches."""
@@ -337,7 +340,15 @@ class Programs:
 
     def merge(self, params: Params, base: Params) -> Params:
         """`base` merged with the adapters `params`."""
-        return self._get("merge")(params, base)
+        merge, found = self._get("merge"), dict(base)
+        if self._by_layer is None:
+            return merge(params, base)
+        for number in range(self.recipe.spec.layers):
+            here, first = f"layers.{number:02d}.", "layers.00."
+            of = ({name: x for name, x in values.items() if name.startswith(here)} for values in (params, base))
+            made = merge(*({name.replace(here, first): x for name, x in values.items()} for values in of))
+            found |= {name.replace(first, here): value for name, value in made.items()}
+        return found
 
     def logprobs(self, params: Params, streams: Streams) -> jax.Array:
         """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
@@ -358,8 +369,11 @@ class Programs:
         if name == "zeros":
             return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=layouts.shardings_of(accumulator)).lower()
         if name == "merge":
-            merge = jax.jit(functools.partial(dense, recipe), out_shardings=layouts.shardings_of(self.params))
-            return merge.lower(state.params, self.base)
+            given = [dict(state.params), dict(self.base)]
+            if self._by_layer is not None:  # a program for each layer
+                given = [{name: x for name, x in of.items() if name.startswith("layers.00.")} for of in given]
+            merge = jax.jit(functools.partial(dense, recipe), out_shardings=layouts.shardings_of(given[1]))
+            return merge.lower(*given)
         if name == "apply":
             out = (layouts.shardings_of(state), layouts.shardings_of(self._single), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)

@@ -7,7 +7,7 @@ so that no decode step reads another device's pages. Page numbers are relative t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,14 @@ LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 class KVCache:
     """Keys (already rotated) and values of each layer, in the compute dtype.
 
-    `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`).
+    `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`). With
+    `joint` layers above 1 (layers in a loop), one pool has the pages of all of them: page p of layer n is p + n·P.
     """
 
     keys: tuple[Float[Array, "D K P U H"], ...]
     values: tuple[Float[Array, "D K P U H"], ...]
     experts: Int[Array, "D 1 P U X"] | None = None
+    joint: int = field(default=1, metadata={"static": True})
 
     @property
     def shards(self) -> int:
@@ -45,12 +47,39 @@ class KVCache:
     @property
     def pages(self) -> int:
         """P, the number of pages of one shard."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[2] // self.joint
 
     @property
     def page_tokens(self) -> int:
         """U, the number of tokens of a page."""
         return self.keys[0].shape[3]
+
+    def of(self, layer: int | Array, tables: Array) -> tuple[Array, Array, Array]:
+        """The pools of keys and values of a layer, and `tables` by the numbers of pages there."""
+        if len(self.keys) == 1:
+            return self.keys[0], self.values[0], tables + layer * self.pages if self.joint > 1 else tables
+        assert isinstance(layer, int)
+        return self.keys[layer], self.values[layer], tables
+
+    def with_layer(self, layer: int | Array, keys: Array, values: Array) -> KVCache:
+        """The cache with other pools of a layer."""
+        at = 0 if len(self.keys) == 1 else layer
+        assert isinstance(at, int)
+        put = lambda pools, new: (*pools[:at], new, *pools[at + 1 :])  # noqa: E731
+        return replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+    def map(self, change: Callable[..., Array], *others: KVCache) -> KVCache:
+        """The cache with `change(pool, layers, *pools of others)` for each pool, which has pages of so many layers."""
+
+        def each(pools: tuple[Array, ...], *of: tuple[Array, ...]) -> tuple[Array, ...]:
+            return tuple(change(pool, self.joint, *rest) for pool, *rest in zip(pools, *of, strict=True))
+
+        return replace(
+            self,
+            keys=each(self.keys, *(other.keys for other in others)),
+            values=each(self.values, *(other.values for other in others)),
+            experts=None if self.experts is None else change(self.experts, 1, *(other.experts for other in others)),
+        )
 
 
 def shards_of(slots: int, mesh: Mesh, rules: Rules) -> int:
@@ -67,13 +96,14 @@ def abstract(
     With `experts`, it has room for recorded choices.
     """
 
-    def pool(heads: int, width: int, dtype: np.dtype) -> Any:  # abstract leaves replace arrays
-        shape = (shards, heads, pages, page_tokens, width)
+    def pool(heads: int, width: int, dtype: np.dtype, joint: int = 1) -> Any:  # abstract leaves replace arrays
+        shape = (shards, heads, joint * pages, page_tokens, width)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, LOGICAL, rules, shape))
 
-    leaves = (pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype)),) * spec.layers
+    joint = spec.layers if spec.scan else 1
+    leaves = (pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype), joint),) * (spec.layers // joint)
     recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec)) if experts else None
-    return KVCache(leaves, leaves, recorded)
+    return KVCache(leaves, leaves, recorded, joint)
 
 
 def empty(
@@ -133,10 +163,26 @@ def begun(
 
 
 def copied(
-    pool: Float[Array, "D K P U H"], shards: Int[Array, " R"], sources: Int[Array, " R"], targets: Int[Array, " R"]
+    pool: Float[Array, "D K P U H"],
+    shards: Int[Array, " R"],
+    sources: Int[Array, " R"],
+    targets: Int[Array, " R"],
+    layers: int = 1,
 ) -> Float[Array, "D K P U H"]:
-    """The pool with page sources[r] copied to page targets[r] of shard shards[r]; a target of P copies nothing."""
-    return pool.at[shards, :, targets].set(pool[shards, :, jnp.minimum(sources, pool.shape[2] - 1)], mode="drop")
+    """The pool with page sources[r] copied to page targets[r] of shard shards[r]; a target of P copies nothing.
+
+    In a pool of several layers, those of every layer are copied.
+    """
+    shards, targets = jnp.tile(shards, layers), of_every_layer(pool, layers, targets)
+    sources = of_every_layer(pool, layers, jnp.minimum(sources, pool.shape[2] // layers - 1))
+    return pool.at[shards, :, targets].set(pool[shards, :, sources], mode="drop")
+
+
+def of_every_layer(pool: Float[Array, "D K P U H"], layers: int, pages: Int[Array, " R"]) -> Int[Array, " LR"]:
+    """The numbers of `pages` in a pool of several layers; those out of range stay so."""
+    count = pool.shape[2] // layers
+    every = pages + count * jnp.arange(layers)[:, None]
+    return jnp.where(pages < count, every, pool.shape[2]).reshape(-1)
 
 
 def constrained(cache: KVCache, layout: Layout | None) -> KVCache:

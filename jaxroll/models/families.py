@@ -81,7 +81,7 @@ class ModelSpec:
     qk_norm: bool = True
     compute_dtype: str = "float32"
     remat: Remat = "none"  # what the backward pass recomputes instead of storing
-    scan: bool = False  # the learner compiles one layer and loops over all
+    scan: bool = False  # programs have one layer (of each kind), which they run in a loop
     value_head: bool = False  # of a critic: one number per token instead of logits
     family: str = "qwen3"  # see `families`: names and config.json of the parameters' files
     attention_bias: bool = False  # of queries, keys and values

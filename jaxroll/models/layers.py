@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -267,3 +268,45 @@ class Decoder(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         return product[..., 0]
+
+
+def summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
+    """`lax.scan(cycle, x, xs)`; the cotangent of `sums` is `sums` plus the gradients by `xs[0]`.
+
+    The backward loop recomputes each cycle from its input and adds its gradients to the running sums, so that only the
+    gradients of one cycle exist at a time. That of `lax.scan` returns those of all cycles: a copy of the parameters.
+    """
+
+    @jax.custom_vjp
+    def run(xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
+        return jax.lax.scan(cycle, x, xs)
+
+    def forwards(xs: Any, sums: Any, x: Array) -> tuple[tuple[Array, Any], Any]:
+        def step(x: Array, of_cycle: Any) -> tuple[Array, Any]:
+            after, loads = cycle(x, of_cycle)
+            return after, (loads, x)
+
+        after, (loads, before) = jax.lax.scan(step, x, xs)
+        return (after, loads), (xs, sums, before)
+
+    def backwards(kept: Any, cotangents: tuple[Array, Any]) -> tuple[None, Any, Array]:
+        (xs, sums, before), (after, loads) = kept, cotangents
+        loads = [leaf for leaf in jax.tree.leaves(loads) if leaf.dtype != jax.dtypes.float0]
+
+        def step(carry: Any, of_cycle: Any) -> tuple[Any, None]:
+            (after, sums, at), ((values, given), x, loads) = carry, of_cycle
+
+            def floats(values: Any, x: Array) -> tuple[Array, list[Array]]:
+                after, loads = cycle(x, (values, given))
+                return after, [leaf for leaf in jax.tree.leaves(loads) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+            grads, before = jax.vjp(floats, values, x)[1]((after, loads))
+            sums = jax.tree.map(lambda total, grad: total.at[at].add(grad.astype(total.dtype)), sums, grads)
+            return (before, sums, at - 1), None
+
+        last = jnp.asarray(len(before) - 1)
+        (x, sums, _), _ = jax.lax.scan(step, (after, sums, last), (xs, before, loads), reverse=True)
+        return None, sums, x
+
+    run.defvjp(forwards, backwards)
+    return run(xs, sums, x)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
 from jaxroll.models.hf_config import names, of_experts
 from jaxroll.models.layers import Block, Decoder
-from jaxroll.sharding import Rules, replicated, sharding
+from jaxroll.sharding import Layout, Rules, replicated, sharding
 
 Params = dict[str, jax.Array]
 
@@ -77,11 +77,21 @@ def init(spec: ModelSpec, key: PRNGKeyArray, mesh: Mesh, rules: Rules) -> Params
 
 def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
     """The decoder with `params`; ValueError names missing or unknown parameters, and wrong shapes."""
-    graph, variables = _blueprint(spec)
+    return _merged(*_blueprint(spec), params)
+
+
+def _merged(graph: nnx.GraphDef, variables: dict[str, nnx.Variable], params: Mapping[str, jax.Array]) -> Decoder:
     _check(variables, params)
     filled = {name: variable.replace(params[name]) for name, variable in variables.items()}
     state = nnx.from_flat_state([(_path(name), variable) for name, variable in filled.items()])
     return nnx.merge(graph, state)
+
+
+def outside(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
+    """The decoder with `params` but without its layers, whose parameters are left out."""
+    graph, variables = _blueprint(spec, 0)
+    found = {name: value for name, value in params.items() if not name.startswith(("layers.", f"{_LOOP}."))}
+    return _merged(graph, variables, found)
 
 
 def block(spec: ModelSpec, values: Mapping[str, jax.Array]) -> Block:
@@ -114,8 +124,8 @@ def _outer(spec: ModelSpec, key: PRNGKeyArray, drawn: jax.Array) -> Params:
 
 
 @functools.lru_cache(maxsize=32)
-def _blueprint(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(params=0))), nnx.Param)
+def _blueprint(spec: ModelSpec, layers: int | None = None) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(params=0), layers)), nnx.Param)
     return graph, _named(state)
 
 
@@ -147,6 +157,123 @@ def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array
     for name, variable in variables.items():
         if params[name].shape != variable.shape:
             raise ValueError(f"parameter {name} has shape {params[name].shape}, the model declares {variable.shape}")
+
+
+# --- Layers in a loop: their parameters are stacked, and a program has one layer of every kind
+#
+# A model whose layers have windows in a pattern has a stack for each layer of the pattern.
+
+_LOOP = "loop"
+
+
+def stacked(
+    spec: ModelSpec,
+    params: Mapping[str, jax.Array],
+    layout: Layout | None,
+    merged: Callable[[str, jax.Array], jax.Array] | None = None,
+) -> Params:
+    """The parameters of the layers in the loop: "loop.00.attn.q" has those of the first layer of every period.
+
+    Matrices are cast to the compute dtype before, as at their use; routers compute in float32. With `merged`, each
+    stack is replaced by `merged(its name, itself)` before it is cast.
+    """
+    axes, dtype = block_axes(spec), jnp.dtype(spec.compute_dtype)
+
+    def cast(name: str, value: jax.Array) -> jax.Array:
+        return value.astype(dtype) if len(axes[name]) > 1 and not moe.is_router(name) else value
+
+    if merged is None:
+        return stacks(spec, params, layout, axes, before=cast)
+    return stacks(
+        spec, params, layout, axes, after=lambda full, value: cast(full.split(".", 2)[2], merged(full, value))
+    )
+
+
+def stacks(
+    spec: ModelSpec,
+    values: Mapping[str, jax.Array],
+    layout: Layout | None,
+    axes: Mapping[str, tuple[str | None, ...]],
+    before: Callable[[str, jax.Array], jax.Array] | None = None,
+    after: Callable[[str, jax.Array], jax.Array] | None = None,
+) -> Params:
+    """The arrays of the layers in the loop, stacked: "loop.00.attn.q" for the name "attn.q" of `axes` (logical axes).
+
+    Each array is changed by `before(name, array)`, each stack by `after(full name, stack)`.
+    """
+
+    def one(at: int, name: str) -> jax.Array:
+        numbers = range(at, layers_in_loop(spec), spec.period)
+        leaves = [values[f"layers.{number:02d}.{name}"] for number in numbers]
+        found = jnp.stack([before(name, leaf) for leaf in leaves] if before else leaves)
+        found = after(f"{_LOOP}.{at:02d}.{name}", found) if after else found
+        return found if layout is None else layout.constrain(found, ("layers", *axes[name]))
+
+    return {f"{_LOOP}.{at:02d}.{name}": one(at, name) for at in range(spec.period) for name in axes}
+
+
+def unstacked(spec: ModelSpec, values: Mapping[str, jax.Array]) -> Params:
+    """`values` with the arrays of `stacked` divided, by the names of parameters."""
+    found = {}
+    for name, value in values.items():
+        start, _, rest = name.partition(".")
+        at, _, of_layer = rest.partition(".")
+        if start != _LOOP:
+            found[name] = value
+            continue
+        found |= {f"layers.{n * spec.period + int(at):02d}.{of_layer}": value[n] for n in range(value.shape[0])}
+    return dict(sorted(found.items()))
+
+
+def layers_in_loop(spec: ModelSpec) -> int:
+    """The number of layers in the loop: those of whole periods."""
+    return spec.layers // spec.period * spec.period
+
+
+def in_layer(names: Iterable[str]) -> list[str]:
+    """The names in a layer ("attn.q") of the arrays that `names` ("layers.00.attn.q") are."""
+    first = "layers.00."
+    return [name.removeprefix(first) for name in names if name.startswith(first)]
+
+
+def in_loop(spec: ModelSpec, number: int, names: Iterable[str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """By name in a layer ("attn.q"): the names of the arrays of layer `number`, and of the stacks they are in.
+
+    `names` are those in a layer; None: the model's parameters.
+    """
+    names = block_axes(spec) if names is None else names
+    return (
+        {name: f"layers.{number:02d}.{name}" for name in names},
+        {name: f"{_LOOP}.{number % spec.period:02d}.{name}" for name in names},
+    )
+
+
+def of_cycles(spec: ModelSpec, stacks: Mapping[str, jax.Array]) -> list[Params]:
+    """The stacks by name in a layer ("attn.q"), for every layer of a period."""
+    return [{name: stacks[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(spec.period)]
+
+
+def outside_loop(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Params:
+    """Those of `params` that are not of a layer in the loop."""
+    inside = {full for number in range(layers_in_loop(spec)) for full in in_loop(spec, number)[0].values()}
+    return {name: value for name, value in params.items() if name not in inside}
+
+
+def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None) -> Params:
+    """The parameters as an engine holds them: those of `params`, with the layers in a loop (`spec.scan`) stacked."""
+    return outside_loop(spec, params) | stacked(spec, params, layout) if spec.scan else dict(params)
+
+
+def held_shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """The sharding of every array of `held`."""
+    where, axes = shardings(spec, mesh, rules), block_axes(spec)
+    shapes = jax.eval_shape(functools.partial(held, spec, layout=None), abstract(spec))
+
+    def stack(name: str) -> NamedSharding:
+        logical = "layers", *axes[name.split(".", 2)[2]]
+        return sharding(mesh, logical, rules, shapes[name].shape)
+
+    return {name: where[name] if name in where else stack(name) for name in shapes}
 
 
 # --- Weights of an imported model: read from a folder (see `folders`), and conversion between layouts

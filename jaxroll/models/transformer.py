@@ -7,9 +7,9 @@ rules) is optional: it constrains the shardings of activations, which the compil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,23 @@ from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
-from jaxroll.kernels.attention import SharedRows, blocks, paged, reach
+from jaxroll.kernels.attention import SharedRows, beginning, blocks, paged, reach
 from jaxroll.kernels.choice import XLA
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation
+from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation, summing
 from jaxroll.models.moe import Load, Routing
-from jaxroll.models.params import block, block_axes, module
+from jaxroll.models.params import block, in_loop, layers_in_loop, module, of_cycles, outside, stacked
 from jaxroll.sharding import Layout
 
 Params = Mapping[str, jax.Array]
 _KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
 Layers = tuple[Float[Array, "R T K H"], ...]
+Layer = int | Array  # the number of a layer: traced in a loop
+Held = TypeVar("Held")  # the caches of an engine
+_Both = tuple[KVCache, ContiguousCache]
 
 
 @jax.tree_util.register_dataclass
@@ -93,10 +96,11 @@ def forward_with_load(
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts).
 
-    `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`). With
-    `sums` (float32, like `stacks`), differentiate by them instead: their cotangents are `sums` plus the gradients.
+    `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`, which
+    otherwise need not have them). With `sums` (float32, like `stacks`), differentiate by them instead: their cotangents
+    are `sums` plus the gradients.
     """
-    decoder = module(spec, params)
+    decoder = outside(spec, params)
 
     def layer_of(window: int) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
         if rows is None:
@@ -135,7 +139,9 @@ def forward_with_load(
         loads.append(load)
     for number in range(first, spec.layers):
         own = None if given is None else given[number]
-        x, load = layer[spec.each_window[number]](decoder.layers[number], x, own)
+        names = in_loop(spec, number)[0].items()
+        weights = block(spec, {name: params[full] for name, full in names})
+        x, load = layer[spec.each_window[number]](weights, x, own)
         loads.append(jax.tree.map(lambda of_layer: of_layer[None], load))
     total = jax.tree.map(lambda *some: jnp.concatenate(some), *loads) if spec.experts else None
     return decoder.final_norm(x), total
@@ -156,9 +162,6 @@ def _scanned(
     period = len(steps)
     cycles = spec.layers // period
 
-    def each(params: Params) -> list[Params]:
-        return [{name: params[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(period)]
-
     given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
 
     def cycle(x: Array, of_cycle: tuple[Sequence[Params], Array | None]) -> tuple[Array, Load | None]:
@@ -169,110 +172,19 @@ def _scanned(
             loads.append(load)
         return x, jax.tree.map(lambda *some: jnp.stack(some), *loads) if spec.experts else None
 
-    xs = each(params), given
-    x, loads = jax.lax.scan(cycle, x, xs) if sums is None else _summing(cycle, xs, each(sums), x)
+    xs = of_cycles(spec, params), given
+    x, loads = jax.lax.scan(cycle, x, xs) if sums is None else summing(cycle, xs, of_cycles(spec, sums), x)
     return x, jax.tree.map(lambda leaf: leaf.reshape(cycles * period, *leaf.shape[2:]), loads)
-
-
-def _summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
-    """`lax.scan(cycle, x, xs)`; the cotangent of `sums` is `sums` plus the gradients by `xs[0]`.
-
-    The backward loop recomputes each cycle from its input and adds its gradients to the running sums, so that only the
-    gradients of one cycle exist at a time. That of `lax.scan` returns those of all cycles: a copy of the parameters.
-    """
-
-    @jax.custom_vjp
-    def run(xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
-        return jax.lax.scan(cycle, x, xs)
-
-    def forwards(xs: Any, sums: Any, x: Array) -> tuple[tuple[Array, Any], Any]:
-        def step(x: Array, of_cycle: Any) -> tuple[Array, Any]:
-            after, loads = cycle(x, of_cycle)
-            return after, (loads, x)
-
-        after, (loads, before) = jax.lax.scan(step, x, xs)
-        return (after, loads), (xs, sums, before)
-
-    def backwards(kept: Any, cotangents: tuple[Array, Any]) -> tuple[None, Any, Array]:
-        (xs, sums, before), (after, loads) = kept, cotangents
-        loads = [leaf for leaf in jax.tree.leaves(loads) if leaf.dtype != jax.dtypes.float0]
-
-        def step(carry: Any, of_cycle: Any) -> tuple[Any, None]:
-            (after, sums, at), ((values, given), x, loads) = carry, of_cycle
-
-            def floats(values: Any, x: Array) -> tuple[Array, list[Array]]:
-                after, loads = cycle(x, (values, given))
-                return after, [leaf for leaf in jax.tree.leaves(loads) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-            grads, before = jax.vjp(floats, values, x)[1]((after, loads))
-            sums = jax.tree.map(lambda total, grad: total.at[at].add(grad.astype(total.dtype)), sums, grads)
-            return (before, sums, at - 1), None
-
-        last = jnp.asarray(len(before) - 1)
-        (x, sums, _), _ = jax.lax.scan(step, (after, sums, last), (xs, before, loads), reverse=True)
-        return None, sums, x
-
-    run.defvjp(forwards, backwards)
-    return run(xs, sums, x)
-
-
-_LOOP = "loop"
-
-
-def stacked(spec: ModelSpec, params: Params, layout: Layout | None) -> dict[str, jax.Array]:
-    """The parameters of the layers in the loop: "loop.00.attn.q" has those of the first layer of every period.
-
-    Matrices are cast to the compute dtype before, as at their use; routers compute in float32.
-    """
-    dtype, period = jnp.dtype(spec.compute_dtype), spec.period
-
-    def one(at: int, name: str, axes: tuple[str, ...]) -> Array:
-        layers = range(at, layers_in_loop(spec), period)
-        leaves = [params[f"layers.{number:02d}.{name}"] for number in layers]
-        if leaves[0].ndim > 1 and not moe.is_router(name):
-            leaves = [leaf.astype(dtype) for leaf in leaves]
-        found = jnp.stack(leaves)
-        return found if layout is None else layout.constrain(found, ("layers", *axes))
-
-    names = block_axes(spec).items()
-    return {f"{_LOOP}.{at:02d}.{name}": one(at, name, axes) for at in range(period) for name, axes in names}
-
-
-def unstacked(spec: ModelSpec, values: Params) -> dict[str, jax.Array]:
-    """`values` with the arrays of `stacked` divided, by the names of parameters."""
-    found = {}
-    for name, value in values.items():
-        start, _, rest = name.partition(".")
-        at, _, of_layer = rest.partition(".")
-        if start != _LOOP:
-            found[name] = value
-            continue
-        found |= {f"layers.{n * spec.period + int(at):02d}.{of_layer}": value[n] for n in range(value.shape[0])}
-    return dict(sorted(found.items()))
-
-
-def layers_in_loop(spec: ModelSpec) -> int:
-    """The number of layers in the loop: those of whole periods."""
-    return spec.layers // spec.period * spec.period
-
-
-def in_loop(spec: ModelSpec, number: int) -> tuple[dict[str, str], dict[str, str]]:
-    """By name in a layer ("attn.q"): the names of the parameters of layer `number`, and of the stacks they are in."""
-    names = block_axes(spec)
-    return (
-        {name: f"layers.{number:02d}.{name}" for name in names},
-        {name: f"{_LOOP}.{number % spec.period:02d}.{name}" for name in names},
-    )
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """The logits of the next token for every hidden state, float32."""
-    return module(spec, params).logits(hidden)
+    return outside(spec, params).logits(hidden)
 
 
 def values(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
     """A critic's value (of a spec with a value head) for every hidden state, float32."""
-    return module(spec, params).values(hidden)
+    return outside(spec, params).values(hidden)
 
 
 def prefill(
@@ -301,19 +213,39 @@ def prefill_with_experts(
     attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], Layers, Layers, Int[Array, "R T 1 X"] | None]:
     """`prefill`, and the records of the chosen experts (`moe.recorded`; None for a model without experts)."""
-    decoder = module(spec, params)
+    grow = lambda held, _, k, v: ((*held[0], k), (*held[1], v))  # noqa: E731
+    last, (keys, values), experts = prefill_into(
+        spec, params, ((), ()), grow, tokens, lengths, layout=layout, attention=attention
+    )
+    return last, keys, values, experts
+
+
+def prefill_into(
+    spec: ModelSpec,
+    params: Params,
+    held: Any,
+    keep: Callable[[Any, Layer, Array, Array], Any],
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    *,
+    layout: Layout | None = None,
+    attention: str = XLA,
+) -> tuple[Float[Array, "R V"], Any, Int[Array, "R T 1 X"] | None]:
+    """As `prefill_with_experts`, but keys and values go into `held` by `keep(held, layer, keys, values)`.
+
+    With layers in a loop, `held` is carried from layer to layer, so its shape may not change.
+    """
     T = tokens.shape[1]
-    turns = rotations(spec, jnp.arange(T)[None])
     causal = {window: placed.rows(attention, T, None, layout, window) for window in sorted(set(spec.each_window))}
-    keys, values = [], []
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        keys.append(k)
-        values.append(v)
-        return causal[spec.each_window[len(keys) - 1]](q, k, v)
+    def attend(held: Any, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        return causal[window](q, k, v), keep(held, layer, k, v)
 
-    x, experts = through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
-    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values), experts
+    decoder = outer(spec, params)
+    x, held, experts = through(
+        spec, params, decoder, _pinned(decoder.embedded(tokens), layout), jnp.arange(T)[None], held, attend, layout
+    )
+    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held, experts
 
 
 def extend(
@@ -331,26 +263,29 @@ def extend(
     Earlier tokens are read from the row's pages: a long prompt is computed in several such chunks, and a conversation
     continues after its cached tokens.
     """
-    decoder = module(spec, params)
-    T = tokens.shape[1]
-    turns = rotations(spec, pages.starts[:, None] + jnp.arange(T))
-    keys, values = list(cache.keys), list(cache.values)
-    layer, far = iter(range(spec.layers)), reach(pages.starts, T, cache.page_tokens)
+    decoder, T = outer(spec, params), tokens.shape[1]
+    far = reach(pages.starts, T, cache.page_tokens)
+    passed = {window: beginning(pages.starts, window, cache.page_tokens) for window in spec.each_window}
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        at = next(layer)
-        keys[at] = filled(keys[at], k, pages.shards, pages.tables, pages.starts, lengths)
-        values[at] = filled(values[at], v, pages.shards, pages.tables, pages.starts, lengths)
-        everywhere = pages.tables + pages.shards[:, None] * cache.pages
-        one = _one_pool(keys[at]), _one_pool(values[at])
-        return paged(q, *one, everywhere, pages.starts, far, spec.each_window[at])
+    def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+        keys, values, tables = held.of(layer, pages.tables)
+        keys, values = (
+            filled(pool, new, pages.shards, tables, pages.starts, lengths) for pool, new in ((keys, k), (values, v))
+        )
+        held = held.with_layer(layer, keys, values)
+        if held.shards > 1 and held.joint > 1:  # the pages of other layers are not gathered
+            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=layer * held.pages, slice_size=held.pages, axis=2)
+            keys, values, tables = cut(keys), cut(values), pages.tables
+        everywhere = tables + pages.shards[:, None] * keys.shape[2]
+        one = _one_pool(keys), _one_pool(values)
+        return paged(q, *one, everywhere, pages.starts, far, passed[window], window), held
 
-    x, chosen = through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
-    experts = cache.experts
-    if experts is not None and chosen is not None:
-        experts = filled(experts, chosen, pages.shards, pages.tables, pages.starts, lengths)
-    held = constrained(KVCache(tuple(keys), tuple(values), experts), layout)
-    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held
+    positions = pages.starts[:, None] + jnp.arange(T)
+    start = _pinned(decoder.embedded(tokens), layout)
+    x, held, chosen = through(spec, params, decoder, start, positions, cache, attend, layout)
+    if held.experts is not None and chosen is not None:
+        held = replace(held, experts=filled(held.experts, chosen, pages.shards, pages.tables, pages.starts, lengths))
+    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), constrained(held, layout)
 
 
 def decode(
@@ -369,29 +304,33 @@ def decode(
     `tokens` are at `positions`; a slot attends to its positions up to and including that one. For a position of -1, or
     one beyond the table's pages, nothing is written and the logits are undefined.
     """
-    decoder = module(spec, params)
-    keys, values = list(cache.keys), list(cache.values)
+    decoder = outer(spec, params)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731  (slots of a shard are adjacent)
     count = blocks(len(tokens) // cache.shards, layout) if attention == XLA else 1
     # Slots of each shard sorted by length: a block reads as many pages as its longest slot has.
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, tables = (ordered(x, order) for x in (tokens, positions, tables))
-    turns = rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
-    layer, far = iter(range(spec.layers)), reach(where, 1, cache.page_tokens, count)
+    far = reach(where, 1, cache.page_tokens, count)
+    passed = {window: beginning(where, window, cache.page_tokens, count) for window in spec.each_window}
     fused = None if attention == XLA else placed.pages(attention, layout)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        # One array per layer, updated by one token: since the cache is donated, nothing is copied.
-        at = next(layer)
-        keys[at] = jax.vmap(appended)(keys[at], split(k[:, 0]), here, where)
-        values[at] = jax.vmap(appended)(values[at], split(v[:, 0]), here, where)
-        window = spec.each_window[at]
-        over_shards = fused or jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
-        return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
+    def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+        # Pools are updated by one token: since the cache is donated, nothing is copied.
+        keys, values, tables = held.of(layer, here)
+        keys, values = (
+            jax.vmap(appended)(pool, split(new[:, 0]), tables, where) for pool, new in ((keys, k), (values, v))
+        )
+        if fused:
+            out = fused(split(q), keys, values, tables, where, far)
+        else:
+            over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None, None))
+            out = over_shards(split(q), keys, values, tables, where, far, passed[window])
+        return out.reshape(q.shape), held.with_layer(layer, keys, values)
 
-    x, chosen = through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
-    held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
+    start = decoder.embedded(tokens[:, None])
+    x, held, chosen = through(spec, params, decoder, start, positions[:, None], cache, attend, layout)
+    held = replace(held, experts=_with_record(cache.experts, chosen, split, here, where))
     x = ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(held, layout)
 
@@ -408,24 +347,29 @@ def decode_contiguous(
     *,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache, ContiguousCache]:
-    """`decode` that reads the contiguous cache, and writes the token to both caches; no slot is beyond `last`."""
-    decoder = module(spec, params)
-    keys, values = list(cache.keys), list(cache.values)
+    """`decode` that reads the contiguous cache, and writes the token to both caches; no slot is beyond `last`.
+
+    Not for layers in a loop, which would copy the contiguous cache of each layer.
+    """
+    assert not spec.scan
+    decoder = outer(spec, params)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
-    turns = rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
-    layer = iter(range(spec.layers))
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        nonlocal side
-        at, new_keys, new_values = next(layer), split(k[:, 0]), split(v[:, 0])
-        keys[at] = jax.vmap(appended)(keys[at], new_keys, here, where)
-        values[at] = jax.vmap(appended)(values[at], new_values, here, where)
-        side = dense.with_token(side, at, new_keys, new_values, where)
-        return dense.attend(side, at, split(q), where, last, spec.each_window[at]).reshape(q.shape)
+    def attend(held: _Both, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, _Both]:
+        assert isinstance(layer, int)
+        (pages, side), new = held, (split(k[:, 0]), split(v[:, 0]))
+        keys, values, tables = pages.of(layer, here)
+        keys, values = (
+            jax.vmap(appended)(pool, one, tables, where) for pool, one in ((keys, new[0]), (values, new[1]))
+        )
+        side = dense.with_token(side, layer, *new, where)
+        out = dense.attend(side, layer, split(q), where, last, window).reshape(q.shape)
+        return out, (pages.with_layer(layer, keys, values), side)
 
-    x, chosen = through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
-    held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
+    start = decoder.embedded(tokens[:, None])
+    x, (held, side), chosen = through(spec, params, decoder, start, positions[:, None], (cache, side), attend, layout)
+    held = replace(held, experts=_with_record(cache.experts, chosen, split, here, where))
     return decoder.logits(decoder.final_norm(x[:, 0])), constrained(held, layout), side
 
 
@@ -463,30 +407,63 @@ def _rotation(spec: ModelSpec, positions: Int[Array, "*rows"], window: int) -> R
     return rotation(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling)
 
 
-def rotations(spec: ModelSpec, positions: Int[Array, "*rows"]) -> list[Rotation]:
-    """The rotation of every layer."""
-    found = {window: _rotation(spec, positions, window) for window in sorted(set(spec.each_window))}
-    return [found[window] for window in spec.each_window]
+def outer(spec: ModelSpec, params: Params) -> Decoder:
+    """The decoder of an engine's program: without its layers if they are in a loop (`params.held`)."""
+    return outside(spec, params) if spec.scan else module(spec, params)
 
 
 def through(
     spec: ModelSpec,
+    params: Params,
     decoder: Decoder,
     x: Array,
-    turns: Sequence[Rotation],
-    attend: Callable[..., Array],
+    positions: Int[Array, "*rows"],
+    held: Held,
+    attend: Callable[[Held, Layer, int, Array, Array, Array], tuple[Array, Held]],
     layout: Layout | None,
-) -> tuple[Array, Array | None]:
-    """The hidden states after all layers, and the records of the chosen experts (None for a model without experts)."""
-    choose, chosen = moe.largest(spec.experts_per_token), []
+) -> tuple[Array, Held, Array | None]:
+    """The hidden states after all layers, the caches, and the records of the chosen experts (None without experts).
 
-    def seen(logits: Array, scores: Array) -> Array:
-        chosen.append(choose(logits, scores))
-        return chosen[-1]
+    `attend(held, layer, window, q, k, v)` returns the attention of a layer and the caches with its keys and values.
+    With layers in a loop (`spec.scan`), whose parameters are stacked (`params.held`), the layer's number is traced.
+    """
+    choose = moe.largest(spec.experts_per_token)
+    turns = {window: _rotation(spec, positions, window) for window in sorted(set(spec.each_window))}
 
-    for layer, turn in zip(decoder.layers, turns, strict=True):
-        x = layer(x, turn, attend, Routing(seen, layout))
-    return x, moe.recorded(spec, chosen) if chosen else None
+    def one(weights: Block, number: Layer, window: int, x: Array, held: Held) -> tuple[Array, Held, list[Array]]:
+        chosen = []
+
+        def seen(logits: Array, scores: Array) -> Array:
+            chosen.append(choose(logits, scores))
+            return chosen[-1]
+
+        def own(q: Array, k: Array, v: Array) -> Array:
+            nonlocal held
+            out, held = attend(held, number, window, q, k, v)
+            return out
+
+        return weights(x, turns[window], own, Routing(seen, layout)), held, chosen
+
+    windows, period, layers, first, choices = spec.each_window, spec.period, decoder.layers, 0, []
+    if spec.scan:
+        first = layers_in_loop(spec)
+
+        def cycle(carry: tuple[Array, Held], of_cycle: tuple[Sequence[Params], Array]) -> tuple[Any, list[Array]]:
+            (x, held), (values, index), found = carry, of_cycle, []
+            for at, weights in enumerate(values):
+                x, held, chosen = one(block(spec, weights), index * period + at, windows[at], x, held)
+                found += chosen
+            return (x, held), found
+
+        xs = of_cycles(spec, params), jnp.arange(first // period)
+        (x, held), found = jax.lax.scan(cycle, (x, held), xs)
+        choices = [of_layer[index] for index in range(first // period) for of_layer in found]
+        each = (in_loop(spec, number)[0] for number in range(first, spec.layers))
+        layers = [block(spec, {name: params[full] for name, full in names.items()}) for names in each]
+    for number, weights in enumerate(layers, first):
+        x, held, chosen = one(weights, number, windows[number], x, held)
+        choices += chosen
+    return x, held, moe.recorded(spec, choices) if choices else None
 
 
 def _pinned(x: Float[Array, "B T D"], layout: Layout | None) -> Float[Array, "B T D"]:

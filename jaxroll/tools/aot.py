@@ -161,7 +161,7 @@ def engine_programs(
     """
     sampler = config.sampler
     settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
-    sizes = settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
+    spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
     chosen = device.choose_kernels(spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention)

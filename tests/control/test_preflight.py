@@ -108,6 +108,9 @@ CASES: dict[str, Case] = {
     "a kernel on another platform": (
         None, ["sampler.paged_attention=pallas", "model.dtype=bfloat16"],
         "sampler.paged_attention", "pallas", "this is cpu"),
+    "a cache that a loop would copy": (
+        None, ["sampler.paged_attention=dense", "sampler.scan_layers=True"],
+        "sampler.paged_attention", "dense", "layers are in a loop"),
     "a kernel for short prompts": (
         None, ["sampler.prefill_attention=cudnn", "model.dtype=bfloat16", "placement.platform=auto"],
         "sampler.prefill_attention", "cudnn", "blocks of 128"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -77,3 +79,22 @@ def test_all_pages_are_free_when_no_sequence_is_left(bench):
     scheduler = b.engine._scheduler
     held = sum(len(prefix.table) for prefix in scheduler.prefixes.all())
     assert scheduler.pages[0].free == QUARTER - held
+
+
+def test_layers_in_a_loop_give_the_tokens_and_log_probs_of_single_layers(bench):
+    """Through prompts in two chunks, shared prompts, preemptions and a weight swap."""
+    how = PAGED | {"prefill_buckets": (8,), "cache_pages": QUARTER, "paged_attention": "xla"}
+    found, requests = [], [replace(one, params=SamplingParams(one.params.max_tokens, 0.0)) for one in uneven(12)]
+    for scan in (False, True):
+        b = bench(**how, scan_layers=scan)
+        before = b.engine.stats()
+        b.add(*requests)
+        while b.engine.stats().preemptions < before.preemptions + 2:
+            assert b.engine.step()
+        b.swap(Version(0, 2), 1)
+        found.append(b.finish())
+    for request in requests:
+        one, other = (results[request.id].completion for results in found)
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        assert one.versions == other.versions

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxroll.kernels import attention
-from jaxroll.kernels.attention import blocks, paged, reach
+from jaxroll.kernels.attention import beginning, blocks, paged, reach
 
 N, K, H, U, J = 4, 2, 8, 8, 9
 loop = jax.jit(paged)
@@ -71,6 +73,23 @@ def test_a_block_reads_no_further_than_its_own_longest_row():
     )
     poisoned = given | {"values": given["values"].at[:, spoilt].set(np.nan)}
     np.testing.assert_array_equal(looped(poisoned, starts, 2), clean)
+
+
+def test_a_window_reads_only_its_own_pages():
+    """Pages before the window of every row of a block have no effect, even NaN; the bits are those of all pages."""
+    window, starts = 9, np.array([J * U - 1, 66, 70, 69, 41, 45, -1, 50])
+    given, begin = problem(8), beginning(jnp.asarray(starts), window, U, 2)
+    assert begin.tolist() == [7, 4]  # pages, read in chunks of 4
+    assert beginning(jnp.asarray(starts), 0, U) is None
+    spoilt = given["tables"][:, :4].ravel()
+    spoilt = spoilt[spoilt > 0]  # page 0 fills the last chunk of a table
+    poisoned = given | {"values": given["values"].at[:, spoilt].set(np.nan)}
+    attend = jax.jit(functools.partial(paged, window=window))
+    how = {"starts": starts, "reach": reach(jnp.asarray(starts), 1, U, 2)}
+    found, whole = np.asarray(attend(**poisoned, **how, begin=begin)), np.asarray(attend(**given, **how))
+    seen = starts >= 0
+    np.testing.assert_array_equal(found[seen], whole[seen])
+    assert np.isfinite(found).all() and np.isnan(np.asarray(attend(**poisoned, **how))[seen]).any()
 
 
 def test_reach_is_the_most_of_all_shards_and_zero_for_idle_rows():

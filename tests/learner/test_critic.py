@@ -176,9 +176,10 @@ def test_the_critics_gradient_agrees_with_a_finite_difference(small_config, make
 
 def accumulated(monkeypatch, values, streams, clip) -> Accumulator:
     """The critic's sums, added to an accumulator of ones, for a model whose parameters are its values."""
-    monkeypatch.setattr(critic, "token_values", lambda recipe, params, streams: params[critic.HEAD])
+    monkeypatch.setattr(critic, "token_values", lambda recipe, params, streams, *_: params[critic.HEAD])
     held = Accumulator({critic.HEAD: np.ones(values.shape, np.float32)}, {"loss": np.float32(1.0)})
-    accumulate = functools.partial(Critic._accumulate, SimpleNamespace(recipe=None, clip=clip))
+    recipe = SimpleNamespace(spec=SimpleNamespace(scan=False, remat="none"), layout=None, lora=None)
+    accumulate = functools.partial(Critic._accumulate, SimpleNamespace(recipe=recipe, clip=clip))
     return jax.jit(accumulate)({critic.HEAD: values}, held, streams)
 
 

@@ -12,14 +12,17 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxroll import sharding
-from jaxroll.config import MeshConfig
+from jaxroll.config import LearnerConfig, MeshConfig
 from jaxroll.learner import minibatch
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.step import Programs, Routers, gradients
-from jaxroll.models import families, transformer
+from jaxroll.learner.critic import Critic
+from jaxroll.learner.lora import Lora
+from jaxroll.learner.step import Programs, Routers, dense, gradients
+from jaxroll.models import families
 from jaxroll.models import params as model_params
 from jaxroll.records import Version
+from tests.harness.learner_critic import PPO
 
 NANO = families.spec("nano", vocab_size=24)
 SPECS = {
@@ -33,10 +36,10 @@ SPECS = {
 def programs(small_config, make_trainer):
     """The programs for a model on `mesh`, and the micro-batches of a claim."""
 
-    def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None):
+    def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None, lora: Lora | None = None):
         trainer = make_trainer(small_config(micro_batch_rows=4, mesh=mesh or MeshConfig(), weight_decay=0.1))
         routers = Routers(replay=False, loss=0.1, bias_rate=0.1) if spec.experts else None
-        made = Programs(dataclasses.replace(trainer.programs.recipe, spec=spec, routers=routers))
+        made = Programs(dataclasses.replace(trainer.programs.recipe, spec=spec, routers=routers, lora=lora))
         if claim is None:
             return made
         (samples,) = minibatch.prepare(claim, trainer.config).minibatches
@@ -83,6 +86,44 @@ def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(pr
     assert operations(9) == operations(3)
 
 
+def test_programs_of_adapters_and_of_a_critic_do_not_grow_with_the_number_of_layers(programs) -> None:
+    def operations(layers: int) -> dict[str, int]:
+        spec = dataclasses.replace(NANO, layers=layers, scan=True, remat="layer")
+        made = programs(spec, lora=Lora(2, 2.0, ("attn.o", "mlp.up")))
+        judge = Critic(LearnerConfig(critic="init"), programs(spec).recipe)
+        whole = [of.lowered(name) for of in (made, judge) for name in states.ByLayer.PROGRAMS]
+        found = {str(n): one.as_text().count("stablehlo.") for n, one in enumerate([*whole, made.lowered("merge")])}
+        for name, of in (("adapters", made), ("critic", judge)):
+            text = of.lowered("accumulate", 4).as_text()
+            kinds = ("add", "slice", "dot_general", "multiply")
+            found[name] = sum(text.count(f"stablehlo.{kind} ") for kind in kinds)
+        return found
+
+    assert operations(9) == operations(3)
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 3, "lora_alpha": 6.0}, PPO], ids=["adapters", "critic"])
+def test_adapters_and_a_critic_are_trained_as_with_single_layers(
+    small_config, make_trainer, make_claim, options: dict
+) -> None:
+    """Compared by the first moments, which are the clipped gradients; then the merged parameters."""
+    found = []
+    for scan in (False, True):
+        config = small_config(micro_batch_rows=4, max_grad_norm=0.05, scan_layers=scan, remat="layer", **options)
+        trainer = make_trainer(config)
+        row = trainer.train(make_claim(age=1))
+        of = (trainer.state, *([trainer.state.critic] if trainer.state.critic else []))
+        found.append([{"norm": row["grad_norm"]}, *(jax.device_get(state.opt_state[1][0].mu) for state in of)])
+        recipe, held = trainer.programs.recipe, jax.device_get(trainer.params())
+        wanted = dense(recipe, trainer.state.params, trainer.base)
+        assert held.keys() == wanted.keys() and all(np.allclose(held[name], wanted[name]) for name in wanted)
+    for single, loop in zip(*found, strict=True):
+        assert single.keys() == loop.keys()
+        for key, value in single.items():
+            close = {"rtol": 1e-4, "atol": 1e-5 * np.abs(value).max() + 1e-9}
+            np.testing.assert_allclose(loop[key], value, **close, err_msg=key)
+
+
 def test_a_loop_adds_gradients_to_their_sums_without_a_copy_of_all_layers(programs) -> None:
     """Temporary memory holds the parameters of each further layer (in a stack) and its input, but no gradients."""
 
@@ -105,9 +146,9 @@ def test_a_loop_that_sums_adds_the_gradients_of_a_micro_batch(programs, make_cla
     rng = np.random.default_rng(0)
     params = random_like(made.state.params, rng, 0.1)
     held = random_like(made.accumulator, rng)
-    before = jax.device_get(transformer.unstacked(spec, held.grads))
+    before = jax.device_get(model_params.unstacked(spec, held.grads))
     wanted, _ = jax.jit(lambda *given: gradients(made.recipe, *given))(params, streams)
-    found = transformer.unstacked(spec, made.accumulate(params, held, streams).grads)
+    found = model_params.unstacked(spec, made.accumulate(params, held, streams).grads)
     assert found.keys() == wanted.keys()
     for key, grad in wanted.items():
         np.testing.assert_allclose(found[key], before[key] + np.asarray(grad), rtol=1e-6, atol=1e-6, err_msg=key)
@@ -144,7 +185,7 @@ def test_the_optimizer_step_by_layers_is_that_of_all_parameters_at_once(programs
     whole = jax.jit(made._apply)
     for scale in (1.0, 1e-4, 0.3):
         accumulator = random_like(made.accumulator, rng, scale)
-        single = dataclasses.replace(accumulator, grads=transformer.unstacked(made.recipe.spec, accumulator.grads))
+        single = dataclasses.replace(accumulator, grads=model_params.unstacked(made.recipe.spec, accumulator.grads))
         wanted, _, expected = whole(wanted, single)
         found, empty, report = made.apply(found, accumulator)
         np.testing.assert_allclose(report["grad_norm"], expected["grad_norm"], rtol=1e-6)
