@@ -52,7 +52,12 @@ TRUNCATED = configs.parse({
 
 
 def sampled(
-    trainer: Trainer, spec: families.ModelSpec, cut: tuple[SamplingParams, ...] = (), support_tokens: int = 0
+    trainer: Trainer,
+    spec: families.ModelSpec,
+    cut: tuple[SamplingParams, ...] = (),
+    support_tokens: int = 0,
+    *,
+    experts: bool = False,
 ) -> dict[tuple[int, int], tuple[np.ndarray, Completion]]:
     """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights.
 
@@ -68,6 +73,7 @@ def sampled(
         decode_chunk=4,
         seed=3,
         support_tokens=support_tokens,
+        experts=experts,
     )
     engine = Engine(spec, mesh, sharding.SAMPLER, config)
     engine.warmup(weights)
@@ -98,7 +104,9 @@ def claim_of(done: dict[tuple[int, int], tuple[np.ndarray, Completion]]) -> Clai
         nothing = np.zeros(len(prompt), np.uint8)
         shown = Segment(prompt, nothing, nothing.astype(np.float32))
         said = sampled_segments(completion)
-        outcome = Finished((shown, *said), completion.finish, float(number), {}, completion.versions)
+        outcome = Finished(
+            (shown, *said), completion.finish, float(number), {}, completion.versions, experts=completion.experts
+        )
         return Member(group, number, 1, outcome)
 
     task = Task(0, (), "single_turn", "{}", 0, "0")
@@ -172,6 +180,29 @@ def test_sampler_and_learner_agree_for_every_family(variant: str) -> None:
     text = np.concatenate([prompt, greedy.tokens])[None]
     likeliest = np.asarray(logits_of(spec, trainer.params(), *whole_rows(text))).argmax(-1)[0]
     assert len(greedy.tokens) == 12 and np.array_equal(likeliest[len(prompt) - 1 : -1], greedy.tokens)
+    row = trainer.train(claim_of(done))
+    assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100
+    assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_truncated_samples_agree_for_every_family_and_experts_are_replayed(variant: str) -> None:
+    """With top-p 0.9; a mixture of experts with routing replay."""
+    spec, weights, _ = golden(variant)
+    experts = spec.experts > 0
+    config = dataclasses.replace(
+        CONFIG,
+        sampling=dataclasses.replace(CONFIG.sampling, temperature=0.8, top_p=0.9, support_tokens=8),
+        learner=dataclasses.replace(CONFIG.learner, routing_replay=experts),
+    )
+    trainer = Trainer(config, spec, sharding.build(config.learner.mesh), sharding.LEARNER, key=jax.random.key(1))
+    trainer.set_params({name: np.asarray(value) for name, value in weights.items()})
+    cut = (SamplingParams(12, 0.8, top_p=0.9),)
+    done = sampled(trainer, spec, cut, config.sampling.support_tokens, experts=experts)
+    assert all(bool(completion.experts.size) == experts for _, completion in done.values())
+    kept = [Supports.decoded(completion.support, completion.tokens).sizes for _, completion in done.values()]
+    assert min(sizes.min() for sizes in kept) < 8, "nothing was cut"
     row = trainer.train(claim_of(done))
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
