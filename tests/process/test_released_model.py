@@ -26,14 +26,14 @@ _TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
-# One device per role, short sequences, and adapters: the state of all parameters would take 20 GB. The model, its
-# dtypes, the prompts and the reward are those of the config.
+# One device per role and short sequences. The model, its dtypes, the prompts, the reward and what is trained (all
+# parameters, about 18 GB with the sampler) are those of the config; adapters need less memory.
 _SMALL = {
     "schedule.steps": 2, "schedule.groups_per_step": 1, "schedule.group_size": 2, "schedule.alpha": 0,
     "sampling.max_tokens": 8, "task.max_prompt_tokens": 160, "task.heldout_items": 1, "sampler.mesh.tensor": 1,
     "sampler.slots": 2, "sampler.prefill_rows": 1, "sampler.prefill_buckets": 160, "sampler.decode_chunk": 1,
     "learner.mesh.fsdp": 1, "learner.micro_batch_rows": 1, "learner.row_tokens": 168, "learner.checkpoint_every": 100,
-    "learner.scan_layers": True, "transfer.deadline_s": 600, "store.stall_abort_s": 2400, "learner.lora_rank": 4,
+    "learner.scan_layers": True, "learner.remat": "layer", "transfer.deadline_s": 600, "store.stall_abort_s": 2400,
 }  # fmt: skip
 
 
@@ -63,7 +63,8 @@ def write_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def test_two_steps_from_a_folder_of_random_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4], ids=["all_parameters", "adapters"])
+def test_two_steps_from_a_folder_of_random_weights(tmp_path: Path, rank: int) -> None:
     write_model(tmp_path / "model")
     rows = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}.\n#### {2 * n}"} for n in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,7 +73,7 @@ def test_two_steps_from_a_folder_of_random_weights(tmp_path: Path) -> None:
         "tokenizer.path": tmp_path / "model",
         "task.path": tmp_path / "train.jsonl",
     }
-    words = [f"--config.{key}={value}" for key, value in (paths | _SMALL).items()]
+    words = [f"--config.{key}={value}" for key, value in (paths | _SMALL | {"learner.lora_rank": rank}).items()]
     with Train(tmp_path / "run", *words, config="gsm8k_qwen3_0p6b") as train:
         assert train.finish(2700) == 0, train.logs()
         assert_sound(train, steps=2, alpha=0)
