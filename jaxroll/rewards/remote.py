@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
 import os
 import random
@@ -19,6 +20,7 @@ import re
 import sqlite3
 import ssl
 import sys
+from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,8 @@ from jaxroll.errors import DataError, InfraError
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.records import Message
 from jaxroll.rewards.processes import environment
+
+_LOG = logging.getLogger(__name__)
 
 # --- A JSON call over HTTP/1.1 on the event loop: one connection per call, which a cancellation closes at once
 
@@ -140,12 +144,8 @@ def _limit(size: int) -> None:
 READY = -1  # the id of the first line of the process
 START_S = 600.0  # to load JAX and the weights
 _LINE_BYTES = 1 << 20
-_PASSED_ON = (
-    "NPROC",
-    "JAX_COMPILATION_CACHE_DIR",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
-)
+_CACHE_LIMITS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"
+_PASSED_ON = ("NPROC", "JAX_COMPILATION_CACHE_DIR", *_CACHE_LIMITS)
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -200,18 +200,13 @@ class Classifier:
         async with self._starting:
             if self._process is not None:
                 return self._process
-            command = ("-P", "-m", "jaxroll.tools.classifier", msgspec.json.encode(self._settings).decode())
+            settings = msgspec.json.encode(self._settings).decode()
+            command = (sys.executable, "-P", "-m", "jaxroll.tools.classifier", settings)
             passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
             env = environment() | passed_on | {"JAX_PLATFORMS": "cpu", PARENT_ENV: str(os.getpid())}
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *command,
-                    env=env,
-                    limit=_LINE_BYTES,
-                    start_new_session=True,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
+                    *command, env=env, limit=_LINE_BYTES, start_new_session=True, stdin=PIPE, stdout=PIPE
                 )
             except OSError as error:
                 raise HttpError("start", str(error)) from error
@@ -283,17 +278,20 @@ class BudgetSpent(InfraError):
 
 
 class Verdicts:
-    """Values by key and the spent budget, in one SQLite file (None: in memory). Its methods may run in any thread."""
+    """Values by key and the spent budget, in one SQLite file (None: in memory). Its methods may run in any thread, and
+    raise InfraError if the file cannot be read or written."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = str(path) if path else ""
         self._memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None) if not path else None
-        self._run(lambda db: db.executescript(_TABLES))
+        if self._memory is not None:
+            self._memory.executescript(_TABLES)
 
     def value(self, key: str) -> float | None:
-        """The kept value; None if there is none."""
+        """The kept value; None if there is none, or no number."""
         row = self._run(lambda db: db.execute("SELECT value FROM verdicts WHERE key = ?", (key,)).fetchone())
-        return None if row is None else float(row[0])
+        found = None if row is None else row[0]
+        return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
     def keep(self, key: str, value: float) -> None:
         """Keep a value."""
@@ -322,11 +320,13 @@ class Verdicts:
     def _run(self, job: Callable[[sqlite3.Connection], Any]) -> Any:
         if self._memory is not None:
             return job(self._memory)
-        db = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
         try:
-            return job(db)
-        finally:
-            db.close()
+            with contextlib.closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
+                db.executescript(_TABLES)  # a damaged file may have been moved away
+                return job(db)
+        except sqlite3.Error as error:
+            remedy = "Free space if its disk is full. Move it away if it is damaged: its verdicts are asked for again."
+            raise InfraError(f"{self._path} cannot be used ({error}). {remedy}") from error
 
 
 class RemoteParts:
@@ -360,15 +360,21 @@ class RemoteParts:
             done.exception()  # it is reported by those that wait; there may be none left
 
     async def _found(self, part: str, settings: EndpointSettings, key: str, body: Any) -> float:
-        if self._verdicts is None:
-            self._verdicts = await asyncio.to_thread(Verdicts, self._path)
-        verdicts = self._verdicts
-        if (known := await asyncio.to_thread(verdicts.value, key)) is not None:
+        verdicts = self._verdicts = self._verdicts or Verdicts(self._path)
+        known = None
+        with contextlib.suppress(InfraError):  # a file that cannot be used costs repeated calls, and no verdict
+            known = await asyncio.to_thread(verdicts.value, key)
+        if known is not None:
             self.counts[f"{part}: cached"] += 1
             return known
         async with self._gates.setdefault(part, asyncio.Semaphore(settings.concurrency)):
             value = await self._asked(part, settings, body, verdicts)
-        await asyncio.to_thread(verdicts.keep, key, value)
+        try:
+            await asyncio.to_thread(verdicts.keep, key, value)
+        except InfraError as error:
+            if not self.counts[f"{part}: not kept"]:
+                _LOG.warning("verdicts are not kept: %s", error)
+            self.counts[f"{part}: not kept"] += 1
         return value
 
     async def _asked(self, part: str, settings: EndpointSettings, body: Any, verdicts: Verdicts) -> float:
@@ -379,11 +385,15 @@ class RemoteParts:
                 self.spent_key, self.spent_limit = error.key, error.limit
                 self.spent.set()
                 raise
+            except InfraError:
+                if settings.budget_calls or settings.budget_tokens:  # no call that is not counted
+                    raise
             self.counts[f"{part}: calls"] += 1
             try:
                 response = await self._response(settings, body)
                 if tokens := _tokens(response):
-                    await asyncio.to_thread(verdicts.add_tokens, part, tokens)
+                    with contextlib.suppress(InfraError):  # the call is paid; with a budget it is the last one
+                        await asyncio.to_thread(verdicts.add_tokens, part, tokens)
                 return verdict(settings, response)
             except HttpError as error:
                 self.counts[f"{part}: {error.cause}"] += 1
@@ -428,12 +438,8 @@ class Request(msgspec.Struct, frozen=True):
         fields = {"question": question, "answer": self.answer, "truth": self.truth, "completion": self.completion}
         # One pass, so that a field's text is never taken for a placeholder.
         text = re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), settings.prompt)
-        return {
-            "model": settings.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0.0,
-            "max_tokens": settings.max_tokens,
-        }
+        messages = [{"role": "user", "content": text}]
+        return {"model": settings.model, "messages": messages, "temperature": 0.0, "max_tokens": settings.max_tokens}
 
 
 def verdict(settings: EndpointSettings, response: Any) -> float:

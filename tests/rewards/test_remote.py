@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,77 @@ def test_verdicts_are_kept_on_disk_and_identical_requests_make_one_call(tmp_path
 
     run(reply("Score: 1"), use=first, path=path)
     run(reply("Score: 0"), use=later, path=path)
+
+
+def sql(path: Path, *statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        for statement in statements:
+            db.execute(statement)
+        db.commit()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no database": lambda path: path.write_bytes(b"not a database at all" * 99),
+    "a folder": Path.mkdir,
+    "of another program": lambda path: sql(path, "CREATE TABLE verdicts (song TEXT)", "CREATE TABLE spent (song TEXT)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_of_verdicts_that_cannot_be_used_costs_no_verdict_and_stops_calls_that_must_be_counted(
+    damage: str, tmp_path: Path
+) -> None:
+    """Repeated answers are asked for again. With a budget no call is made that the file does not count."""
+    DAMAGES[damage](path := tmp_path / "verdicts.db")
+
+    async def use(endpoint: Endpoint, parts: RemoteParts, _: list[float]) -> None:
+        for _ in range(2):
+            assert await parts.value("judge", judge(endpoint), REQUEST) == 1.0
+        assert parts.counts == {"judge: calls": 2, "judge: not kept": 2} and len(endpoint.bodies) == 2
+        with pytest.raises(InfraError, match=r"verdicts\.db cannot be used .*Move it away"):
+            await parts.value("judge", judge(endpoint, budget_calls=9), REQUEST)
+        assert len(endpoint.bodies) == 2
+
+    run(reply("Score: 1"), use=use, path=path)
+
+
+def test_a_verdict_for_which_the_disk_has_no_room_is_used_and_kept_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, is_full = sqlite3.connect, True
+
+    class Full(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            if is_full and not statement.startswith(("SELECT", "BEGIN", "COMMIT")):
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(statement, *values)
+
+    monkeypatch.setattr(remote.sqlite3, "connect", lambda *at, **how: real(*at, factory=Full, **how))
+
+    async def use(endpoint: Endpoint, parts: RemoteParts, _: list[float]) -> None:
+        nonlocal is_full
+        ask = lambda **budget: parts.value("judge", judge(endpoint, **budget), REQUEST)  # noqa: E731
+        assert [await ask(), await ask()] == [1.0, 1.0]
+        with pytest.raises(InfraError, match="disk is full"):
+            await ask(budget_tokens=99)
+        is_full = False
+        assert [await ask(budget_tokens=99), await ask(budget_tokens=99)] == [1.0, 1.0]
+        assert parts.counts == {"judge: calls": 3, "judge: not kept": 2, "judge: cached": 1}
+
+    run(reply("Score: 1"), use=use, path=tmp_path / "verdicts.db")
+
+
+@pytest.mark.parametrize("value", ["'much'", "9e999", "x'00ff'"])
+def test_a_kept_verdict_that_is_no_number_is_asked_for_again(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.db"
+
+    async def use(endpoint: Endpoint, parts: RemoteParts, _: list[float]) -> None:
+        assert await parts.value("judge", judge(endpoint), REQUEST) == 1.0
+        sql(path, f"UPDATE verdicts SET value = {value}")
+        assert [await parts.value("judge", judge(endpoint), REQUEST) for _ in range(2)] == [1.0, 1.0]
+        assert parts.counts == {"judge: calls": 2, "judge: cached": 1}
+
+    run(reply("Score: 1"), use=use, path=path)
 
 
 @pytest.mark.parametrize(("limit", "calls"), [({"budget_calls": 3}, 3), ({"budget_tokens": 25}, 3)])
