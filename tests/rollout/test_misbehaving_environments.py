@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout import episode
 from jaxroll.rollout.manager import LoopThread, RolloutManager
+from jaxroll.store.server import puts
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
 
 DEADLINE_S = 60.0
@@ -228,3 +231,94 @@ def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
 def test_a_declaration_that_makes_no_sense_is_a_data_failure_that_names_it(name: str, value: Any) -> None:
     bad, _ = played(lambda _: type("Bad", (Good,), {name: value})())
     assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and name in bad.outcome.error
+
+
+class Hostile:
+    """Raises wherever it is looked at."""
+
+    def _raises(self, *_: Any) -> Any:
+        raise RuntimeError("do not look at me")
+
+    __str__ = __repr__ = __len__ = __iter__ = __getitem__ = __float__ = __bool__ = __eq__ = __hash__ = _raises
+
+
+def endless() -> Iterator[Message]:
+    while True:
+        yield Message("user", "b")
+
+
+NOT_NUMBERS = [None, "1", b"1", "", [], {}, (1.0,), 1j, 10**400, math.nan, -math.inf, np.ones(1), np.float32("nan")]
+NOT_NUMBERS += [np.datetime64("now"), Hostile()]
+NOT_TEXTS = [0, b"b", "\ud800", "a" * (2**20 + 1), [], ("a",), object(), np.str_("\udfff"), Hostile()]
+NOT_MESSAGES = [None, 0, "text", b"b", {}, {"role": "user", "content": "a"}, [None], ("a",), Hostile(), endless(), [()]]
+NOT_MESSAGES += [[Message(role, "a")] for role in (None, "r" * 1000, "\ud800", 7)]  # type: ignore[arg-type]
+NOT_MESSAGES += [[Message("user", text)] for text in NOT_TEXTS]  # type: ignore[arg-type]
+NOT_MESSAGES += [[Message("user", "a" * 2**19)] * 3, np.ones(3), StepResult(done=True)]
+WRONG: dict[str, list[Any]] = {
+    "done": [None, 0, 1, "", "yes", [], math.nan, np.ones(2, bool), Hostile()],
+    "messages": NOT_MESSAGES,
+    "reward": NOT_NUMBERS,
+    "reward_parts": [None, 0, "a", [], [("a", 1.0)], Hostile(), {str(number): 0.0 for number in range(1000)}]
+    + [{"a": number} for number in NOT_NUMBERS]
+    + [{label: 1.0} for label in (None, 7, b"a", "x" * 1000, "\ud800", ("a",))],
+    "extracted": NOT_TEXTS,
+}
+RIGHT: dict[str, list[Any]] = {
+    "done": [True, False, np.True_],
+    "messages": [(Message("user", "b"),), [Message("tool", "ab"), Message("", "")]],
+    "reward": [1.0, -1, True, np.float32(0.5), np.ones(()), 1e308],
+    "reward_parts": [{}, {"a": 1, "b": True}, {"": np.int64(3), "truncated": 9.0}],
+    "extracted": [None, "", "abc", "a" * 2**20],
+}
+
+
+class Fuzzed(Good):
+    """An environment whose answers have up to two fields with a value from `WRONG`, and none if it is `tame`."""
+
+    def __init__(self, seed: int, tame: bool) -> None:
+        self._chance, self._tame = random.Random(seed), tame
+
+    async def reset(self, task: Task, seed: int) -> Any:
+        is_wrong = not self._tame and self._chance.random() < 0.2
+        return self._chance.choice([*NOT_MESSAGES, ()]) if is_wrong else task.messages
+
+    async def step(self, answer: str) -> Any:
+        wrong = [] if self._tame else self._chance.sample(sorted(WRONG), self._chance.choice((0, 1, 1, 2)))
+        fields = {name: self._chance.choice((WRONG if name in wrong else RIGHT)[name]) for name in RIGHT}
+        return StepResult(**fields)
+
+
+@pytest.mark.parametrize("tame", [True, False], ids=["right values", "wrong values"])
+def test_whatever_values_an_environment_returns_its_member_can_be_stored(tame: bool) -> None:
+    """A failure is DATA with the name of the field; the store's own check takes all members."""
+    thread, number = LoopThread("test"), 600
+
+    async def member(seed: int) -> Member:
+        manager = RolloutManager(
+            FakeProxy(),
+            lambda name: Fuzzed(seed, tame),
+            TOKENIZER,
+            SamplingParams(max_tokens=4),
+            bounds=episode.Bounds(turns=4),
+        )
+        return await manager.run_member(grant(1, 1), 0, 1)
+
+    async def all_of_them() -> list[Member]:
+        return list(await asyncio.gather(*map(member, range(number))))
+
+    try:
+        found = thread.start(all_of_them()).result(DEADLINE_S)
+    finally:
+        thread.close()
+        thread.loop.close()
+    failed = [one.outcome for one in found if isinstance(one.outcome, Failed)]
+    assert len(failed) == 0 if tame else number / 4 < len(failed) < number
+    for outcome in failed:
+        named = ("StepResult.", "the reward", "reward part", "a label", "reset()", "shows nothing", "do not look at me")
+        assert outcome.kind == "DATA" and any(name in outcome.error for name in named), outcome.error
+        assert len(outcome.error) < 2000
+    for one in found:
+        request = puts.put_request(wire.encode(one))
+        assert (request.failure is None) == isinstance(one.outcome, Finished)
+        if isinstance(one.outcome, Finished):
+            assert all(map(math.isfinite, (one.outcome.reward, *one.outcome.reward_parts.values())))
