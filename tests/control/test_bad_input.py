@@ -1,6 +1,8 @@
 """Every command with every class of bad input: a one-line error with file or key, and a documented exit code.
 
-The damaged run is made by hand; no test here starts a process or JAX.
+The damaged run is made by hand; no test here starts a process or JAX: commands whose work is done by child processes
+are refused before they start one, or get a stand-in. test_run_lock has runs that are in use, test_first_mistakes other
+mistakes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.control import cli
+from jaxroll.control import cli, commands, run_dir, train
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
 from tests.harness.run_folder import make_run
 
@@ -35,7 +37,22 @@ READERS: dict[str, list[str]] = {
     "resume": ["train", "--run=RUN", "--resume", "--config.schedule.nothing=1"],  # refused at the latest for this
     "new run": ["train", "--run=RUN", f"--config={SMOKE}", "--config.schedule.nothing=1"],
     "token": ["tls", "RUN", "--token-of=unknown"],
+    "fork": ["train", "--run=RUN", "--resume", "--fork=0", "--config.schedule.nothing=1"],
+    "generate": ["generate", "RUN", "hello"],
+    "eval": ["eval", "RUN"],
+    "serve": ["serve", "RUN"],
+    "tinker-serve": ["tinker-serve", "RUN"],
+    "sft": ["sft", "--run=RUN"],
+    "compile": ["compile", "RUN", "--role=sampler"],
+    "weights export": ["weights", "export", "RUN", "OUT"],
+    "calibrate": ["sim", "calibrate", "RUN"],
+    "ui": ["ui", "RUN"],
+    "learner": ["learner", "RUN", "--index=7"],  # refused at the latest for this
+    "actor": ["actor", "RUN"],  # the config has none
 }
+# Commands that refuse the undamaged run too, for another reason.
+WHOLE = {"resume", "fork", "new run", "token", "generate", "eval", "serve", "weights export", "calibrate"}
+WHOLE |= {"learner", "actor"}
 
 
 def writes(name: str, data: bytes) -> Damage:
@@ -131,6 +148,39 @@ def emptied(run: Path) -> None:
     run.mkdir()
 
 
+def too_large(name: str) -> Damage:
+    """Make the run's file `name` larger than any that JaxRoll writes."""
+
+    def damage(run: Path) -> None:
+        with (run / name).open("ab") as file:
+            file.truncate(run_dir.RUN_FILE_BYTES + 1)
+
+    return damage
+
+
+def checkpoint(**files: bytes) -> Damage:
+    """Add a checkpoint whose writing was interrupted, or that was damaged: only these files, by name, are there."""
+
+    def damage(run: Path) -> None:
+        made = run / "checkpoints" / "0000.00000003"
+        made.mkdir(parents=True)
+        for name, data in files.items():
+            (made / name).mkdir()
+            (made / name / "metadata").write_bytes(data)
+
+    return damage
+
+
+def interrupted(run: Path) -> None:
+    """Leave what a killed learner and a killed store leave."""
+    (run / "checkpoints" / "0000.00000003.orbax-checkpoint-tmp-1" / "state").mkdir(parents=True)
+    (run / "store.db-wal").write_bytes(bytes(range(256)) * 40)
+    (run / "store.addr").write_text("127.0.0.1:1")
+    (run / ".run.json.tmp").write_bytes(b"{")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", "ste')
+
+
 DEEP = b'{"config":' + b"[" * 100_000
 DAMAGES: dict[str, Damage] = {
     "missing": no_run, "a file": a_file, "empty": emptied,
@@ -156,6 +206,10 @@ DAMAGES: dict[str, Damage] = {
     "alphabet words": writes("alphabet.json", b"{"),
     "alphabet folder": folder("alphabet.json"), "alphabet number": writes("alphabet.json", b"3"),
     "checkpoints file": writes("checkpoints", b"x"), "secret junk": writes("token", b"\xff"),
+    "run.json huge": too_large("run.json"), "alphabet huge": too_large("alphabet.json"),
+    "heldout huge": too_large("heldout.json"), "interrupted": interrupted,
+    "checkpoint empty": checkpoint(), "checkpoint junk": checkpoint(about=b"\xff{", state=b"\xff"),
+    "checkpoint cut": checkpoint(about=b'{"position": 3, "arrays": {"params[\'a\']": ["float32", 4]}}'),
 }  # fmt: skip
 
 
@@ -174,13 +228,21 @@ def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", READERS)
+SOAK = {"eval", "serve", "tinker-serve", "sft", "compile", "calibrate", "ui", "learner", "actor"}  # like the others
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else []) for name in READERS]
+)
 def test_readers_of_a_damaged_run(
     command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "run_foreground", lambda argv, env: 0)  # the child that would do the work
+    monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
+    monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
     wrong = []
-    for name, damage in DAMAGES.items():
+    for name, damage in {"nothing": lambda run: None, **DAMAGES}.items():
         run = tmp_path / name.replace(" ", "-") / "run"
         shutil.copytree(whole, run)
         damage(run)
@@ -192,6 +254,8 @@ def test_readers_of_a_damaged_run(
             continue
         if code not in (0, EXIT_FAILURE, EXIT_CONFIG):
             wrong.append(f"{name}: ended with {code}")
+        if name == "nothing" and (code == EXIT_CONFIG) != (command in WHOLE):
+            wrong.append(f"the undamaged run: ended with {code}: {err[:300]}")
         if code == EXIT_CONFIG and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
             wrong.append(f"{name}: wrote {err[:300]!r}")
     assert not wrong, "\n".join(wrong)
@@ -205,12 +269,25 @@ CONFIG_FILES: dict[str, bytes] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["config", "train", "demo", "store", "sft", "launch"])
+MORE_WORDS = {
+    "launch": ["--target=gpu"], "compile": ["--role=sampler"], "generate": ["r", "hello"],
+    "plan": ["--topology=v5e:8x8"], "sim": ["--cluster=none.toml"], "env": ["check", "single_turn"],
+}  # fmt: skip
+NAMING_CONFIGS = [
+    *("config", "train", "demo", "store", "sft", "launch", "eval", "generate", "plan"),
+    *(
+        pytest.param(name, marks=pytest.mark.soak)
+        for name in ("learner", "sampler", "evaluator", "serve", "tinker-serve", "compile", "sim", "env")
+    ),
+]
+
+
+@pytest.mark.parametrize("command", NAMING_CONFIGS)
 def test_malformed_config_files(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    more = ["--target=gpu"] if command == "launch" else []
+    more = MORE_WORDS.get(command, [])
     files = {f"{name.replace(' ', '-')}.py": data for name, data in CONFIG_FILES.items()} | {
         "text.txt": b"learning_rate: 1"
     }
@@ -218,7 +295,8 @@ def test_malformed_config_files(
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder.py").mkdir()
     for name in [*files, "folder.py", "missing.py", "", "\0", "x" * 5000]:
-        code, err = outcome([command, f"--config={name}", *more], capsys)
+        words = [command, *more, f"--config={name}"] if command == "env" else [command, f"--config={name}", *more]
+        code, err = outcome(words, capsys)
         assert code == EXIT_CONFIG and err.count("\n") == 1, (name, err)
         assert err.startswith(("error: --config", "error: RUN")), (name, err)
     assert not (tmp_path / "runs").exists()
