@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -228,3 +229,8 @@ def failed_member_rests_though_another_holder_is_there(patch: Patch) -> None:
 @breaks("failures: backoff")
 def failed_member_never_rests(patch: Patch) -> None:
     patch.setattr(puts.Settings, "backoff_s", lambda self, failures: 0.0)
+
+
+@breaks("failures: rest")
+def slow_leases_end_outside_the_next_batch(patch: Patch) -> None:
+    patch.setattr(leases, "itertools", SimpleNamespace(islice=lambda groups, count: groups))

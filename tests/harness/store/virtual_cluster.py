@@ -65,6 +65,7 @@ class World:
     slower: tuple[float, ...] = ()  # how many times slower each sampler is; () is 1 for all
     faults: tuple[tuple[int, Fault], ...] = ()  # (sampler, what is wrong with it)
     ready_s: tuple[float, ...] = ()  # when each sampler asks for the first time; () is at once
+    redraws: bool = False  # each attempt of a member takes a time of its own; else all take the same
 
 
 @dataclass
@@ -80,6 +81,7 @@ class Result:
     seconds: float = 0.0  # of the virtual clock, until the last step
     dead: int = 0  # groups
     failed: int = 0  # members, each time one broke
+    lengths_s: list[float] = field(default_factory=list)  # durations of the trained members, if the world `redraws`
 
 
 class Cluster:
@@ -146,6 +148,11 @@ class Cluster:
         """A duration that depends on nothing but the seed and the name."""
         return what(random.Random(repr((self.world.seed, name))))
 
+    def length_s(self, prompt: int, member: int, attempt: int) -> float:
+        """How long a healthy sampler takes for the member."""
+        name = (prompt, member, attempt) if self.world.redraws else (prompt, member)
+        return self.drawn_s(self.world.duration_s, *name)
+
     def tick(self) -> None:
         """Let the store look at the time, as its ticker does."""
         self.ask(ev.Tick())
@@ -177,7 +184,7 @@ class Cluster:
         for grant in leases.grants:
             for member, attempt in grant.members:
                 self.free[sampler] -= 1
-                duration_s = self.drawn_s(self.world.duration_s, grant.task.index, member)
+                duration_s = self.length_s(grant.task.index, member, attempt)
                 duration_s *= self.world.slower[sampler] if self.world.slower else 1.0
                 self.leased[sampler] += 1
                 key, began = (grant.group, member, attempt), self.now
@@ -226,11 +233,13 @@ class Cluster:
         self.waiting = None
         self.waits.append((self.now, self.now - since))
         self.result.windows.append(self.core.state.pace.groups or self.core.settings.limiter.window(0))
-        for group in batch.groups:
-            for slot in self.core.state.held[group].slots:
+        for group in (self.core.state.held[gid] for gid in batch.groups):
+            for member, slot in enumerate(group.slots):
                 for run in slot.runs:
                     age = step - run.version.step
                     self.ages[age] = self.ages.get(age, 0) + run.count
+                if self.world.redraws:
+                    self.result.lengths_s.append(self.length_s(group.task.index, member, slot.attempt))
         self.later(self.drawn_s(self.world.train_s, step), lambda: self.trained(step))
         self.lease_all()
 

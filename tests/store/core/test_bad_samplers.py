@@ -6,10 +6,12 @@ differ in how soon members fail, how many of them fail, and with which kind of f
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from statistics import fmean
 
 import pytest
 
@@ -17,6 +19,7 @@ from jaxroll.errors import Closed, Fenced, NoCredit, NotReady
 from jaxroll.policy.limiter import ALONE_S, LONGEST_S, SLOWER, TRIAL_FROM, TRIP
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
+from jaxroll.store.core import leases
 from jaxroll.store.core.admission import status, waits
 from jaxroll.store.core.state import next_deadline_s
 from tests.harness.store.machine import V0, Machine
@@ -125,6 +128,38 @@ def rate_after_broken_ones(rng: random.Random, seed: int) -> float:
     result = Cluster(mixed, holders=len(kinds)).play(skipped=20)
     assert result.dead == 0, f"seed {seed}: {result.dead} groups died of {result.failed} failures: {mixed}"
     return round(result.steps_per_s / Cluster(replace(world, samplers=healthy)).play(skipped=20).steps_per_s, 3)
+
+
+REDRAWN = (
+    "a sampler that answers three times slower",
+    "a sampler that fails late",
+    "a sampler that fails for a while",
+    "a sampler with one broken scoring worker of two",
+    "a sampler whose environment fails half of the time",
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+@pytest.mark.parametrize("neighbour", REDRAWN)
+def test_ends_of_slow_leases_shorten_the_trained_answers_by_less_than_a_hundredth(
+    neighbour: str, sigma: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A member is drawn anew after its lease ended as too slow, which replaces long answers by average ones."""
+    length_s = lambda rng: rng.lognormvariate(math.log(4.0) - sigma**2 / 2, sigma)  # noqa: E731  # 4 s on average
+    how, real, ended, ratios = NEIGHBOURS[neighbour], leases._too_slow, [], []
+    faults, speeds = (((1, how["fault"]),) if "fault" in how else ()), (1.0, how.get("slower", 1.0))
+    world = World(length_s, uniform(0.1, 0.2), 2, slots=16, steps=150, faults=faults, slower=speeds, redraws=True)
+    for seed in range(3):
+        means_s: list[float] = []
+        for rule in (lambda *at: ended.extend(found := real(*at)) or found, lambda *_: []):
+            monkeypatch.setattr(leases, "_too_slow", rule)
+            means_s.append(fmean(Cluster(replace(world, seed=seed)).play(skipped=20).lengths_s))
+        ratios.append(means_s[0] / means_s[1])
+    with capsys.disabled():
+        print(f"\n{neighbour}, sigma {sigma}: {ratios} with {len(ended)} ends")
+    assert min(ratios) > 0.99
+    assert ended or neighbour != REDRAWN[0], "the rule was not tried"
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
