@@ -93,6 +93,35 @@ def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
 
 
+def test_an_actor_that_hears_nothing_for_longer_than_a_lease_goes_on_afterwards(folder: Path) -> None:
+    """Cut off from store and sampler, as a stopped process is: another actor takes over its members meanwhile."""
+
+    async def job() -> tuple[Result, int, set[str]]:
+        async with NeighbourRun(config := neighbours(1, 2), folder) as at:
+            at.sampler_with(0)
+            stopped, _ = at.actor(0), at.actor(1)
+            training, state = at.learner(2.0), at.store.keeper.state
+            await asyncio.sleep(20.0)
+            held = {gid for gid, group in state.open.items() if any(s.holder == "actor-0" for s in group.slots)}
+            before = state.acked
+            at.network.cut("actor-0")
+            await asyncio.sleep(1.5 * config.store.lease_s)
+            during = state.acked - before
+            assert held and not held & set(state.open), "the groups of the stopped one are finished"
+            at.network.heal("actor-0")
+            await asyncio.sleep(10.0)
+            again = {slot.holder for group in state.open.values() for slot in group.slots}
+            assert not stopped.done()
+            return await at.result_of(training, SKIPPED), during, again
+
+    with pytest.MonkeyPatch.context() as patch:
+        prompts_of_neighbours(patch)
+        found, during, again = run(job())
+    assert found.dead == found.residual == 0
+    assert during >= 5, "the run waited for it longer than for its leases"
+    assert {"actor-0", "actor-1"} <= again, "it gets work again"
+
+
 LONG = pytest.mark.soak
 EARLY = [
     (AT_ONCE, 5.0, ("bad", "good", "good")),

@@ -238,7 +238,9 @@ def test_the_best_checkpoint_stays_and_only_versions_with_a_checkpoint_are_measu
     run(job())
 
 
-def test_an_evaluator_scores_every_due_version_and_a_partition_holds_nobody_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", [*DIRECTIONS, "weights"])
+def test_an_evaluator_scores_every_due_version_and_a_partition_holds_nobody_up(tmp_path: Path, link: str) -> None:
+    """It is cut off from the store, or from the learner's weights alone."""
     tasks = [Task(i, (Message("user", "a"),), ENV, "{}", i, f"{i:016x}") for i in range(4)]
     config = small()
     config = replace(config, evaluator=replace(config.evaluator, every=10))
@@ -246,14 +248,26 @@ def test_an_evaluator_scores_every_due_version_and_a_partition_holds_nobody_up(t
     async def job() -> None:
         async with VirtualRun(config, tmp_path) as at:
             at.sampler()
-            evaluating = at.evaluator(tasks)
+            evaluating = at.evaluator(tasks, engine := Behaviour())
             training = at.learner()
             await until_acked(at, 15)
-            at.network.cut("evaluator")
-            await until_acked(at, 25)
+            if link == "weights":
+                engine.weights_reachable = False
+            else:
+                at.network.cut("evaluator", *DIRECTIONS[link])
+            cut_s = asyncio.get_running_loop().time()
+            await until_acked(at, 32)
+            assert asyncio.get_running_loop().time() - cut_s > 1.5 * LEASE_S
+            if link == "weights":
+                said = [
+                    row["text"] for row in at.store.metrics.rows if row.get("role") == "evaluator" and "text" in row
+                ]
+                assert any(re.search(r"weights 0\.\d+: .*the learner cannot be reached", text) for text in said), said
+            engine.weights_reachable = True
             at.network.heal("evaluator")
             assert await training == 0
             await evaluating
+            assert_sound(at, 40, 1)
             rows = [row for row in at.store.metrics.rows if row.get("kind") == "eval"]
             assert [row["step"] for row in rows][:2] == [0, 10] and rows[-1]["step"] == 40
             assert all(row["accuracy"] == 1.0 and row["n"] == 4 for row in rows)
