@@ -149,7 +149,7 @@ class Cluster:
         return what(random.Random(repr((self.world.seed, name))))
 
     def length_s(self, prompt: int, member: int, attempt: int) -> float:
-        """How long a healthy sampler takes for the member."""
+        """Seconds that a healthy sampler takes for the member."""
         name = (prompt, member, attempt) if self.world.redraws else (prompt, member)
         return self.drawn_s(self.world.duration_s, *name)
 

@@ -145,7 +145,7 @@ REDRAWN = (
 def test_ends_of_slow_leases_shorten_the_trained_answers_by_less_than_a_hundredth(
     neighbour: str, sigma: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A member is drawn anew after its lease ended as too slow, which replaces long answers by average ones."""
+    """A member is drawn again after its lease ended as too slow, which replaces long answers by average ones."""
     length_s = lambda rng: rng.lognormvariate(math.log(4.0) - sigma**2 / 2, sigma)  # noqa: E731  # 4 s on average
     how, real, ended, ratios = NEIGHBOURS[neighbour], leases._too_slow, [], []
     faults, speeds = (((1, how["fault"]),) if "fault" in how else ()), (1.0, how.get("slower", 1.0))
