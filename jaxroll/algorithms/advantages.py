@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxroll.config import LearnerConfig
+
 # --- Per-token inputs of a loss, and the weights that reduce per-token losses to one number
 #
 # The loss of an optimizer step is Σₜ weightₜ · lossₜ. The weights contain all denominators, which are counted once over
@@ -306,3 +308,45 @@ def _spread(group: Group, values: Sequence[np.ndarray]) -> list[Advantage]:
             tokens[turn.start : turn.stop] = value
         spread.append(tokens)
     return spread
+
+
+# --- the estimator that `learner.advantage` names
+
+_PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # (rewards, trainable) → advantages
+    "group_std": lambda rewards, _: standardised(rewards),
+    "group_mean": lambda rewards, _: standardised(rewards, divide_by_std=False),
+    "leave_one_out": lambda rewards, _: leave_one_out(rewards),
+    "positive": lambda rewards, _: positive(rewards),
+    "best": best,
+    "best_worst": best_worst,
+}
+
+
+def estimator(learner: LearnerConfig) -> Credit:
+    """groups → the advantage of every member, by the settled `learner.advantage`; not for GAE, which needs a critic."""
+    kind = learner.advantage
+    if kind in ("batch_std", "group_mean_batch_std"):
+        baseline = kind == "group_mean_batch_std"
+        return lambda groups: _listed(batch_standardised(_rewards(groups), group_baseline=baseline))
+    if kind == "segment_return":
+        return lambda groups: [segment_return(group, learner.turn_discount) for group in groups]
+    if kind == "gigpo":
+        return lambda groups: [gigpo(group, learner.turn_discount, learner.step_weight) for group in groups]
+    of_group = _PER_GROUP[kind]
+    return lambda groups: _listed([of_group(_of(group), _trainable(group)) for group in groups])
+
+
+def _of(group: Group) -> np.ndarray:
+    return np.array([sample.reward for sample in group], np.float32)
+
+
+def _rewards(groups: Sequence[Group]) -> list[np.ndarray]:
+    return [_of(group) for group in groups]
+
+
+def _trainable(group: Group) -> np.ndarray:
+    return np.array([sample.mask.any() for sample in group], bool)
+
+
+def _listed(advantages: Sequence[np.ndarray]) -> list[list[Advantage]]:
+    return [[float(value) for value in of_group] for of_group in advantages]

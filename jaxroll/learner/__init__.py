@@ -3,9 +3,9 @@
 Read `trainer` first (one claim in, one new version out), then `minibatch`, `packing` and `step` in the order in which
 a claim passes through them.
 
-    samples           the members of a claim as flat per-token streams (numpy)
-    minibatch         advantages, aggregation weights and the split of a claim into optimizer steps (numpy)
-    packing           samples → rows of a few fixed shapes (numpy); `minibatch` has those that share prompts
+    minibatch         members of a claim as flat per-token streams, advantages, weights, optimizer steps (numpy)
+    packing           samples → rows of a few fixed shapes (numpy)
+    shared_prompts    the same for rows that store each prompt once (numpy)
     state             parameters, optimizer state, the optimizer itself, and the frozen reference model
     lora              low-rank adapters on frozen parameters, and their merge
     peft              adapters in the format of Hugging Face's PEFT (no JAX)

@@ -32,8 +32,8 @@ from jaxroll.config import LearnerConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner import state as states
 from jaxroll.learner.lora import abstract_gradients
+from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import HOST_MEMORY, Accumulator, Params, TrainState
 from jaxroll.learner.step import AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer

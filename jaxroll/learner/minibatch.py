@@ -1,42 +1,246 @@
-"""Optimizer batches of a claim, with their advantages, and rows that store each prompt once for all of its answers.
+"""Samples of a claim with their advantages and weights, divided into optimizer steps.
 
-Rewards as earned → shuffled (in control runs) → shaped (overlong answers, KL to the reference) → advantages → weights.
+Records → samples (flat per-token streams) → rewards as earned → shuffled (in control runs) → shaped (overlong answers,
+KL to the reference) → advantages → weights. No other module of the learner reads the records of members.
+
+T is the number of tokens of one member, prompt included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import jax
 import numpy as np
 
 from jaxroll.algorithms import advantages as estimators
 from jaxroll.algorithms import registry
-from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
+from jaxroll.algorithms.advantages import Advantage, Group, Turn, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.derived import (
-    overlong_tokens,
-    reward_shuffle_seed,
-    sample_tokens,
-    settled,
-    support_tokens,
-)
-from jaxroll.errors import ConfigError, DataError
-from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner.packing import (
-    PROMPT_IDS,
-    MicroBatch,
-    Placement,
-    empty_streams,
-    sharded,
-    split_rows,
-    work,
-    write,
-)
-from jaxroll.learner.samples import PerToken, Sample, conversations, of_claim, per_conversation
-from jaxroll.records import Claim
+from jaxroll.config.derived import overlong_tokens, reward_shuffle_seed, sample_tokens, settled, support_tokens
+from jaxroll.errors import DataError
+from jaxroll.protocols import Supports
+from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
+
+# --- samples: the records of members as flat per-token streams
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trainable sequence. `weight`, and an `advantage` that is one number, apply to each trained token."""
+
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T]: trained on
+    behaviour: np.ndarray  # float32 [T]: log-prob under the policy that sampled, 0 where not sampled
+    ages: np.ndarray  # int32 [T]: trained step minus sampled step, 0 where not sampled
+    sampled_tokens: int  # sampled, including those masked as stale
+    fresh: bool  # all tokens were sampled by the version (lineage included) that is being trained
+    reward: float
+    turns: tuple[Turn, ...] = ()
+    advantage: Advantage = 0.0
+    weight: float = 0.0
+    costs: float | np.ndarray = 0.0  # per token, float [T]; already subtracted from `reward`
+    value: np.ndarray | None = None  # float32 [T]: the critic's value at the start of the claim
+    target: np.ndarray | None = None  # float32 [T]: the regression target of that value
+    supports: Supports | None = None  # of all T tokens, if some of them were truncated when they were sampled
+    experts: np.ndarray | None = None  # [E, X]: chosen experts of the first E tokens (`records.Finished`)
+    branches: tuple[int, ...] = ()  # the first token of every conversation after the first one (`Segment.branch`)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that carry loss."""
+        return int(self.mask.sum())
+
+    @property
+    def credited(self) -> bool:
+        """True if some trained token has an advantage other than 0."""
+        return bool(np.any(np.where(self.mask, self.advantage, 0.0)))
+
+    def with_reward(self, reward: float) -> Sample:
+        """The same sample with `reward` as the reward of its last turn, and 0 for the other turns."""
+        last = len(self.turns) - 1
+        turns = tuple(turn._replace(reward=reward if k == last else 0.0) for k, turn in enumerate(self.turns))
+        return replace(self, reward=reward, turns=turns)
+
+    def with_costs(self, costs: np.ndarray) -> Sample:
+        """The same sample with the `costs` (float [T]) of trained tokens subtracted from all its rewards."""
+        costs = np.where(self.mask, costs, 0.0)
+        turns = tuple(
+            turn._replace(reward=turn.reward - float(costs[turn.start : turn.stop].sum())) for turn in self.turns
+        )
+        return replace(self, reward=self.reward - float(costs.sum()), turns=turns, costs=self.costs + costs)
+
+
+PerToken = Callable[[Sequence[Sample]], list[np.ndarray]]  # samples → one number per token of each, float [T]
+
+
+def of_member(member: Member, trained_at: Version) -> Sample:
+    """The sample of a finished member whose claim is trained at `trained_at`.
+
+    DataError when the member failed or its record is inconsistent.
+    """
+    where = f"group {member.group}, member {member.member}"
+    outcome = member.outcome
+    if not isinstance(outcome, Finished):
+        raise DataError(
+            f"{where} failed ({outcome.error}) and cannot be trained on; a claim holds finished members only"
+        )
+    tokens, mask, behaviour = _streams(outcome.segments, where)
+    sampled = _sampled_positions(outcome.segments, sum(run.count for run in outcome.versions), where)
+    token_ages = np.zeros(len(tokens), np.int32)
+    token_ages[sampled] = ages(outcome.versions, trained_at.step)
+    return Sample(
+        tokens=tokens,
+        mask=mask,
+        behaviour=np.where(mask, behaviour, np.float32(0)),
+        ages=token_ages,
+        sampled_tokens=len(sampled),
+        fresh=all(run.version == trained_at for run in outcome.versions),
+        reward=float(outcome.reward),
+        turns=_turns(outcome.segments, sampled, float(outcome.reward), outcome.reward_parts),
+        supports=_supports(outcome.segments),
+        experts=outcome.experts if outcome.experts.size else None,
+        branches=_branches(outcome.segments, mask, where),
+    )
+
+
+def conversations(sample: Sample) -> list[Sample]:
+    """`sample` as one sample per conversation that has trained tokens, each with the advantages of its tokens.
+
+    Losses treat them as sequences of their own; the denominators of the weights count members.
+    """
+    if not sample.branches:
+        return [sample]
+    bounds = (0, *sample.branches, len(sample.tokens))
+    pieces = [_between(sample, start, stop) for start, stop in pairwise(bounds)]
+    return [piece for piece in pieces if piece.mask.any()]
+
+
+def per_conversation(per_token: PerToken) -> PerToken:
+    """`per_token` for samples of several conversations: each one is evaluated without the others."""
+
+    def joined(samples: Sequence[Sample]) -> list[np.ndarray]:
+        bounds = [(0, *sample.branches, len(sample.tokens)) for sample in samples]
+        pieces = [
+            _between(sample, start, stop)
+            for sample, of in zip(samples, bounds, strict=True)
+            for start, stop in pairwise(of)
+        ]
+        found = iter(per_token(pieces))
+        return [np.concatenate([next(found) for _ in of[1:]]) for of in bounds]
+
+    return joined
+
+
+def _between(sample: Sample, start: int, stop: int) -> Sample:
+    """The tokens [start, stop) of `sample`."""
+    if (start, stop) == (0, len(sample.tokens)):
+        return sample
+    cut = lambda values: values[start:stop] if isinstance(values, np.ndarray) and values.ndim else values  # noqa: E731
+    turns = tuple(
+        turn._replace(start=turn.start - start, stop=turn.stop - start)
+        for turn in sample.turns
+        if start <= turn.start < stop
+    )
+    return replace(
+        sample,
+        tokens=cut(sample.tokens),
+        mask=cut(sample.mask),
+        behaviour=cut(sample.behaviour),
+        ages=cut(sample.ages),
+        sampled_tokens=sum(turn.stop - turn.start for turn in turns),
+        turns=turns,
+        advantage=cut(sample.advantage),
+        costs=cut(sample.costs),
+        branches=(),
+        supports=sample.supports and sample.supports.part(start, stop),
+    )
+
+
+def of_claim(claim: Claim) -> list[list[Sample]]:
+    """The samples of every group of `claim`, in the claim's order."""
+    trained_at = Version(claim.lineage, claim.step)
+    return [[of_member(member, trained_at) for member in group.members] for group in claim.groups]
+
+
+def _turns(
+    segments: tuple[Segment, ...], sampled: np.ndarray, reward: float, parts: Mapping[str, float]
+) -> tuple[Turn, ...]:
+    """One turn per sampled segment; its state is the bytes of the tokens shown since the previous sampled segment.
+
+    Turn k earns the reward part `turn.k`. If the environment gives no such part, the last turn earns the whole reward.
+    """
+    is_sampled = np.zeros(sum(len(segment.tokens) for segment in segments), bool)
+    is_sampled[sampled] = True
+    found: list[tuple[int, int, bytes]] = []
+    start, shown = 0, b""
+    for segment in segments:
+        stop = start + len(segment.tokens)
+        if is_sampled[start:stop].any():
+            found.append((start, stop, shown))
+            shown = b""
+        else:
+            shown += segment.tokens.astype(np.int32).tobytes()
+        start = stop
+    names = [f"turn.{k}" for k in range(len(found))]
+    earned = [parts.get(name, 0.0) for name in names]
+    if found and not any(name in parts for name in names):
+        earned[-1] = reward
+    return tuple(Turn(*place, float(r)) for place, r in zip(found, earned, strict=True))
+
+
+def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mask and behaviour log-probs of all segments, concatenated."""
+    for segment in segments:
+        if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs) == len(segment.sampled_mask):
+            raise DataError(f"{where}: a segment's tokens, loss_mask, logprobs and sampled marks differ in length")
+    if not segments:
+        raise DataError(f"{where} has no segments")
+    tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.int32)
+    mask = np.concatenate([segment.loss_mask for segment in segments]).astype(bool)
+    behaviour = np.concatenate([segment.logprobs for segment in segments]).astype(np.float32)
+    if len(tokens) == 0 or mask[0]:
+        raise DataError(f"{where} starts with a sampled token; a prompt must precede it, since its log-prob needs one")
+    if not np.isfinite(behaviour[mask]).all():
+        raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
+    return tokens, mask, behaviour
+
+
+def _branches(segments: tuple[Segment, ...], mask: np.ndarray, where: str) -> tuple[int, ...]:
+    """The first token of every conversation after the first one. DataError if it is a sampled one."""
+    starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)]).tolist()
+    found = tuple(start for start, segment in zip(starts, segments, strict=False) if start and segment.branch)
+    if any(start < len(mask) and mask[start] for start in found):
+        raise DataError(f"{where} has a conversation that starts with a sampled token; a prompt must precede it")
+    return found
+
+
+def _supports(segments: tuple[Segment, ...]) -> Supports | None:
+    """The supports of all tokens; None if none was truncated. DataError if a serialised one is malformed."""
+    if not any(segment.support.size for segment in segments):
+        return None
+    each = []
+    for segment in segments:
+        sampled = segment.sampled_mask
+        found = Supports.decoded(segment.support, segment.tokens[sampled])
+        sizes = np.zeros(len(sampled), np.int64)
+        sizes[sampled] = found.sizes
+        each.append(Supports(sizes, found.ids))
+    return Supports.joined(each)
+
+
+def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:
+    """int [count]: the positions of the sampled tokens, including those masked as stale."""
+    sampled = np.concatenate([segment.sampled_mask for segment in segments])
+    if sampled.sum() != count:
+        raise DataError(f"{where}: versions cover {count} tokens, its segments hold {int(sampled.sum())} sampled ones")
+    return np.flatnonzero(sampled)
+
+
+# --- optimizer steps
 
 Groups = list[list[Sample]]
 
@@ -65,7 +269,7 @@ class Settings:
         """The settings of this config."""
         learner: LearnerConfig = settled(config.learner)
         algorithm = registry.build(config.learner)
-        credit = algorithm.credit or (None if learner.advantage == "gae" else estimator(learner))
+        credit = algorithm.credit or (None if learner.advantage == "gae" else estimators.estimator(learner))
         return cls(
             learner,
             algorithm,
@@ -196,29 +400,6 @@ def _shaped(groups: Groups, limit: int, last: int) -> Groups:
 
 _GAE = jax.jit(jax.vmap(estimators.gae, in_axes=(0, 0, 0, None, None)))
 
-_PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # (rewards, trainable) → advantages
-    "group_std": lambda rewards, _: estimators.standardised(rewards),
-    "group_mean": lambda rewards, _: estimators.standardised(rewards, divide_by_std=False),
-    "leave_one_out": lambda rewards, _: estimators.leave_one_out(rewards),
-    "positive": lambda rewards, _: estimators.positive(rewards),
-    "best": estimators.best,
-    "best_worst": estimators.best_worst,
-}
-
-
-def estimator(learner: LearnerConfig) -> estimators.Credit:
-    """groups → the advantage of every member, by the settled `learner.advantage`; see `critic_advantages` for GAE."""
-    kind = learner.advantage
-    if kind in ("batch_std", "group_mean_batch_std"):
-        baseline = kind == "group_mean_batch_std"
-        return lambda groups: _listed(estimators.batch_standardised(_rewards(groups), group_baseline=baseline))
-    if kind == "segment_return":
-        return lambda groups: [estimators.segment_return(group, learner.turn_discount) for group in groups]
-    if kind == "gigpo":
-        return lambda groups: [estimators.gigpo(group, learner.turn_discount, learner.step_weight) for group in groups]
-    of_group = _PER_GROUP[kind]
-    return lambda groups: _listed([of_group(_of(group), _trainable(group)) for group in groups])
-
 
 def warmup(config: Config) -> None:
     """Compile the estimator, if it is a program."""
@@ -302,199 +483,3 @@ def check_supports(groups: Groups, most: int) -> None:
                 f"a trained token was sampled from {found.min()} to {found.max()} tokens (0: all), but this learner "
                 f"expects {f'1 to {most}' if most else 'no truncation'}: sampling.top_k, top_p and min_p differ"
             )
-
-
-def _of(group: Group) -> np.ndarray:
-    return np.array([sample.reward for sample in group], np.float32)
-
-
-def _rewards(groups: Sequence[Group]) -> list[np.ndarray]:
-    return [_of(group) for group in groups]
-
-
-def _trainable(group: Group) -> np.ndarray:
-    return np.array([sample.mask.any() for sample in group], bool)
-
-
-def _listed(advantages: Sequence[np.ndarray]) -> list[list[Advantage]]:
-    return [[float(value) for value in of_group] for of_group in advantages]
-
-
-# --- Packing of samples into rows that store each prompt once for all of its answers. Pure, like `packing`
-#
-# Answers share their prompt except its last token. That token is copied, because the hidden state at it predicts an
-# answer's first token: so every trained token has its own previous state, and losses and statistics do not depend on
-# sharing. If the answers of a prompt do not fit into one row, they go into several rows, each with a copy of the
-# prompt.
-
-
-@dataclass(frozen=True)
-class PromptGroup:
-    """Samples whose first `shared` tokens are equal and stored once; `shared` is 0 for a sample that shares none.
-
-    `lengths` are the numbers of their other tokens; `cost` is the group's total, in the units of `packing.work`.
-    """
-
-    samples: tuple[int, ...]
-    lengths: tuple[int, ...]
-    shared: int
-    cost: float
-
-    @classmethod
-    def of(cls, members: Iterable[tuple[int, int]], shared: int, quadratic: float) -> PromptGroup:
-        """The group of `members`: (sample, number of its own tokens)."""
-        samples, lengths = zip(*members, strict=True)
-        own = work(lengths, quadratic) + 2 * quadratic * shared * np.asarray(lengths)
-        return cls(samples, lengths, shared, float(own.sum() + work([shared], quadratic)[0]))
-
-
-class _Row:
-    """A partly filled row, with its free space."""
-
-    def __init__(self, rows: SharedRows) -> None:
-        self.groups: list[PromptGroup] = []
-        self.answers: list[list[tuple[int, PromptGroup]]] = [[] for _ in range(rows.stretches)]  # samples by stretch
-        self.cost = 0.0
-        self._prompts, self._left = rows.prompt_tokens, [rows.tokens] * rows.stretches
-
-    def places(self, group: PromptGroup) -> dict[int, int]:
-        """The stretch for each sample of `group` that fits: longest sample first, into the fullest stretch."""
-        left, found = list(self._left), {}
-        if group.shared > self._prompts:
-            return found
-        for length, index in sorted(zip(group.lengths, group.samples, strict=True), key=lambda p: (-p[0], p[1])):
-            fits = [(room, stretch) for stretch, room in enumerate(left) if room >= length]
-            if fits:
-                found[index] = stretch = min(fits)[1]
-                left[stretch] -= length
-        return found
-
-    def put(self, group: PromptGroup) -> bool:
-        """Add the whole group; return False and add nothing if it does not fit."""
-        if sum(group.lengths) > sum(self._left):
-            return False
-        places = self.places(group)
-        if len(places) < len(group.samples):
-            return False
-        self.groups.append(group)
-        self.cost += group.cost
-        self._prompts -= group.shared
-        for index, length in zip(group.samples, group.lengths, strict=True):
-            self.answers[places[index]].append((index, group))
-            self._left[places[index]] -= length
-        return True
-
-
-def prompt_groups(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0) -> list[PromptGroup]:
-    """`samples` grouped by equal prompts, in order of first appearance."""
-    found: dict[tuple[int, bytes], list[int]] = {}
-    for index, sample in enumerate(samples):
-        shared = prompt_tokens(sample) - 1
-        own = shared <= 0 or shared > rows.prompt_tokens
-        key = (-1 - index, b"") if own else (shared, sample.tokens[:shared].tobytes())
-        found.setdefault(key, []).append(index)
-    return [
-        PromptGroup.of([(i, len(samples[i].tokens) - max(shared, 0)) for i in members], max(shared, 0), quadratic)
-        for (shared, _), members in found.items()
-    ]
-
-
-def prompt_tokens(sample: Sample) -> int:
-    """The number of tokens before the first one that the model sampled."""
-    first = int(np.argmax(sample.mask)) if sample.mask.any() else len(sample.tokens)
-    return min([first, *(turn.start for turn in sample.turns[:1])])
-
-
-def pack(
-    samples: Sequence[Sample],
-    rows: SharedRows,
-    buckets: Sequence[int],
-    *,
-    shards: int = 1,
-    quadratic: float = 0.0,
-    support: int = 0,
-) -> list[MicroBatch]:
-    """Micro-batches that contain every answer exactly once, and every prompt in as few rows as its answers allow.
-
-    The arguments are those of `packing.pack`; buckets count rows of `rows.row_tokens`. ConfigError when an answer is
-    longer than a row.
-    """
-    units = prompt_groups(samples, rows, quadratic)
-    _check(max((length for unit in units for length in unit.lengths), default=0), rows)
-    filled = _first_fit(units, rows, quadratic)
-    batches = []
-    for count in split_rows(len(filled), buckets):
-        part, filled = _balanced(filled[:count], count, rows), filled[count:]
-        costs = np.array([row.cost for row in part])
-        order = sharded([[at] for at in range(count)], costs, shards)
-        batches.append(_filled(samples, [part[at] for (at,) in order], rows, support))
-    return batches
-
-
-def _check(longest: int, rows: SharedRows) -> None:
-    if longest > rows.tokens:
-        raise ConfigError(
-            "learner.row_tokens",
-            rows.tokens,
-            f"an answer of {longest} tokens does not fit into a row",
-            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.shared_prompt_tokens "
-            f"= {rows.prompt_tokens} tokens is copied for each of its answers.",
-        )
-
-
-def _first_fit(units: Sequence[PromptGroup], rows: SharedRows, quadratic: float) -> list[_Row]:
-    """Rows that hold all units.
-
-    The most expensive unit goes first, into the first row with room for all of it, or into a new row. A unit that does
-    not fit into one row is split over several.
-    """
-    filled: list[_Row] = []
-    for unit in sorted(units, key=lambda unit: (-unit.cost, unit.samples)):
-        left = unit
-        while not any(row.put(left) for row in filled):
-            filled.append(row := _Row(rows))
-            first = row.places(left)
-            if len(first) < len(left.samples):
-                pairs = list(zip(left.samples, left.lengths, strict=True))
-                taken = PromptGroup.of([pair for pair in pairs if pair[0] in first], left.shared, quadratic)
-                assert row.put(taken), "an empty row has room for the samples that `places` returned"
-                left = PromptGroup.of([pair for pair in pairs if pair[0] not in first], left.shared, quadratic)
-    return filled
-
-
-def _balanced(given: Sequence[_Row], count: int, rows: SharedRows) -> list[_Row]:
-    """The groups of `given` in `count` rows of more even cost; `given` itself, padded, if that is not better.
-
-    The most expensive group goes first, into the cheapest row with room for it.
-    """
-    even = [_Row(rows) for _ in range(count)]
-    groups = sorted((unit for row in given for unit in row.groups), key=lambda unit: (-unit.cost, unit.samples))
-    fits = all(any(row.put(unit) for row in sorted(even, key=lambda row: row.cost)) for unit in groups)
-    if fits and max(row.cost for row in even) < max(row.cost for row in given):
-        return even
-    return [*given, *(_Row(rows) for _ in range(count - len(given)))]
-
-
-def _filled(samples: Sequence[Sample], filled: Sequence[_Row], rows: SharedRows, support: int) -> MicroBatch:
-    """The micro-batch of `filled`; segments are numbered in order, prompts first."""
-    streams = empty_streams(len(filled), rows.row_tokens, support)
-    streams[PROMPT_IDS] = np.zeros((len(filled), rows.row_tokens), np.int32)
-    answers, prompts = [], []
-    for at, row in enumerate(filled):
-        start, shared = 0, [unit for unit in row.groups if unit.shared]
-        number = {unit.samples: segment for segment, unit in enumerate(shared, start=1)}
-        for unit in shared:
-            prompts.append(Placement(unit.samples[0], at, start, unit.shared))
-            write(streams, prompts[-1], samples[unit.samples[0]], number[unit.samples])
-            start += unit.shared
-        segment = len(shared)
-        for stretch, held in enumerate(row.answers):
-            start = rows.prompt_tokens + stretch * rows.tokens
-            for index, unit in held:
-                segment += 1
-                place = Placement(index, at, start, len(samples[index].tokens) - unit.shared, unit.shared)
-                write(streams, place, samples[index], segment)
-                streams[PROMPT_IDS][at, start : start + place.length] = number.get(unit.samples, 0)
-                answers.append(place)
-                start += place.length
-    return MicroBatch(streams, tuple(answers), tuple(prompts))

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.learner.samples import Sample
+from jaxroll.learner.minibatch import Sample
 from jaxroll.models.families import ModelSpec, active_parameter_count
 from jaxroll.protocols import Supports
 

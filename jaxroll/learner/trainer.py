@@ -26,12 +26,12 @@ from jaxroll.config.derived import sample_tokens, support_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner import critic, lora, minibatch, packing, step_metrics
+from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step_metrics
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
+from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Accumulator, Reference, TrainState
 from jaxroll.learner.step import PROXIMAL, REFERENCE, CompileCounter, Programs, Recipe, Routers
 from jaxroll.models import families, moe
@@ -223,7 +223,7 @@ class Trainer:
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         """The micro-batches of `samples` under this config."""
         if self._rows:
-            batches = minibatch.pack(
+            batches = shared_prompts.pack(
                 samples,
                 self._rows,
                 self.buckets,

@@ -25,9 +25,9 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, sample_tokens, tokenizer_folder
 from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
-from jaxroll.learner import minibatch, packing, samples, step_metrics, trainer, weights
+from jaxroll.learner import minibatch, packing, step_metrics, trainer, weights
 from jaxroll.learner import state as states
-from jaxroll.learner.samples import Sample
+from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.state import Params
 from jaxroll.learner.step import Programs, Recipe, hidden_states
 from jaxroll.metrics import JsonlTracker
@@ -50,7 +50,7 @@ class WarmStartPlan:
     """The data of a warm start: the packed micro-batches of every step, and examples that it never trains on."""
 
     batches: list[list[packing.MicroBatch]]
-    check: list[samples.Sample]
+    check: list[Sample]
 
 
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmSta
     return WarmStartPlan(batches, list(check.values()))
 
 
-def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> samples.Sample:
+def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> Sample:
     """The sample of a worked conversation: every prompt as the sampler would render it, then the answer and eos."""
-    return samples.supervised(tokenizers.runs(text, task.messages, worked, task.tools()))
+    return supervised(tokenizers.runs(text, task.messages, worked, task.tools()))
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def described(config: Config) -> dict[str, Any]:
     return tokenizers.arguments(config.tokenizer, "" if folder else sources.alphabet(config.task))
 
 
-def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens: int) -> Sequence[int]:
+def _fewest(buckets: Sequence[int], batch: Sequence[Sample], row_tokens: int) -> Sequence[int]:
     """The fewest row buckets that keep the padding of `batch` small, because each bucket must be compiled."""
     for count in range(1, len(buckets)):
         if packing.padding_waste(packing.pack(batch, row_tokens, buckets[:count])) <= PADDING:
@@ -234,3 +234,18 @@ def _likeliest(recipe: Recipe, params: Params, streams: Mapping[str, jax.Array])
     hidden = hidden_states(recipe, params, streams)
     logits = transformer.logits(recipe.spec, params, jnp.roll(hidden, 1, axis=1))
     return logits.argmax(-1) == streams["tokens"]
+
+
+def supervised(runs: Sequence[tuple[Sequence[int], bool]]) -> Sample:
+    """A sample made of concatenated (tokens, trained) runs, with advantage 1 on the trained ones."""
+    mask = np.concatenate([np.full(len(run), trained, bool) for run, trained in runs])
+    return Sample(
+        tokens=np.concatenate([np.asarray(run, np.int32) for run, _ in runs]),
+        mask=mask,
+        behaviour=np.zeros(len(mask), np.float32),
+        ages=np.zeros(len(mask), np.int32),
+        sampled_tokens=int(mask.sum()),
+        fresh=False,
+        reward=0.0,
+        advantage=1.0,
+    )

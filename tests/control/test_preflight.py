@@ -608,7 +608,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/checkpoint.py::_check_same": HERE,
     "learner/checkpoint.py::_check_base": HERE,
     "learner/packing.py::row_buckets": RULED,
-    "learner/minibatch.py": RULED,
+    "learner/shared_prompts.py": RULED,
     "learner/trainer.py::Trainer.__init__": OWN,
     "learner/packing.py::pack": ("rows for the warm start too long",),
     "learner/state.py::placed": HERE,

@@ -295,7 +295,7 @@ def test_turns_of_the_winner_are_reinforced_and_those_of_the_loser_are_not() -> 
 
     from jaxroll.algorithms.advantages import segment_return
     from jaxroll.envs.adapters.games import player_parts
-    from jaxroll.learner import samples
+    from jaxroll.learner import minibatch
     from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 
     def member(number: int, first: float) -> Any:
@@ -303,7 +303,7 @@ def test_turns_of_the_winner_are_reinforced_and_those_of_the_loser_are_not() -> 
         shown = Segment(np.arange(2, dtype=np.int32), np.zeros(2, np.uint8), np.zeros(2, np.float32))
         said = Segment(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32))
         runs = (VersionRun(Version(0, 0), 9),)
-        return samples.of_member(
+        return minibatch.of_member(
             Member(0, number, 1, Finished((shown, said) * 3, "done", first, parts, runs)), Version(0, 0)
         )
 

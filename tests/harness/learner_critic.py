@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxroll.algorithms.advantages import Turn
 from jaxroll.config import MeshConfig
-from jaxroll.learner.samples import Sample
+from jaxroll.learner.minibatch import Sample
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 PPO = {"algorithm": "ppo", "critic": "init", "critic_learning_rate": 2e-2}

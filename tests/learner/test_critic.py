@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxroll.learner import critic, minibatch, samples
+from jaxroll.learner import critic, minibatch
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.state import Accumulator
 from jaxroll.models import transformer
@@ -54,7 +54,7 @@ class Textbook:
 
     def __init__(self, trainer, claim):
         self.learner, self.spec = trainer.config.learner, trainer.spec
-        members = [sample for group in samples.of_claim(claim) for sample in group]
+        members = [sample for group in minibatch.of_claim(claim) for sample in group]
         shape = (len(members), LONGEST)
         self.tokens, self.segments, self.mask = np.zeros(shape, int), np.zeros(shape, int), np.zeros(shape, bool)
         self.behaviour = np.zeros(shape)

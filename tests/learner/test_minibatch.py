@@ -12,7 +12,7 @@ from jaxroll.algorithms import registry
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, packing
-from jaxroll.learner.samples import of_claim
+from jaxroll.learner.minibatch import of_claim
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Task, Version, VersionRun
 from tests.harness.learner_segments import answer, prompt
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxroll.errors import ConfigError
 from jaxroll.learner import packing
-from jaxroll.learner.samples import Sample
+from jaxroll.learner.minibatch import Sample
 from jaxroll.models import families
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)

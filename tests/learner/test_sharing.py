@@ -14,8 +14,8 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import attention
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner import minibatch, packing
-from jaxroll.learner.samples import Sample
+from jaxroll.learner import minibatch, packing, shared_prompts
+from jaxroll.learner.minibatch import Sample
 
 ROWS = SharedRows(prompt_tokens=12, stretches=3, tokens=16)
 
@@ -57,7 +57,7 @@ def samples_of(wanted) -> list[Sample]:
 def test_every_answer_is_packed_once_behind_its_prompt(wanted, mesh):
     buckets, shards = mesh
     samples = samples_of(wanted)
-    batches = minibatch.pack(samples, ROWS, buckets, shards=shards, quadratic=0.01)
+    batches = shared_prompts.pack(samples, ROWS, buckets, shards=shards, quadratic=0.01)
     assert sorted(place.sample for batch in batches for place in batch.placements) == list(range(len(samples)))
     for batch in batches:
         assert batch.rows in buckets and batch.streams["tokens"].shape == (batch.rows, ROWS.row_tokens)
@@ -97,7 +97,7 @@ def assert_stands_there(batch, place, of: Sample) -> None:
 @given(groups)
 def test_per_token_values_are_gathered_by_sample(wanted):
     samples = samples_of(wanted)
-    batches = minibatch.pack(samples, ROWS, (4, 2))
+    batches = shared_prompts.pack(samples, ROWS, (4, 2))
     values = [sample.behaviour for sample in samples]
     rows = [packing.spread(batch, values) for batch in batches]
     assert all(np.array_equal(a, b) for a, b in zip(packing.gathered(batches, rows, len(samples)), values, strict=True))
@@ -105,10 +105,10 @@ def test_per_token_values_are_gathered_by_sample(wanted):
 
 def test_a_group_shares_its_prompt_and_one_too_large_for_a_row_shares_two_copies():
     words = np.arange(10)
-    (batch,) = minibatch.pack([sample(words, 7, i) for i in range(6)], ROWS, (1,))
+    (batch,) = shared_prompts.pack([sample(words, 7, i) for i in range(6)], ROWS, (1,))
     assert len(batch.prompts) == 1 and {place.skipped for place in batch.placements} == {9}
     assert packing.shared_tokens([batch]) == pytest.approx(1 - (9 + 6 * 8) / (6 * 17))
-    batches = minibatch.pack([sample(words, 7, i) for i in range(8)], ROWS, (2, 1))
+    batches = shared_prompts.pack([sample(words, 7, i) for i in range(8)], ROWS, (2, 1))
     assert sum(len(batch.prompts) for batch in batches) == 2
     assert sum(len(batch.placements) for batch in batches) == 8
 
@@ -119,15 +119,15 @@ def test_tokens_that_were_sampled_are_no_prompt_although_none_is_trained():
 
     one = sample(np.arange(5), 6, 0)
     late = replace(one, mask=np.arange(11) >= 9, turns=(Turn(5, 11, b"", 1.0),))
-    assert minibatch.prompt_tokens(one) == minibatch.prompt_tokens(late) == 5
-    assert minibatch.prompt_tokens(replace(late, turns=())) == 9
+    assert shared_prompts.prompt_tokens(one) == shared_prompts.prompt_tokens(late) == 5
+    assert shared_prompts.prompt_tokens(replace(late, turns=())) == 9
 
 
 def test_an_answer_that_is_too_long_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"learner\.row_tokens") as caught:
-        minibatch.pack([sample(np.arange(5), 16, 0)], ROWS, (1,))
+        shared_prompts.pack([sample(np.arange(5), 16, 0)], ROWS, (1,))
     assert "17" in str(caught.value)
-    assert minibatch.pack([], ROWS, (1,)) == []
+    assert shared_prompts.pack([], ROWS, (1,)) == []
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -137,7 +137,7 @@ def test_shards_get_equal_work_of_groups_that_are_unequal(shards):
     for group in range(96):
         words = 1000 * group + np.arange(int(rng.integers(8, 33)))
         found += [sample(words, int(min(n, 250)), 0) for n in rng.lognormal(np.log(48), 0.8, 8)]
-    batches = minibatch.pack(found, rows, packing.row_buckets(8 * 8, shards, 8), shards=shards, quadratic=0.002)
+    batches = shared_prompts.pack(found, rows, packing.row_buckets(8 * 8, shards, 8), shards=shards, quadratic=0.002)
     assert packing.shard_imbalance(batches, shards, 0.002) <= 1.05
     assert packing.padding_waste(batches) < 0.25
 
@@ -147,13 +147,13 @@ def test_attention_is_that_of_each_sample_by_itself(seed, window):
     rng = np.random.default_rng(seed)
     wanted = [(int(rng.integers(1, 12)), rng.integers(1, 12, rng.integers(1, 6)).tolist()) for _ in range(4)]
     samples = samples_of(wanted)
-    (batch,) = minibatch.pack(samples, ROWS, (8,))
+    (batch,) = shared_prompts.pack(samples, ROWS, (8,))
     width = {"q": (4, 8), "k": (2, 8), "v": (2, 8)}
     given = [
         {name: rng.normal(size=(len(s.tokens), *shape)).astype(np.float32) for name, shape in width.items()}
         for s in samples
     ]
-    for family in minibatch.prompt_groups(samples, ROWS):  # what is the same token has the same numbers
+    for family in shared_prompts.prompt_groups(samples, ROWS):  # what is the same token has the same numbers
         for index in family.samples[1:]:
             for name in width:
                 given[index][name][: family.shared] = given[family.samples[0]][name][: family.shared]

@@ -19,7 +19,7 @@ from jaxroll.algorithms import registry
 from jaxroll.config import ModelConfig
 from jaxroll.config.derived import settled
 from jaxroll.learner import minibatch, packing, step
-from jaxroll.learner.samples import Sample
+from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.step import PROXIMAL, REFERENCE, Programs
 from jaxroll.learner.trainer import recipe
 from jaxroll.models import params as model_params

@@ -17,7 +17,7 @@ from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.envs.executors import Executors
-from jaxroll.learner import samples
+from jaxroll.learner import minibatch
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Member, Message, Segment, Task, Version
@@ -131,7 +131,7 @@ def test_the_tokens_are_those_of_an_engine_without_memory(host: EngineHost) -> N
 
 def test_the_learner_trains_on_what_was_said_and_on_nothing_else(host: EngineHost) -> None:
     outcome = played(host, 20, keep=True)
-    sample = samples.of_member(Member(20, 0, 0, outcome), Version(0, 0))
+    sample = minibatch.of_member(Member(20, 0, 0, outcome), Version(0, 0))
     said = np.concatenate([np.full(len(segment.tokens), k % 2 == 1) for k, segment in enumerate(outcome.segments)])
     np.testing.assert_array_equal(sample.mask, said)
     np.testing.assert_array_equal(sample.tokens, np.concatenate([segment.tokens for segment in outcome.segments]))

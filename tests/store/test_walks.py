@@ -19,8 +19,8 @@ LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
     "one lease": 14,
     "one put": 7,
-    TRAINING: 8,
-    "the life of a sample": 44,
+    TRAINING: 7,
+    "the life of a sample": 43,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -20,7 +20,7 @@ from jaxroll.errors import (
     StaleClient,
     StoreRefusal,
 )
-from jaxroll.learner import samples
+from jaxroll.learner import minibatch
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.store import messages as msg
 from jaxroll.store.core import machine
@@ -100,7 +100,7 @@ def test_stale_tokens_of_a_truncated_member_are_masked_and_keep_their_supports()
     )
     body = wire.encode(Member(0, 0, 1, Finished((said,), "stop", 1.0, {}, runs)))
     kept = wire.decode(service.masked(body, 4, 2), Member)
-    sample = samples.of_member(kept, Version(0, 4))
+    sample = minibatch.of_member(kept, Version(0, 4))
     assert sample.mask.tolist() == [False, False, True]
     assert [row.tolist() for row in sample.supports.rows(3)] == [[-1, -1, -1], [5, 4, 7], [7, -1, -1]]
 
