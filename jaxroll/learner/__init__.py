@@ -1,7 +1,7 @@
 """The learner: turns claimed groups into packed micro-batches, gradients, optimizer steps and checkpoints.
 
-Read `trainer` first (one claim in, one new version out), then `minibatch`, `packing` and `step` in the order in which
-a claim passes through them.
+Read `trainer` first (one claim in, one new version out), then `minibatch` and `packing` in the order in which a claim
+passes through them.
 
     minibatch         members of a claim as flat per-token streams, advantages, weights, optimizer steps (numpy)
     packing           samples → rows of a few fixed shapes (numpy)
@@ -9,11 +9,10 @@ a claim passes through them.
     state             parameters, optimizer state, the optimizer itself, and the frozen reference model
     lora              low-rank adapters on frozen parameters, and their merge
     peft              adapters in the format of Hugging Face's PEFT (no JAX)
-    step              compiled programs: accumulate gradients, recompute log-probs, apply an optimizer step
+    step              loss and gradients of packed rows, the recipe that determines them, ahead-of-time compilation
     step_metrics      training-step metrics, grouped by token age and summed on the device
     critic            the value model with its own optimizer step
-    compiles          ahead-of-time compilation and the count of compilations
-    trainer           one claim → one new version
+    trainer           one claim → one new version; compiled programs: gradients, log-probs, optimizer step
     checkpoint        durable versions on disk, written by orbax
     checkpoint_files  checkpoints as files: versions, checksums, readability (no JAX)
     weights           parameters in a folder that other tools can open (safetensors)

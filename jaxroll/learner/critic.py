@@ -8,7 +8,7 @@ state is stored on the devices or, with `learner.critic_offload`, in host memory
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
-With layers in a loop, the three programs of `states.ByLayer` replace `apply`, as in `step`.
+With layers in a loop, the three programs of `states.ByLayer` replace `apply`, as in `trainer.Programs`.
 
 R rows, T tokens of a row. The value of token t is the value of the state in which it was sampled: it comes from the
 hidden state at t − 1 of the same segment, like its log-prob.
@@ -84,7 +84,7 @@ class Critic:
         self._by_layer = states.ByLayer(*whole) if grads.keys() != self.here.params.keys() else None
         self._everywhere = replicated(layout.mesh)
         self._batch = NamedSharding(layout.mesh, batch_spec(layout.rules))
-        self._get = AheadOfTime("critic", policy.row_tokens, self.lowered).get
+        self._compiled = AheadOfTime("critic", policy.row_tokens, self.lowered)
 
     @classmethod
     def of(cls, learner: LearnerConfig, policy: Recipe) -> Critic | None:
@@ -94,10 +94,10 @@ class Critic:
     def compile(self, buckets: Sequence[int], progress: Progress | None = None) -> None:
         """Compile everything for micro-batches of `buckets` rows."""
         for name in ("zeros", *(states.ByLayer.PROGRAMS if self._by_layer else ("apply",))):
-            self._get(name, 0, progress)
+            self._compiled.compile(name, 0, progress)
         for rows in buckets:
-            self._get("values", rows, progress)
-            self._get("accumulate", rows, progress)
+            self._compiled.compile("values", rows, progress)
+            self._compiled.compile("accumulate", rows, progress)
 
     def fresh(self, policy: Params) -> TrainState:
         """The critic's state before the first step of a run that starts from the parameters `policy`."""
@@ -113,7 +113,7 @@ class Critic:
         if not batches:
             return []
         params = jax.device_put(state.params, layouts.shardings_of(self.here.params)) if self.offload else state.params
-        return layouts.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
+        return layouts.fetched([self._compiled["values", _rows(of)](params, _read(of)) for of in batches])
 
     def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
         """The critic's training streams: `streams` (the policy's, on the devices) with values and targets."""
@@ -133,15 +133,15 @@ class Critic:
         """
         if self.offload:
             state = jax.device_put(state, layouts.shardings_of(self.here))
-        reports, accumulator = [], self._get("zeros")()
+        reports, accumulator = [], self._compiled["zeros", 0]()
         for batches in minibatches:
             for streams in batches:
-                accumulator = self._get("accumulate", _rows(streams))(state.params, accumulator, streams)
+                accumulator = self._compiled["accumulate", _rows(streams)](state.params, accumulator, streams)
             if self._by_layer is None:
-                state, accumulator, report = self._get("apply")(state, accumulator)
+                state, accumulator, report = self._compiled["apply", 0](state, accumulator)
             else:
-                state, report = self._by_layer.applied(self._get, state, accumulator)
-                accumulator = self._get("zeros")()
+                state, report = self._by_layer.applied(self._compiled, state, accumulator)
+                accumulator = self._compiled["zeros", 0]()
             reports.append(report)
         return self._kept(state), reports
 

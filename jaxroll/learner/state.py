@@ -268,6 +268,10 @@ Trees = list[dict[str, Any]]  # parameters, then the moments of the optimizer st
 class ByLayer:
     """The optimizer step of a model whose layers are in a loop: one program for every layer, one for the rest.
 
+        report  (accumulator, step) → report                         it has the norm that clipping needs
+        layer   (parameters and moments of a layer) → the next ones  called for every layer; donated
+        rest    the same for all other parameters
+
     The time to compile them does not grow with the number of layers. Gradients of layers are slices of the stacks in
     the accumulator, of which `accumulator` has the shapes, as `state` of the state.
     """
@@ -283,16 +287,16 @@ class ByLayer:
         self._names = model_params.in_layer(state.params)
 
     def applied(
-        self, get: Callable[[str], Callable[..., Any]], state: TrainState, accumulator: Accumulator
+        self, programs: Mapping[tuple[str, int], Callable[..., Any]], state: TrainState, accumulator: Accumulator
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the report, by the programs that `get` returns; donates state and gradients."""
-        report, layer = get("report")(accumulator, state.step), get("layer")
+        """The next state and the report, by PROGRAMS, which have no rows; donates state and gradients."""
+        report, layer, rest = programs["report", 0](accumulator, state.step), programs["layer", 0], programs["rest", 0]
         trees, counts = self._opened(state)
         shared, grads = self._shared(counts, report["grad_norm"], accumulator), accumulator.grads
         for number, index in enumerate(self._indices):
             names, stacks = model_params.in_loop(self._spec, number, self._names)
             _write(trees, names, layer(_read(trees, names), _read([grads], stacks)[0], shared, index))
-        part, counts, step = get("rest")(_read(trees, self._rest), _read([grads], self._rest)[0], shared, state.step)
+        part, counts, step = rest(_read(trees, self._rest), _read([grads], self._rest)[0], shared, state.step)
         _write(trees, self._rest, part)
         for grad in grads.values():
             grad.delete()

@@ -1,14 +1,6 @@
-"""Compiled programs of the learner. After `Programs.compile` nothing compiles again, for any claim.
+"""Loss and gradients of packed rows, which the learner's programs compute, and the recipe that determines them.
 
-    accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
-    logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
-    apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
-
-With layers in a loop, three programs replace `apply`, so that its compilation does not grow with their number:
-
-    report      (accumulator, step) → report                         one; it has the norm that clipping needs
-    layer       (parameters and moments of a layer) → the next ones  one, called for every layer; donated
-    rest        the same for all other parameters                    one
+`trainer.Programs` compiles and calls them.
 
 R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment. The first
 token of a segment has no log-prob and never carries loss.
@@ -17,11 +9,10 @@ token of a segment has no log-prob and never carries loss.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jaxroll import sharding as layouts
+from jaxroll.algorithms import registry
 from jaxroll.algorithms import sampling as logprob
 from jaxroll.algorithms.advantages import Objective, Tokens
+from jaxroll.algorithms.registry import Algorithm
+from jaxroll.config import Config, LearnerConfig
+from jaxroll.config.derived import sample_tokens, support_tokens
+from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows, lengthened
 from jaxroll.kernels.choice import UNASKED, Choice
 from jaxroll.learner import lora
@@ -41,13 +37,14 @@ from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import EXPERTS, PROMPT_IDS, SHARE, STREAMS, SUPPORT
-from jaxroll.learner.state import Accumulator, Optimizer, Params, TrainState
-from jaxroll.models import moe, transformer
+from jaxroll.learner.state import Accumulator, Optimizer, Params
+from jaxroll.models import families, moe, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.moe import Load
+from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
-from jaxroll.sharding import Layout, batch_spec, replicated
+from jaxroll.sharding import Layout, replicated
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -55,28 +52,31 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 # --- compilation: programs compiled ahead of time, and a counter that shows that no others are compiled
 
 
-class AheadOfTime:
-    """Programs by name and number of rows, each compiled once; calls only look them up.
+class AheadOfTime(dict[tuple[str, int], Callable[..., Any]]):
+    """Programs by name and number of rows (0: none), each compiled when it is first looked up.
 
     `lowered(name, rows)` returns a program before compilation. `owner` and `row_tokens` appear in progress messages.
     """
 
     def __init__(self, owner: str, row_tokens: int, lowered: Callable[[str, int], jax.stages.Lowered]) -> None:
+        super().__init__()
         self._owner, self._row_tokens, self._lowered = owner, row_tokens, lowered
-        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
 
-    def get(self, name: str, rows: int = 0, progress: Progress | None = None) -> Callable[..., Any]:
-        """The program, compiled on first use; `progress` gets its name before and the duration after compilation."""
-        key = (name, rows)
-        if key not in self._compiled:
-            what = f"{self._owner} {name}" + (f" [{rows}, {self._row_tokens}]" if rows else "")
-            if progress:
-                progress(f"compiling {what}")
-            started = time.monotonic()
-            self._compiled[key] = self._lowered(name, rows).compile()
-            if progress:
-                progress(f"compiled {what}: {time.monotonic() - started:.1f} s")
-        return self._compiled[key]
+    def compile(self, name: str, rows: int = 0, progress: Progress | None = None) -> None:
+        """Compile the program unless it is there; `progress` gets its name before and the duration after that."""
+        if (name, rows) in self:
+            return
+        what = f"{self._owner} {name}" + (f" [{rows}, {self._row_tokens}]" if rows else "")
+        if progress:
+            progress(f"compiling {what}")
+        started = time.monotonic()
+        self[name, rows] = self._lowered(name, rows).compile()
+        if progress:
+            progress(f"compiled {what}: {time.monotonic() - started:.1f} s")
+
+    def __missing__(self, key: tuple[str, int]) -> Callable[..., Any]:
+        self.compile(*key)
+        return self[key]
 
 
 class CompileCounter:
@@ -145,6 +145,32 @@ class Recipe:
     support: int = 0  # K of the stream SUPPORT; 0: samples are not truncated
     routers: Routers | None = None  # of a model with experts
 
+    @classmethod
+    def of(cls, config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
+        """The recipe of the learner's programs under this config."""
+        algorithm = algorithm or registry.build(config.learner)
+        families.check_routing(spec, config)
+        added = [PROXIMAL] if config.learner.minibatches > 1 else []
+        remat, rows = config.learner.remat, shared_rows(config.learner)
+        return cls(
+            spec=dataclasses.replace(
+                spec, remat=spec.remat if remat == "auto" else remat, scan=config.learner.scan_layers
+            ),
+            layout=layout,
+            token_loss=algorithm.objective,
+            optimizer=states.build(config.learner),
+            temperature=config.sampling.temperature,
+            row_tokens=rows.row_tokens if rows else config.learner.row_tokens,
+            age_buckets=max_age(config.schedule.alpha) + 1,
+            added=(*added, REFERENCE) if algorithm.needs_reference else tuple(added),
+            logits_mb=config.learner.logits_mb,
+            attention=Choice(choice.XLA, "prompts are shared") if rows else packed_attention(config, spec, layout),
+            lora=Lora.of(config.learner),
+            rows=rows,
+            support=support_tokens(config.sampling),
+            routers=_routers(config.learner, spec) if spec.experts else None,
+        )
+
     @property
     def bias_rate(self) -> float:
         """The step of the biases of routers; 0 if they do not move."""
@@ -157,6 +183,26 @@ class Recipe:
         found = STREAMS | dict.fromkeys(extra, np.dtype(np.int32))
         found |= {SHARE: np.dtype(np.float32)} if self.routers else {}
         return found | ({EXPERTS: moe.recorded_dtype(self.spec)} if self.routers and self.routers.replay else {})
+
+
+def _routers(learner: LearnerConfig, spec: ModelSpec) -> Routers:
+    return Routers(learner.routing_replay, learner.router_loss, learner.router_bias_rate if spec.router_bias else 0.0)
+
+
+def shared_rows(learner: LearnerConfig) -> SharedRows | None:
+    """The layout of rows that share prompts; None if every sample has its own copy of its prompt."""
+    if not learner.shared_prompt_tokens:
+        return None
+    return SharedRows(learner.shared_prompt_tokens, learner.shared_prompt_rows, learner.row_tokens)
+
+
+def packed_attention(config: Config, spec: ModelSpec, layout: Layout) -> Choice:
+    """The attention implementation for packed rows; ConfigError when the config names one that cannot work here."""
+    mesh = layout.mesh
+    site = choice.Site(
+        spec, layouts.platform(mesh), mesh.shape["tensor"] * mesh.shape["sequence"], sample_tokens(config.learner)
+    )
+    return choice.choose("packed", config.learner.attention, site)
 
 
 def hidden_states(
@@ -214,11 +260,11 @@ def gradients(
 
     With experts, the loss also has their balance loss times the micro-batch's share of the step's tokens.
     """
-    grads, seen = _gradients(recipe, params, streams, base or {})
+    grads, seen = accumulated_gradients(recipe, params, streams, base or {})
     return model_params.unstacked(recipe.spec, grads), seen
 
 
-def _gradients(
+def accumulated_gradients(
     recipe: Recipe, params: Params, streams: Streams, base: Params, held: Params | None = None
 ) -> tuple[Params, statistics.Statistics]:
     """`gradients`, by `lora.differentiated`; with `held`, their sum with `held`."""
@@ -282,143 +328,14 @@ def dense(recipe: Recipe, params: Params, base: Params) -> Params:
     return lora.merged(recipe.spec, recipe.layout, recipe.lora, base, params) if recipe.lora else params
 
 
-class Programs:
-    """The programs of one recipe, compiled ahead of time; calls only look them up."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        spec, layout, transform = recipe.spec, recipe.layout, recipe.optimizer.transform
-        self.state = states.abstract(spec, layout, transform, recipe.lora)
-        where = model_params.shardings(spec, layout.mesh, layout.rules)
-        self.params = {name: _struct(leaf, where[name]) for name, leaf in model_params.abstract(spec).items()}
-        self.base = self.params if recipe.lora else {}
-        self._everywhere = replicated(recipe.layout.mesh)
-        self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
-        loads = (spec.layers, spec.experts) if recipe.routers else None
-        seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
-        self.accumulator = described(
-            lora.abstract_gradients(spec, layout, recipe.lora, self.state.params), seen, layout.mesh
-        )
-        self._single = described(self.state.params, seen, layout.mesh)
-        loops = self.accumulator.grads.keys() != self.state.params.keys()
-        optimizer = recipe.optimizer, recipe.bias_rate
-        self._by_layer = states.ByLayer(spec, *optimizer, self.state, self.accumulator) if loops else None
-        self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
-
-    def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
-        """Compile everything for micro-batches of `buckets` rows, reporting each program and its duration.
-
-        With `logprobs`, compile that program even if the recipe adds no stream.
-        """
-        for name in ("zeros", *(states.ByLayer.PROGRAMS if self._by_layer else ("apply",))):
-            self._get(name, 0, progress)
-        if self.recipe.lora:
-            self._get("merge", 0, progress)
-        for rows in buckets:
-            self._get("accumulate", rows, progress)
-            if self.recipe.added or logprobs:
-                self._get("logprobs", rows, progress)
-
-    def zeros(self) -> Accumulator:
-        """The accumulator of no micro-batches."""
-        return self._get("zeros")()
-
-    def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The streams of a micro-batch on the devices, with rows sharded over data, fsdp and expert."""
-        return layouts.placed(dict(streams), self._batch)
-
-    def warm_fetches(self, buckets: Sequence[int]) -> None:
-        """Fetch an array of every micro-batch shape once, because a fetch over several processes compiles a program."""
-        for rows in buckets:
-            layouts.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
-
-    def accumulate(
-        self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
-    ) -> Accumulator:
-        """`accumulator` (donated) plus one micro-batch; `base` holds the frozen parameters under adapters."""
-        return self._get("accumulate", streams["tokens"].shape[0])(params, accumulator, dict(streams), base or {})
-
-    def merge(self, params: Params, base: Params) -> Params:
-        """`base` merged with the adapters `params`."""
-        merge, found = self._get("merge"), dict(base)
-        if self._by_layer is None:
-            return merge(params, base)
-        for number in range(self.recipe.spec.layers):
-            here, first = f"layers.{number:02d}.", "layers.00."
-            of = ({name: x for name, x in values.items() if name.startswith(here)} for values in (params, base))
-            made = merge(*({name.replace(here, first): x for name, x in values.items()} for values in of))
-            found |= {name.replace(first, here): value for name, value in made.items()}
-        return found
-
-    def logprobs(self, params: Params, streams: Streams) -> jax.Array:
-        """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
-        return self._get("logprobs", streams["tokens"].shape[0])(
-            params, {name: streams[name] for name in self.recipe.streams}
-        )
-
-    def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        """The next state, an empty accumulator, and the step's report; both arguments are donated."""
-        if self._by_layer is None:
-            return self._get("apply")(state, accumulator)
-        state, report = self._by_layer.applied(self._get, state, accumulator)
-        return state, self.zeros(), report
-
-    def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
-        """The program before compilation; only those of micro-batches have rows. Needs the mesh but no real devices."""
-        recipe, state, accumulator = self.recipe, self.state, self.accumulator
-        if name == "zeros":
-            return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=layouts.shardings_of(accumulator)).lower()
-        if name == "merge":
-            given = [dict(state.params), dict(self.base)]
-            if self._by_layer is not None:  # a program for each layer
-                given = [{name: x for name, x in of.items() if name.startswith("layers.00.")} for of in given]
-            merge = jax.jit(functools.partial(dense, recipe), out_shardings=layouts.shardings_of(given[1]))
-            return merge.lower(*given)
-        if name == "apply":
-            out = (layouts.shardings_of(state), layouts.shardings_of(self._single), self._everywhere)
-            return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)
-        if name in states.ByLayer.PROGRAMS:
-            assert self._by_layer is not None  # layers are in a loop
-            return self._by_layer.lowered(name)
-        streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
-        if recipe.support:
-            shape = (rows, recipe.row_tokens, recipe.support)
-            streams[SUPPORT] = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch)
-        if EXPERTS in streams:
-            like, width = streams[EXPERTS], moe.recorded_width(recipe.spec)
-            streams[EXPERTS] = jax.ShapeDtypeStruct((*like.shape, width), like.dtype, sharding=like.sharding)
-        if name == "logprobs":
-            return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
-        streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
-        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=layouts.shardings_of(accumulator))
-        return accumulate.lower(state.params, accumulator, streams, self.base)
-
-    def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
-
-    def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams, base: Params) -> Accumulator:
-        grads, seen = _gradients(self.recipe, params, streams, base, accumulator.grads)
-        return Accumulator(grads, statistics.merged(accumulator.statistics, seen))
-
-    def _logprobs(self, params: Params, streams: Streams) -> jax.Array:
-        terms = terms_of(self.recipe, params, streams)
-        return jnp.where(streams["mask"], terms.logprob, 0.0)
-
-    def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        found, empty, report = states.applied(self.recipe.optimizer, state, accumulator)
-        if rate := self.recipe.bias_rate:
-            params = moe.with_moved_biases(found.params, accumulator.statistics[statistics.LOADS], rate)
-            found = dataclasses.replace(found, params=params)
-        return found, empty, report
-
-
 def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:
     """The abstract accumulator for gradients sharded like `grads`; the statistics are replicated."""
     everywhere = replicated(mesh)
-    return Accumulator(dict(grads), {name: _struct(leaf, everywhere) for name, leaf in statistics.items()})
+    return Accumulator(dict(grads), {name: sharded_like(leaf, everywhere) for name, leaf in statistics.items()})
 
 
-def _struct(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def sharded_like(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """`shape` with this sharding."""
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 

@@ -17,6 +17,9 @@ from jaxtyping import Array, Float
 
 from jaxroll.algorithms import losses
 from jaxroll.algorithms.advantages import TokenLoss
+from jaxroll.errors import JaxRollError
+from jaxroll.learner.minibatch import Sample
+from jaxroll.records import Claim
 
 SUMS = (
     "tokens",
@@ -150,3 +153,62 @@ def _of_age(of: Mapping[str, float]) -> dict[str, float]:
         "clip_share": float(of["bounded"] / tokens),
         "ess": _effective_share(of),
     }
+
+
+# --- on the host: metrics of a claim's data, and of all reports of a step
+
+
+def of_data(groups: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """dict[str, Any] of a claim's data: unshaped rewards, and ages of the trained tokens."""
+    samples = [sample for group in groups for sample in group]
+    rewards = np.array([sample.reward for sample in samples], np.float64)
+    ages = np.concatenate([np.zeros(0, np.int32), *(sample.ages[sample.mask] for sample in samples)])
+    counts = np.unique(ages, return_counts=True)
+    return {
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "samples": len(samples),
+        "tokens_trained": len(ages),
+        "masked_tokens": sum(sample.sampled_tokens for sample in samples) - len(ages),
+        "age_mean": float(ages.mean()) if len(ages) else 0.0,
+        "age_max": int(ages.max()) if len(ages) else 0,
+        "age_hist": {str(age): int(count) for age, count in zip(*counts, strict=True)},
+        "groups_without_signal": sum(len({sample.reward for sample in group}) <= 1 for group in groups),
+    }
+
+
+def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, dict[str, Any]]:
+    """The number of trained tokens of each age and the mean of their members' rewards.
+
+    The last bucket also holds all older tokens.
+    """
+    samples = [sample for group in groups for sample in group if sample.mask.any()]
+    if not samples:
+        return {}
+    ages = np.concatenate([np.clip(sample.ages[sample.mask], 0, age_buckets - 1) for sample in samples])
+    rewards = np.repeat([sample.reward for sample in samples], [sample.trained_tokens for sample in samples])
+    return {
+        str(age): {"tokens_trained": int((ages == age).sum()), "reward": float(rewards[ages == age].mean())}
+        for age in np.unique(ages)
+    }
+
+
+def of_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The reports of all minibatches combined: statistics over all tokens, mean loss and mean gradient norm."""
+    row = metrics(totals([report["statistics"] for report in reports]))
+    return row | {
+        "loss": row["loss"] / len(reports),
+        "expert_balance": row["expert_balance"] and row["expert_balance"] / len(reports),
+        "grad_norm": float(np.mean([report["grad_norm"] for report in reports])),
+        "learning_rate": float(reports[-1]["learning_rate"]),
+    }
+
+
+def check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim, rate: str) -> None:
+    """Raise JaxRollError if a gradient norm is not finite; `rate` is the config key of the learning rate to lower."""
+    for number, report in enumerate(reports):
+        if not np.isfinite(report["grad_norm"]):
+            raise JaxRollError(
+                f"step {claim.step}, minibatch {number}: the gradient is not finite (norm {report['grad_norm']}); "
+                f"resume from the last checkpoint with a lower {rate} or model.dtype = float32"
+            )

@@ -9,38 +9,33 @@ depend on the order of arrival.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layouts
-from jaxroll.algorithms import registry
-from jaxroll.algorithms.registry import Algorithm
-from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.derived import sample_tokens, support_tokens
-from jaxroll.errors import ConfigError, JaxRollError
-from jaxroll.kernels import choice
-from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step_metrics
+from jaxroll.config import Config
+from jaxroll.errors import ConfigError
+from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step, step_metrics
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
-from jaxroll.learner.lora import Lora
 from jaxroll.learner.minibatch import Sample
-from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.state import Accumulator, Reference, TrainState
-from jaxroll.learner.step import PROXIMAL, REFERENCE, CompileCounter, Programs, Recipe, Routers
-from jaxroll.models import families, moe
+from jaxroll.learner.packing import EXPERTS, SUPPORT, MicroBatch
+from jaxroll.learner.state import Accumulator, Params, Reference, TrainState
+from jaxroll.learner.step import PROXIMAL, REFERENCE, AheadOfTime, CompileCounter, Recipe
+from jaxroll.models import moe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import Layout, Rules
+from jaxroll.sharding import Layout, Rules, batch_spec, replicated
 
 Metrics = dict[str, Any]
 Streams = dict[str, jax.Array]
@@ -84,7 +79,7 @@ class Trainer:
         self.buckets = packing.learner_buckets(config.learner, config.learner.shared_prompt_rows)
         self._settings = minibatch.Settings.of(config)
         self.algorithm = self._settings.algorithm
-        self._rows = shared_rows(config.learner)
+        self._rows = step.shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
             raise ConfigError(
                 "learner.shared_prompt_tokens",
@@ -92,11 +87,11 @@ class Trainer:
                 "this algorithm compares adjacent samples of a row, which must not share a prompt",
                 "Set it to 0: every sample then has its own copy of its prompt.",
             )
-        self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
+        self.programs = Programs(Recipe.of(config, spec, self.layout, self.algorithm))
         self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
         self.sends_adapters = self.lora is not None and config.learner.lora_publish == "adapters"
-        self.base: states.Params = {}  # frozen parameters under the adapters; empty if all parameters are trained
+        self.base: Params = {}  # frozen parameters under the adapters; empty if all parameters are trained
         self._base_digest = ""
         params = model_params.init(spec, key, mesh, rules)
         self.reference = Reference.of(config.learner, params)
@@ -108,15 +103,15 @@ class Trainer:
         """Shapes, dtypes and shardings of `state`, for restoring a checkpoint."""
         return dataclasses.replace(self.programs.state, critic=self.critic.state if self.critic else None)
 
-    def params(self) -> states.Params:
+    def params(self) -> Params:
         """The parameters that the model computes with now; with adapters a merged copy."""
         return self.programs.merge(self.state.params, self.base) if self.lora else self.state.params
 
-    def publishable_params(self) -> states.Params:
+    def publishable_params(self) -> Params:
         """The parameters that samplers receive with every version: `params`, or the adapters alone (`lora_publish`)."""
         return self.state.params if self.sends_adapters else self.params()
 
-    def base_params(self) -> states.Params:
+    def base_params(self) -> Params:
         """The frozen parameters under the adapters; if adapters are published alone, samplers receive these once."""
         return self.base
 
@@ -189,16 +184,16 @@ class Trainer:
         """
         prepared, packed, claim = running.ready.prepared, running.ready.packed, running.ready.claim
         reports, of_critic = layouts.fetched((running.reports, running.of_critic))
-        _check_finite(reports, claim, "learner.learning_rate")
-        _check_finite(of_critic, claim, "learner.critic_learning_rate")
+        step_metrics.check_finite(reports, claim, "learner.learning_rate")
+        step_metrics.check_finite(of_critic, claim, "learner.critic_learning_rate")
         batches = [batch for of_minibatch in packed for batch in of_minibatch]
-        seen = _step_metrics(reports)
+        seen = step_metrics.of_reports(reports)
         if of_critic:
             seen |= critic.metrics([sample for samples in prepared.minibatches for sample in samples], of_critic)
-        rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
+        rewards = step_metrics.rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
         seen["by_age"] = {age: {"tokens": 0} | earned | seen["by_age"].get(age, {}) for age, earned in rewards.items()}
         return (
-            data_metrics(prepared.groups)
+            step_metrics.of_data(prepared.groups)
             | seen
             | {
                 "padding_waste": packing.padding_waste(batches),
@@ -210,7 +205,7 @@ class Trainer:
             }
         )
 
-    def _fresh(self, params: states.Params) -> TrainState:
+    def _fresh(self, params: Params) -> TrainState:
         transform = self.programs.recipe.optimizer.transform
         critic_state = self.critic.fresh(params) if self.critic else None
         if self.lora:
@@ -246,7 +241,7 @@ class Trainer:
                 batch.streams[packing.SHARE] = shares
                 if routers.replay:
                     width, dtype = moe.recorded_width(self.spec), moe.recorded_dtype(self.spec)
-                    batch.streams[packing.EXPERTS] = packing.spread_experts(batch, samples, width, dtype)
+                    batch.streams[EXPERTS] = packing.spread_experts(batch, samples, width, dtype)
         return batches
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
@@ -302,104 +297,143 @@ class Trainer:
         return report
 
 
-def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
-    """The recipe of the learner's programs under this config."""
-    algorithm = algorithm or registry.build(config.learner)
-    families.check_routing(spec, config)
-    added = [PROXIMAL] if config.learner.minibatches > 1 else []
-    remat, rows = config.learner.remat, shared_rows(config.learner)
-    return Recipe(
-        spec=dataclasses.replace(spec, remat=spec.remat if remat == "auto" else remat, scan=config.learner.scan_layers),
-        layout=layout,
-        token_loss=algorithm.objective,
-        optimizer=states.build(config.learner),
-        temperature=config.sampling.temperature,
-        row_tokens=rows.row_tokens if rows else config.learner.row_tokens,
-        age_buckets=max_age(config.schedule.alpha) + 1,
-        added=(*added, REFERENCE) if algorithm.needs_reference else tuple(added),
-        logits_mb=config.learner.logits_mb,
-        attention=choice.Choice(choice.XLA, "prompts are shared") if rows else attention(config, spec, layout),
-        lora=Lora.of(config.learner),
-        rows=rows,
-        support=support_tokens(config.sampling),
-        routers=_routers(config.learner, spec) if spec.experts else None,
-    )
-
-
-def _routers(learner: LearnerConfig, spec: ModelSpec) -> Routers:
-    return Routers(learner.routing_replay, learner.router_loss, learner.router_bias_rate if spec.router_bias else 0.0)
-
-
-def shared_rows(learner: LearnerConfig) -> SharedRows | None:
-    """The layout of rows that share prompts; None if every sample has its own copy of its prompt."""
-    if not learner.shared_prompt_tokens:
-        return None
-    return SharedRows(learner.shared_prompt_tokens, learner.shared_prompt_rows, learner.row_tokens)
-
-
-def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
-    """The attention implementation for packed rows; ConfigError when the config names one that cannot work here."""
-    mesh = layout.mesh
-    site = choice.Site(
-        spec, layouts.platform(mesh), mesh.shape["tensor"] * mesh.shape["sequence"], sample_tokens(config.learner)
-    )
-    return choice.choose("packed", config.learner.attention, site)
-
-
 def _kl_in_reward(config: Config) -> bool:
     return config.learner.kl_coef > 0 and config.learner.kl_in == "reward"
 
 
-def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
-    """Metrics of a claim's data: unshaped rewards, and ages of the trained tokens."""
-    samples = [sample for group in groups for sample in group]
-    rewards = np.array([sample.reward for sample in samples], np.float64)
-    ages = np.concatenate([np.zeros(0, np.int32), *(sample.ages[sample.mask] for sample in samples)])
-    counts = np.unique(ages, return_counts=True)
-    return {
-        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-        "samples": len(samples),
-        "tokens_trained": len(ages),
-        "masked_tokens": sum(sample.sampled_tokens for sample in samples) - len(ages),
-        "age_mean": float(ages.mean()) if len(ages) else 0.0,
-        "age_max": int(ages.max()) if len(ages) else 0,
-        "age_hist": {str(age): int(count) for age, count in zip(*counts, strict=True)},
-        "groups_without_signal": sum(len({sample.reward for sample in group}) <= 1 for group in groups),
-    }
+class Programs:
+    """The programs of one recipe, compiled ahead of time; calls only look them up.
 
+        accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
+        logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
+        apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
-def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, Metrics]:
-    """The number of trained tokens of each age and the mean of their members' rewards.
-
-    The last bucket also holds all older tokens.
+    With layers in a loop, the programs of `state.ByLayer` replace `apply`. After `compile` nothing compiles again, for
+    any claim.
     """
-    samples = [sample for group in groups for sample in group if sample.mask.any()]
-    if not samples:
-        return {}
-    ages = np.concatenate([np.clip(sample.ages[sample.mask], 0, age_buckets - 1) for sample in samples])
-    rewards = np.repeat([sample.reward for sample in samples], [sample.trained_tokens for sample in samples])
-    return {
-        str(age): {"tokens_trained": int((ages == age).sum()), "reward": float(rewards[ages == age].mean())}
-        for age in np.unique(ages)
-    }
 
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        spec, layout, transform = recipe.spec, recipe.layout, recipe.optimizer.transform
+        self.state = states.abstract(spec, layout, transform, recipe.lora)
+        where = model_params.shardings(spec, layout.mesh, layout.rules)
+        self.params = {name: step.sharded_like(leaf, where[name]) for name, leaf in model_params.abstract(spec).items()}
+        self.base = self.params if recipe.lora else {}
+        self._everywhere = replicated(recipe.layout.mesh)
+        self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
+        loads = (spec.layers, spec.experts) if recipe.routers else None
+        seen = jax.eval_shape(lambda: step_metrics.zeros(recipe.age_buckets, loads))
+        self.accumulator = step.described(
+            lora.abstract_gradients(spec, layout, recipe.lora, self.state.params), seen, layout.mesh
+        )
+        self._single = step.described(self.state.params, seen, layout.mesh)
+        loops = self.accumulator.grads.keys() != self.state.params.keys()
+        optimizer = recipe.optimizer, recipe.bias_rate
+        self._by_layer = states.ByLayer(spec, *optimizer, self.state, self.accumulator) if loops else None
+        self._compiled = AheadOfTime("learner", recipe.row_tokens, self.lowered)
 
-def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
-    """The reports of all minibatches combined: statistics over all tokens, mean loss and mean gradient norm."""
-    row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
-    return row | {
-        "loss": row["loss"] / len(reports),
-        "expert_balance": row["expert_balance"] and row["expert_balance"] / len(reports),
-        "grad_norm": float(np.mean([report["grad_norm"] for report in reports])),
-        "learning_rate": float(reports[-1]["learning_rate"]),
-    }
+    def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
+        """Compile everything for micro-batches of `buckets` rows, reporting each program and its duration.
 
+        With `logprobs`, compile that program even if the recipe adds no stream.
+        """
+        for name in ("zeros", *(states.ByLayer.PROGRAMS if self._by_layer else ("apply",))):
+            self._compiled.compile(name, 0, progress)
+        if self.recipe.lora:
+            self._compiled.compile("merge", 0, progress)
+        for rows in buckets:
+            self._compiled.compile("accumulate", rows, progress)
+            if self.recipe.added or logprobs:
+                self._compiled.compile("logprobs", rows, progress)
 
-def _check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim, rate: str) -> None:
-    for number, report in enumerate(reports):
-        if not np.isfinite(report["grad_norm"]):
-            raise JaxRollError(
-                f"step {claim.step}, minibatch {number}: the gradient is not finite (norm {report['grad_norm']}); "
-                f"resume from the last checkpoint with a lower {rate} or model.dtype = float32"
-            )
+    def zeros(self) -> Accumulator:
+        """The accumulator of no micro-batches."""
+        return self._compiled["zeros", 0]()
+
+    def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The streams of a micro-batch on the devices, with rows sharded over data, fsdp and expert."""
+        return layouts.placed(dict(streams), self._batch)
+
+    def warm_fetches(self, buckets: Sequence[int]) -> None:
+        """Fetch an array of every micro-batch shape once, because a fetch over several processes compiles a program."""
+        for rows in buckets:
+            layouts.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
+
+    def accumulate(
+        self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
+    ) -> Accumulator:
+        """`accumulator` (donated) plus one micro-batch; `base` holds the frozen parameters under adapters."""
+        return self._compiled["accumulate", streams["tokens"].shape[0]](params, accumulator, dict(streams), base or {})
+
+    def merge(self, params: Params, base: Params) -> Params:
+        """`base` merged with the adapters `params`."""
+        merge, found = self._compiled["merge", 0], dict(base)
+        if self._by_layer is None:
+            return merge(params, base)
+        for number in range(self.recipe.spec.layers):
+            here, first = f"layers.{number:02d}.", "layers.00."
+            of = ({name: x for name, x in values.items() if name.startswith(here)} for values in (params, base))
+            made = merge(*({name.replace(here, first): x for name, x in values.items()} for values in of))
+            found |= {name.replace(first, here): value for name, value in made.items()}
+        return found
+
+    def logprobs(self, params: Params, streams: Streams) -> jax.Array:
+        """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
+        return self._compiled["logprobs", streams["tokens"].shape[0]](
+            params, {name: streams[name] for name in self.recipe.streams}
+        )
+
+    def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
+        """The next state, an empty accumulator, and the step's report; both arguments are donated."""
+        if self._by_layer is None:
+            return self._compiled["apply", 0](state, accumulator)
+        state, report = self._by_layer.applied(self._compiled, state, accumulator)
+        return state, self.zeros(), report
+
+    def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
+        """The program before compilation; only those of micro-batches have rows. Needs the mesh but no real devices."""
+        recipe, state, accumulator = self.recipe, self.state, self.accumulator
+        if name == "zeros":
+            return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=layouts.shardings_of(accumulator)).lower()
+        if name == "merge":
+            given = [dict(state.params), dict(self.base)]
+            if self._by_layer is not None:  # a program for each layer
+                given = [{name: x for name, x in of.items() if name.startswith("layers.00.")} for of in given]
+            merge = jax.jit(functools.partial(step.dense, recipe), out_shardings=layouts.shardings_of(given[1]))
+            return merge.lower(*given)
+        if name == "apply":
+            out = (layouts.shardings_of(state), layouts.shardings_of(self._single), self._everywhere)
+            return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)
+        if name in states.ByLayer.PROGRAMS:
+            assert self._by_layer is not None  # layers are in a loop
+            return self._by_layer.lowered(name)
+        streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
+        if recipe.support:
+            shape = (rows, recipe.row_tokens, recipe.support)
+            streams[SUPPORT] = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch)
+        if EXPERTS in streams:
+            like, width = streams[EXPERTS], moe.recorded_width(recipe.spec)
+            streams[EXPERTS] = jax.ShapeDtypeStruct((*like.shape, width), like.dtype, sharding=like.sharding)
+        if name == "logprobs":
+            return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
+        streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
+        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=layouts.shardings_of(accumulator))
+        return accumulate.lower(state.params, accumulator, streams, self.base)
+
+    def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
+
+    def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams, base: Params) -> Accumulator:
+        grads, seen = step.accumulated_gradients(self.recipe, params, streams, base, accumulator.grads)
+        return Accumulator(grads, step_metrics.merged(accumulator.statistics, seen))
+
+    def _logprobs(self, params: Params, streams: Streams) -> jax.Array:
+        terms = step.terms_of(self.recipe, params, streams)
+        return jnp.where(streams["mask"], terms.logprob, 0.0)
+
+    def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
+        found, empty, report = states.applied(self.recipe.optimizer, state, accumulator)
+        if rate := self.recipe.bias_rate:
+            params = moe.with_moved_biases(found.params, accumulator.statistics[step_metrics.LOADS], rate)
+            found = dataclasses.replace(found, params=params)
+        return found, empty, report

@@ -129,10 +129,10 @@ class Described:
     lowered: jax.stages.Lowered
 
 
-def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[step.Programs, Iterator[Described]]:
+def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[trainer.Programs, Iterator[Described]]:
     """The programs of every optimizer step on `mesh`, and each of them, lowered when it is asked for."""
-    recipe = trainer.recipe(config, spec, Layout(mesh, LEARNER))
-    programs, rows = step.Programs(recipe), config.learner.micro_batch_rows
+    recipe = step.Recipe.of(config, spec, Layout(mesh, LEARNER))
+    programs, rows = trainer.Programs(recipe), config.learner.micro_batch_rows
 
     def found() -> Iterator[Described]:
         yield Described("accumulate", str(recipe.attention), programs.lowered("accumulate", rows))
@@ -145,7 +145,7 @@ def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[step.
     return programs, found()
 
 
-def published(programs: step.Programs, config: Config) -> jax.stages.Lowered:
+def published(programs: trainer.Programs, config: Config) -> jax.stages.Lowered:
     """The copy of the parameters, in the dtype of the transfer, that a version is sent from."""
     whole = programs.recipe.lora is None or config.learner.lora_publish == "merged"
     params = programs.params if whole else programs.state.params

@@ -25,11 +25,12 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, sample_tokens, tokenizer_folder
 from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
-from jaxroll.learner import minibatch, packing, step_metrics, trainer, weights
+from jaxroll.learner import minibatch, packing, step_metrics, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.state import Params
-from jaxroll.learner.step import Programs, Recipe, hidden_states
+from jaxroll.learner.step import Recipe, hidden_states, packed_attention
+from jaxroll.learner.trainer import Programs
 from jaxroll.metrics import JsonlTracker
 from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
@@ -154,7 +155,7 @@ def _recipe(config: Config, spec: families.ModelSpec, layout: layouts.Layout) ->
         optimizer=states.adamw(schedule, config.learner.weight_decay, MAX_GRAD_NORM),
         temperature=1.0,
         row_tokens=sample_tokens(config.learner),
-        attention=trainer.attention(config, spec, layout),
+        attention=packed_attention(config, spec, layout),
     )
 
 

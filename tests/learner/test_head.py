@@ -15,7 +15,7 @@ from jaxroll import sharding as layouts
 from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
-from jaxroll.learner.step import Programs
+from jaxroll.learner.trainer import Programs
 from jaxroll.models import families, params, transformer
 from jaxroll.sharding import Layout
 

@@ -18,7 +18,8 @@ from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
-from jaxroll.learner.step import Programs, Routers, dense, gradients
+from jaxroll.learner.step import Routers, dense, gradients
+from jaxroll.learner.trainer import Programs
 from jaxroll.models import families
 from jaxroll.models import params as model_params
 from jaxroll.records import Version

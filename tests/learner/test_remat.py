@@ -12,7 +12,7 @@ import pytest
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing
-from jaxroll.learner.step import Programs
+from jaxroll.learner.trainer import Programs
 from jaxroll.models import families, params
 
 ROWS, TOKENS = 2, 256

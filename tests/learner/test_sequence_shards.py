@@ -13,7 +13,8 @@ import pytest
 from jaxroll.config import MeshConfig
 from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner import packing
-from jaxroll.learner.step import Programs, Recipe
+from jaxroll.learner.step import Recipe
+from jaxroll.learner.trainer import Programs
 from jaxroll.models import families, params
 
 ROWS, TOKENS = 4, 96

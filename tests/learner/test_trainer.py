@@ -17,7 +17,8 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner import state as states
-from jaxroll.learner.step import CompileCounter, Programs
+from jaxroll.learner.step import CompileCounter
+from jaxroll.learner.trainer import Programs
 from jaxroll.records import Claim, Segment, Version, VersionRun
 
 

@@ -20,8 +20,8 @@ from jaxroll.config import ModelConfig
 from jaxroll.config.derived import settled
 from jaxroll.learner import minibatch, packing, step
 from jaxroll.learner.minibatch import Sample
-from jaxroll.learner.step import PROXIMAL, REFERENCE, Programs
-from jaxroll.learner.trainer import recipe
+from jaxroll.learner.step import PROXIMAL, REFERENCE, Recipe
+from jaxroll.learner.trainer import Programs
 from jaxroll.models import params as model_params
 from jaxroll.sharding import Layout
 
@@ -99,7 +99,7 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
         }
     )
     spec = model_params.spec(ModelConfig(path=str(MODEL)), vocab_size=VOCAB)
-    made = recipe(config, spec, Layout(sharding.build(config.learner.mesh), sharding.LEARNER))
+    made = Recipe.of(config, spec, Layout(sharding.build(config.learner.mesh), sharding.LEARNER))
     samples, streams = [], {name: [] for name in (PROXIMAL, REFERENCE)}
     for row in range(N):
         shown, drawn = given["prompt_mask"][row] > 0, given["completion_mask"][row] > 0

@@ -19,8 +19,7 @@ LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
     "one lease": 14,
     "one put": 7,
-    TRAINING: 7,
-    "the life of a sample": 43,
+    "the life of a sample": 42,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -49,8 +49,8 @@ def measured() -> int:
     """The growth of this process when the learner's state is made and trained for one step."""
     spec = families.spec(CONFIG.model.size)
     layout = Layout(build(CONFIG.learner.mesh), LEARNER)
-    recipe = trainer.recipe(CONFIG, spec, layout)
-    programs, rows = step.Programs(recipe), CONFIG.learner.micro_batch_rows
+    recipe = step.Recipe.of(CONFIG, spec, layout)
+    programs, rows = trainer.Programs(recipe), CONFIG.learner.micro_batch_rows
     programs.compile([rows])
     streams = {name: np.zeros((rows, recipe.row_tokens), dtype) for name, dtype in recipe.streams.items()}
     gc.collect()

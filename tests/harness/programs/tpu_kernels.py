@@ -78,8 +78,8 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
     for wanted in ("auto", "xla"):
         config = Config(learner=LearnerConfig(row_tokens=case.row_tokens, attention=wanted))
         layout = Layout(aot.topology_mesh(case.learner_mesh, topology), LEARNER)
-        recipe = trainer.recipe(config, case.spec, layout)
-        yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_batch_rows)
+        recipe = step.Recipe.of(config, case.spec, layout)
+        yield "accumulate", str(recipe.attention), trainer.Programs(recipe).lowered("accumulate", case.micro_batch_rows)
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
         serving = device.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)
