@@ -180,7 +180,7 @@ def _repeated(rows: Iterable[Row]) -> set[int]:
 
 def out_of_order(issued: Sequence[int], run_dir: Path) -> str | None:
     """The first difference between the run's prompts and the order of its dataset; None if there is none."""
-    from jaxroll.data.prompts import PromptPipeline
+    from jaxroll.data.tasks import PromptPipeline
 
     pipeline = PromptPipeline(run_dirs.load_config(run_dir))
     return first_difference(issued, [next(pipeline).index for _ in issued])

@@ -36,7 +36,7 @@ from jaxroll.config.parsing import nearest
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.section_rules import evaluation_set, task_parts
 from jaxroll.control import program, run_dir
-from jaxroll.data import prompts, sources
+from jaxroll.data import preparation, sources
 from jaxroll.envs import agent, registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
@@ -215,7 +215,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     trackers.check(config)
     _check_reward_models(config)
     Settings.of(config).filter.check()
-    tokenizer = prompts.check(config, report)
+    tokenizer = preparation.check(config, report)
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
     _check_attention(config, model)

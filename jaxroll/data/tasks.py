@@ -1,4 +1,4 @@
-"""Tasks from the items of the config's source; held-out set, ranges and order of items."""
+"""Tasks from the items of the config's source; held-out set, ranges and order of items, the stream of prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -390,33 +392,105 @@ def _endless(config: Config) -> Ranges:
     return Ranges(train, heldout, sft)
 
 
-# --- worked conversations for the warm start
+# --- the stream of training prompts
+
+_STATE_FORMAT = 1
 
 
-def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]]]:
-    """`count` tasks, each with a worked conversation, in an order determined by `run.seed`.
+class PromptPipeline:
+    """Endless iterator of training tasks in an order determined by `run.seed`; it never yields held-out questions.
 
-    A conversation consists of the answers to learn and the environment's messages between them. Tasks come from the
-    range of the warm start and never have a held-out question; questions may repeat. ConfigError when none can be used.
+    `restore()` with the `state()` of another pipeline of the same config continues with the next item. Not thread-safe.
     """
-    candidates = Candidates(config)
-    kept_aside = all_hashes(evaluated(config, candidates))
-    found: list[tuple[Task, tuple[Message, ...]]] = []
-    skipped = 0
-    order = Order(candidates, "sft", lambda index: candidates.trainable(index, kept_aside, taught=True))
-    while len(found) < count:
-        candidate = next(order)
-        if not isinstance(candidate, Skipped):
-            found.append((candidate.task, candidate.worked))
-            skipped = 0
-        elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
-            raise no_example(
-                config, f"{skipped} items in a row cannot serve the warm start, the last because {candidate.reason}"
+
+    def __init__(self, config: Config) -> None:
+        self._candidates = Candidates(config)
+        self._heldout = all_hashes(evaluated(config, self._candidates))
+        self._fingerprint = _fingerprint(config, self._candidates)
+        self._order = Order(self._candidates, "train", self._admit)
+        self.skipped: Counter[str] = Counter()  # items since the beginning of the run, by kind; also truncated prompts
+        self._beginning = self.state()
+
+    def __iter__(self) -> PromptPipeline:
+        return self
+
+    def __next__(self) -> Task:
+        """The next task. Raises ConfigError when thousands of items in a row cannot be trained on."""
+        reason = ""
+        for _ in range(MAX_SKIPPED_IN_A_ROW):
+            found = next(self._order)
+            if isinstance(found, Candidate):
+                if found.truncated:
+                    self.skipped["truncated"] += 1
+                return found.task
+            self.skipped[found.kind] += 1
+            reason = found.reason
+        raise ConfigError(
+            "task",
+            self._candidates.identity,
+            f"{MAX_SKIPPED_IN_A_ROW} items in a row cannot be trained on, the last because {reason}",
+            "Hold out fewer items, raise task.max_prompt_tokens, or use a task with more questions.",
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        return self._candidates.tokenizer
+
+    def state(self) -> bytes:
+        """The position of the stream and the counts of skipped items, as JSON."""
+        state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._order.get_state()}
+        if skipped := +self.skipped:
+            state["skipped"] = skipped
+        return json.dumps(state, separators=(",", ":")).encode()
+
+    def restore(self, state: bytes | None) -> None:
+        """Continue after the item at which `state` was taken (None: from the beginning).
+
+        ConfigError for the state of another task, seed or range; DataError for malformed data.
+        """
+        try:
+            found = json.loads(self._beginning if state is None else state)
+            if found["format"] != _STATE_FORMAT:
+                raise ValueError(f"format {found['format']}, this version reads {_STATE_FORMAT}")
+            fingerprint, position = found["fingerprint"], found["grain"]
+            skipped = Counter(found.get("skipped", {}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"this is not the state of a prompt stream: {error!r}") from error
+        if fingerprint != self._fingerprint:
+            raise ConfigError(
+                "task",
+                self._candidates.identity,
+                "the saved prompt stream was made from other settings",
+                "Resume with the run's own config: task, run.seed and tokenizer decide the order.",
             )
-    return found
+        self._order.set_state(position)
+        self.skipped = skipped
+
+    def _admit(self, index: int) -> Candidate | Skipped:
+        return self._candidates.trainable(index, self._heldout)
 
 
-def no_example(config: Config, reason: str) -> ConfigError:
-    """The error for a task without worked answers for the warm start."""
-    remedy = "Set sft.steps=0, or use a task with worked answers."
-    return ConfigError("sft.steps", config.sft.steps, reason, remedy)
+def _fingerprint(config: Config, candidates: Candidates) -> str:
+    """A digest of all settings that determine the order of prompts."""
+    task = config.task
+    parts = (candidates.identity, candidates.run_seed)
+    for part in candidates.parts:
+        parts += (repr(part.ranges.train), repr(part.ranges.heldout), part.config.heldout_items)
+    parts += (task.prompt_style, task.max_prompt_tokens)
+    # Only if they are set, so that runs of earlier versions resume.
+    parts += tuple(
+        (name, value)
+        for name, value in (
+            ("system_prompt", task.system_prompt),
+            ("few_shot", task.few_shot),
+            ("tools", task.tools),
+            ("template_args", config.tokenizer.template_args),
+            ("long_prompts", task.long_prompts if task.long_prompts != "drop" else ""),
+            ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
+            ("answer_after", task.answer_after),
+            ("sets", config.evaluator.sets),
+        )
+        if value
+    )
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

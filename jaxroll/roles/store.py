@@ -145,7 +145,7 @@ def feed(args: RoleArgs) -> None:
         answers.flush()
 
     send(FeedReply(progress="it imports jax and grain"))
-    from jaxroll.data.prompts import PromptPipeline
+    from jaxroll.data.tasks import PromptPipeline
 
     pipeline: PromptPipeline | None = None
     while True:

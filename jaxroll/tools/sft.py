@@ -23,7 +23,7 @@ from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, sample_tokens, tokenizer_folder
-from jaxroll.data import sources, tasks
+from jaxroll.data import preparation, sources
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, packing, step_metrics, weights
 from jaxroll.learner import state as states
@@ -109,7 +109,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
 def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmStartPlan:
     """The plan, on the host: `sft.steps` batches of `sft.batch` examples in the data's order."""
     size, steps = config.sft.batch, config.sft.steps
-    examples = tasks.examples(config, steps * size + CHECK_EXAMPLES)
+    examples = preparation.examples(config, steps * size + CHECK_EXAMPLES)
     questions = list(dict.fromkeys(task.question_hash for task, _ in examples))
     kept_out = set(questions[: min(CHECK_EXAMPLES, len(questions) // 10)])
     check = {

@@ -11,10 +11,9 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens
-from jaxroll.data import sources
+from jaxroll.data import preparation, sources
 from jaxroll.data import tasks as heldout
-from jaxroll.data import tasks as sft_examples
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.envs import calculator
 from jaxroll.envs.frozen_lake import FrozenLake
 from jaxroll.records import Message, Task
@@ -35,7 +34,7 @@ def test_held_out_questions_are_neither_trained_on_nor_taught(path: Path) -> Non
     config = loaded(path)
     kept = heldout.tasks(config)
     trained = list(itertools.islice(PromptPipeline(config), 300))
-    taught = [task for task, _ in sft_examples.examples(config, 300)]
+    taught = [task for task, _ in preparation.examples(config, 300)]
     assert len(heldout.hashes(kept)) == len(kept)
     assert not heldout.overlap(kept, (task.question_hash for task in trained))
     assert not heldout.overlap(kept, (task.question_hash for task in taught))
@@ -46,7 +45,7 @@ def test_conversations_fit_the_tokenizer_and_the_episode(path: Path) -> None:
     config = loaded(path)
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     lengths = []
-    for task, said in sft_examples.examples(config, 300):
+    for task, said in preparation.examples(config, 300):
         runs = tokenizers.runs(text, task.messages, said)
         assert [trained for _, trained in runs] == [False, True] * (len(runs) // 2)
         assert all(len(run) <= config.sampling.max_tokens for run, trained in runs if trained)
@@ -58,7 +57,7 @@ def test_conversations_fit_the_tokenizer_and_the_episode(path: Path) -> None:
 
 def test_worked_conversations_match_the_environment() -> None:
     config = loaded(AGENTIC[0])
-    for task, said in sft_examples.examples(config, 50):
+    for task, said in preparation.examples(config, 50):
         env = FrozenLake(None, config.task)  # type: ignore[arg-type]
         env.reset(task, task.seed)
         results = [env.step(message.content) for message in said if message.role == "assistant"]

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, EvaluatorConfig, RunConfig, SftConfig, TaskConfig
-from jaxroll.data import tasks
+from jaxroll.data import preparation, tasks
 from jaxroll.data import tasks as heldout
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message
 
@@ -44,7 +44,7 @@ def test_512_questions_are_kept_out_of_training_and_warm_start(config: Config) -
     assert len({task.question_hash for task in kept_aside}) == len(kept_aside) == 512
     assert all(task.index >= config.task.heldout_start for task in kept_aside)
     trained = list(itertools.islice(PromptPipeline(config), 3000))
-    taught = [task for task, _ in tasks.examples(config, 3000)]
+    taught = [task for task, _ in preparation.examples(config, 3000)]
     assert tasks.overlap(kept_aside, (task.question_hash for task in trained + taught)) == frozenset()
 
 
@@ -99,12 +99,12 @@ def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
 
 
 def test_worked_examples_are_questions_with_their_answers() -> None:
-    found = tasks.examples(CONFIG, 200)
+    found = preparation.examples(CONFIG, 200)
     assert len(found) == 200
     assert all(said == (Message("assistant", task.messages[0].content[::-1]),) for task, said in found)
     assert all(task.index >= CONFIG.sft.start for task, _ in found)
-    assert found == tasks.examples(CONFIG, 200)
-    other = tasks.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
+    assert found == preparation.examples(CONFIG, 200)
+    other = preparation.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
     assert len({t.index for t, _ in found} & {t.index for t, _ in other}) < 5
 
 
@@ -112,7 +112,7 @@ def test_a_short_file_serves_the_warm_start_again_and_again(tmp_path: Path) -> N
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"q{i}", "answer": str(i)}) + "\n" for i in range(20)))
     config = dataclasses.replace(CONFIG, task=TaskConfig(source="jsonl", path=str(path), heldout_items=5))
-    indices = [task.index for task, _ in tasks.examples(config, 40)]
+    indices = [task.index for task, _ in preparation.examples(config, 40)]
     assert set(indices) == set(range(15))
 
 
@@ -122,7 +122,7 @@ def test_without_usable_examples_the_warm_start_says_so(monkeypatch: pytest.Monk
     at = candidates.Candidates.at
     monkeypatch.setattr(candidates.Candidates, "at", lambda self, i: dataclasses.replace(at(self, i), worked=()))
     with pytest.raises(ConfigError, match=r"sft\.steps.*has no answer"):
-        tasks.examples(CONFIG, 1)
+        preparation.examples(CONFIG, 1)
 
 
 # --- ranges

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, RunConfig, TaskConfig
-from jaxroll.data import prompts, sources
+from jaxroll.data import preparation, sources
 from jaxroll.data import tasks as candidates
 from jaxroll.data import tasks as heldout
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import question_hash
 
@@ -182,9 +182,9 @@ def test_a_changed_file_does_not_resume(tmp_path: Path) -> None:
 def test_no_backend_is_initialised_by_using_the_room() -> None:
     """With an unknown platform, any use of a JAX device fails."""
     code = (
-        "from jaxroll.config import Config; from jaxroll.data import prompts, tasks\n"
-        "stream = prompts.PromptPipeline(Config()); next(stream); stream.restore(stream.state()); next(stream)\n"
-        "tasks.examples(Config(), 3); tasks.tasks(Config())\n"
+        "from jaxroll.config import Config; from jaxroll.data import preparation, tasks\n"
+        "stream = tasks.PromptPipeline(Config()); next(stream); stream.restore(stream.state()); next(stream)\n"
+        "preparation.examples(Config(), 3); tasks.tasks(Config())\n"
         "import jax\n"
         "try: jax.devices()\n"
         "except RuntimeError: print('untouched')\n"
@@ -198,7 +198,7 @@ def test_no_backend_is_initialised_by_using_the_room() -> None:
 
 def test_skipped_items_say_why() -> None:
     pipeline = PromptPipeline(config(task=BITS))
-    reasons = {r.reason for r in map(pipeline._admit, range(200)) if isinstance(r, prompts.Skipped)}
+    reasons = {r.reason for r in map(pipeline._admit, range(200)) if isinstance(r, candidates.Skipped)}
     assert reasons and all("held out" in reason for reason in reasons)
 
 
@@ -286,7 +286,7 @@ def test_a_state_of_another_mixture_is_refused() -> None:
 
 
 def test_worked_examples_come_from_all_sources() -> None:
-    found = candidates.examples(config(task=MIXED), 40)
+    found = preparation.examples(config(task=MIXED), 40)
     assert [task.args()["source"] for task, _ in found].count("bits") == 10
 
 
@@ -319,4 +319,4 @@ def test_long_prompts_lose_the_tokens_at_one_side(tmp_path: Path, policy: str, s
 def test_a_prompt_whose_other_messages_are_too_long_is_dropped() -> None:
     task = dataclasses.replace(SHOWN, long_prompts="truncate_left", max_prompt_tokens=10)
     with pytest.raises(ConfigError, match="prompt tokens"):
-        prompts.check(config(task=task))
+        preparation.check(config(task=task))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, TaskConfig, TokenizerConfig
-from jaxroll.data import files, prompts, sources
+from jaxroll.data import files, preparation, sources
 from jaxroll.data.tasks import Candidates
 from jaxroll.errors import ConfigError
 from jaxroll.records import Item, Message
@@ -262,6 +262,6 @@ def test_the_check_before_a_run_reports_rows_and_layout(tmp_path: Path) -> None:
     task = dataclasses.replace(jsonl(tmp_path / "rows", found), heldout_items=4)
     lines: list[str] = []
     config = dataclasses.replace(Config(), task=task, tokenizer=TokenizerConfig())
-    prompts.check(config, lines.append)
+    preparation.check(config, lines.append)
     assert lines == ["task: 20 rows, layout columns (prompt: question, answer: answer)"]
     assert isinstance(sources.open_source(task).item(0), Item)

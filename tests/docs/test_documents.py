@@ -22,7 +22,7 @@ from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import ESTIMATORS, PRESETS
 from jaxroll.control import commands, preflight
-from jaxroll.data import tasks
+from jaxroll.data import preparation
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import StepResult
@@ -266,7 +266,7 @@ def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypa
             heard += [message.content for message in result.messages]
         return heard, result
 
-    for task, said in tasks.examples(config, 50):
+    for task, said in preparation.examples(config, 50):
         answers = [message.content for message in said if message.role == "assistant"]
         heard, result = asyncio.run(play(task, answers))
         assert (result.done, result.reward, result.reward_parts) == (True, 1.0, {"guesses": float(len(answers))})

@@ -13,8 +13,7 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens
-from jaxroll.data import sources
-from jaxroll.data import tasks as sft_examples
+from jaxroll.data import preparation, sources
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.records import Message
@@ -59,7 +58,7 @@ def test_a_seed_gives_one_episode(name: str) -> None:
 def test_worked_play_is_that_of_the_environment_and_fits_the_config(name: str) -> None:
     config = loaded(name)
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    for task, worked in sft_examples.examples(config, 40):
+    for task, worked in preparation.examples(config, 40):
         results = played(config, task, [message.content for message in worked if message.role == "assistant"])
         shown = [message for result in results[1:] for message in result.messages]
         views = [message for message in worked if message.role != "assistant"]

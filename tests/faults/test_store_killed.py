@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.errors import EXIT_FAILURE
 from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, judge, replays

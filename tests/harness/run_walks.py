@@ -20,7 +20,7 @@ from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.clock import MonotonicClock
 from jaxroll.config import Config, RoleArgs
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.envs import registry
 from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Grant

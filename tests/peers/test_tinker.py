@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.data import sources, tasks
+from jaxroll.data import preparation, sources
 from jaxroll.text import tokenizers
 from tests.docs.blocks import blocks
 
@@ -49,7 +49,7 @@ def data(warm: Path) -> str:
     """Questions of the run's task with their answers, as ids."""
     config = configs.load(CONFIG)
     text, rows = tokenizers.build(config.tokenizer, sources.alphabet(config.task)), {}
-    for task, worked in tasks.examples(config, 3000):
+    for task, worked in preparation.examples(config, 3000):
         answer = [*map(int, text.encode(worked[-1].content)), text.eos_id]
         rows[task.question_hash] = {"prompt": [*map(int, text.render(task.messages))], "answer": answer}
     file = warm / "questions.json"

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll.config import Config
 from jaxroll.data import sources
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun

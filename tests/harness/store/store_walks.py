@@ -15,7 +15,7 @@ from typing import Any
 from jaxroll import wire
 from jaxroll.clock import Clock, ManualClock
 from jaxroll.config import Config, digest
-from jaxroll.data.prompts import PromptPipeline
+from jaxroll.data.tasks import PromptPipeline
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Task, Version
 from jaxroll.rpc.server import Caller, Method
