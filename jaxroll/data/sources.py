@@ -7,7 +7,9 @@ import dataclasses
 import importlib
 import io
 import json
+import string
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jaxroll.config import TaskConfig
@@ -37,12 +39,13 @@ class GymSource:
     def __init__(self, cfg: TaskConfig) -> None:
         self._task = allowed(cfg.name)
         self.size = self._task.size
-        if is_compact(cfg) and self._task.compact is None:
+        self._compact = COMPACT.get(cfg.name)
+        if is_compact(cfg) and self._compact is None:
             raise ConfigError(
                 "task.prompt_style",
                 cfg.prompt_style,
                 f"{cfg.name} has no compact prompt",
-                f"Use task.prompt_style='full' (compact: {', '.join(_with_compact())}).",
+                f"Use task.prompt_style='full' (compact: {', '.join(sorted(COMPACT))}).",
             )
         self._name = cfg.name
         self._as_compact = is_compact(cfg)
@@ -67,10 +70,11 @@ class GymSource:
             fields = json.loads(json.dumps(metadata, default=str))  # numpy's subclasses of float and str become plain
         else:
             fields = {field: metadata[field] for field in task.scorer_metadata}
-        lower = task.lower_case and self._as_compact
+        compact = COMPACT.get(name)
+        lower = self._as_compact and compact is not None and compact.lower_case
         return Item(
             question=entry["question"],
-            compact=entry["question"] if task.compact is None else task.compact(metadata),
+            compact=entry["question"] if compact is None else compact.prompt(metadata),
             answer=None if answer is None or UNSOLVED in answer else answer.lower() if lower else answer,
             env_args={
                 "scorer": "reasoning_gym",
@@ -82,20 +86,16 @@ class GymSource:
 
     def alphabet(self) -> str:
         """The characters of prompts and answers: declared for compact prompts, printable ASCII for full ones."""
+        known = "" if self._compact is None else self._compact.prompt_alphabet + self._compact.answer_alphabet
         if not self._as_compact:
-            known = PRINTABLE + self._task.prompt_alphabet + self._task.answer_alphabet
-            return _sorted_characters(known + (self._task.characters or ""))
+            return _sorted_characters(PRINTABLE + known + (self._task.characters or ""))
         if self._name == "spell_backward":  # its words are known, and most ranges of lengths contain no digit
             return _sorted_characters("".join(self._dataset.words).lower())
-        return _sorted_characters(self._task.prompt_alphabet + self._task.answer_alphabet)
+        return _sorted_characters(known)
 
 
 def _sorted_characters(text: str) -> str:
     return "".join(sorted(set(text)))
-
-
-def _with_compact() -> list[str]:
-    return sorted(name for name, task in TASKS.items() if task.compact is not None)
 
 
 def _create_dataset(name: str, args: dict[str, Any], size: int) -> Any:
@@ -151,6 +151,88 @@ def _settings_of(name: str, args: dict[str, Any]) -> str:
     unknown = [key for key in args if key not in known]
     return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
 
+
+# --- compact prompts of reasoning-gym's tasks
+
+
+def _word(metadata: Mapping[str, Any]) -> str:
+    return metadata["word"].lower()
+
+
+def _expression(metadata: Mapping[str, Any]) -> str:
+    return metadata["expression"].replace(" ", "")
+
+
+def _board(metadata: Mapping[str, Any]) -> str:
+    return "\n".join("".join(str(cell or "_") for cell in row) for row in metadata["puzzle"])
+
+
+def _letter_and_text(metadata: Mapping[str, Any]) -> str:
+    return f"{metadata['target_letter']}:{' '.join(metadata['span'])}"
+
+
+def _number(metadata: Mapping[str, Any]) -> str:
+    return str(metadata["number"])
+
+
+def _numbers(metadata: Mapping[str, Any]) -> str:
+    return ",".join(str(number) for number in metadata["numbers"])
+
+
+def _equation(metadata: Mapping[str, Any]) -> str:
+    return metadata["equation"].replace(" ", "")
+
+
+def _binary(metadata: Mapping[str, Any]) -> str:
+    return metadata["string"]
+
+
+def _bases(metadata: Mapping[str, Any]) -> str:
+    return f"{metadata['source_repr']}:{metadata['source_base']}:{metadata['target_base']}"
+
+
+def _cipher(metadata: Mapping[str, Any]) -> str:
+    return metadata["cipher_text"]
+
+
+def _grid(metadata: Mapping[str, Any]) -> str:
+    return "\n".join("".join(str(cell) for cell in row) for row in metadata["grid"])
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The compact prompts of a task: made from an item's metadata by `prompt`, with the characters of the alphabets.
+
+    `lower_case`: prompts and answers are in lower case, because the scorer ignores case; this halves the alphabet.
+    """
+
+    prompt: Callable[[Mapping[str, Any]], str]
+    prompt_alphabet: str
+    answer_alphabet: str
+    lower_case: bool = False
+
+
+_DIGITS = string.digits
+_EXPRESSION = _DIGITS + "+-*/()"
+_LETTERS = string.ascii_letters + "àë" + _DIGITS  # the characters of the text from which the word tasks are made
+
+COMPACT: Mapping[str, Compact] = {
+    "spell_backward": Compact(_word, string.ascii_lowercase + _DIGITS, string.ascii_lowercase + _DIGITS, True),
+    "basic_arithmetic": Compact(_expression, _EXPRESSION, _DIGITS + "-"),
+    "chain_sum": Compact(_expression, _DIGITS + "+-", _DIGITS + "-"),
+    "decimal_chain_sum": Compact(_expression, _DIGITS + "+-.", _DIGITS + "-."),
+    "products": Compact(_expression, _DIGITS + "*-", _DIGITS + "-"),
+    "mini_sudoku": Compact(_board, "1234_\n", "1234 \n"),
+    "letter_counting": Compact(_letter_and_text, _LETTERS + ": ", _DIGITS),
+    "count_bits": Compact(_number, _DIGITS, _DIGITS),
+    "gcd": Compact(_numbers, _DIGITS + ",", _DIGITS),
+    "lcm": Compact(_numbers, _DIGITS + ",", _DIGITS),
+    "simple_equations": Compact(_equation, string.ascii_lowercase + _DIGITS + "+-*=", _DIGITS + "-"),
+    "binary_alternation": Compact(_binary, "01", _DIGITS + "-"),
+    "base_conversion": Compact(_bases, string.ascii_lowercase + _DIGITS + ":", string.ascii_lowercase + _DIGITS),
+    "caesar_cipher": Compact(_cipher, string.ascii_uppercase + " ", string.ascii_uppercase + " "),
+    "largest_island": Compact(_grid, "01\n", _DIGITS),
+}
 
 # --- known tasks
 

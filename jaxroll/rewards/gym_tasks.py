@@ -1,4 +1,4 @@
-"""Table of reasoning-gym's tasks: compact prompts, what scorers read, and guards against answers that cheat.
+"""Table of reasoning-gym's tasks: what scorers read, and guards against answers that cheat.
 
 reasoning-gym's scorers (read in version 0.1.25) execute answers, raise, hang, or pay for wrong answers. Here no scorer
 sees an answer that it would execute, unless the answer is a literal or arithmetic; exceptions and endless computations
@@ -21,12 +21,9 @@ from typing import Any
 
 import msgspec
 
-Metadata = Mapping[str, Any]
 Guard = Callable[[str, Mapping[str, Any], Any], bool]  # (answer, entry, dataset) -> may the scorer see it?
 
 PRINTABLE = string.printable[:95] + "\n"
-_DIGITS = string.digits
-_EXPRESSION = _DIGITS + "+-*/()"
 _TIME_LIMIT_S = 2.0  # of one score; sympy may simplify for minutes
 _MOST = 1.0 + 1e-6  # partial credit may add up to slightly more than 1; a score above this is an error of the scorer
 
@@ -34,11 +31,8 @@ _MOST = 1.0 + 1e-6  # partial credit may add up to slightly more than 1; a score
 class GymTask(msgspec.Struct, frozen=True):
     """A task.
 
-    `compact` makes the short prompt from an item's metadata; None if there is no short form. `prompt_alphabet` and
-    `answer_alphabet` are the characters of compact prompts and of answers; `characters` are those of full prompts and
-    answers beyond printable ASCII, None if they are unknown. `scorer_metadata` are the fields that the scorer reads in
-    addition to the answer; None for all fields and the task's settings. `lower_case`: prompts and answers are in lower
-    case, because the scorer ignores case; this halves the alphabet.
+    `scorer_metadata` are the fields that the scorer reads in addition to the answer; None for all fields and the task's
+    settings. `characters` are those of full prompts and answers beyond printable ASCII, None if they are unknown.
 
     `guard` returns False for an answer that the scorer must not see: it scores 0. `any_script`: answers may have
     characters outside ASCII although the item has no answer that does. `tuples` are fields that JSON turned into lists
@@ -46,64 +40,13 @@ class GymTask(msgspec.Struct, frozen=True):
     of items, for generators that prepare all of them at once; None for an endless task.
     """
 
-    compact: Callable[[Metadata], str] | None = None
-    prompt_alphabet: str = PRINTABLE
-    answer_alphabet: str = PRINTABLE
     scorer_metadata: tuple[str, ...] | None = None
-    lower_case: bool = False
     characters: str | None = ""
     guard: Guard | None = None
     any_script: bool = False
     tuples: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     size: int | None = None
-
-
-# --- compact prompts
-
-
-def _word(metadata: Metadata) -> str:
-    return metadata["word"].lower()
-
-
-def _expression(metadata: Metadata) -> str:
-    return metadata["expression"].replace(" ", "")
-
-
-def _board(metadata: Metadata) -> str:
-    return "\n".join("".join(str(cell or "_") for cell in row) for row in metadata["puzzle"])
-
-
-def _letter_and_text(metadata: Metadata) -> str:
-    return f"{metadata['target_letter']}:{' '.join(metadata['span'])}"
-
-
-def _number(metadata: Metadata) -> str:
-    return str(metadata["number"])
-
-
-def _numbers(metadata: Metadata) -> str:
-    return ",".join(str(number) for number in metadata["numbers"])
-
-
-def _equation(metadata: Metadata) -> str:
-    return metadata["equation"].replace(" ", "")
-
-
-def _binary(metadata: Metadata) -> str:
-    return metadata["string"]
-
-
-def _bases(metadata: Metadata) -> str:
-    return f"{metadata['source_repr']}:{metadata['source_base']}:{metadata['target_base']}"
-
-
-def _cipher(metadata: Metadata) -> str:
-    return metadata["cipher_text"]
-
-
-def _grid(metadata: Metadata) -> str:
-    return "\n".join("".join(str(cell) for cell in row) for row in metadata["grid"])
 
 
 # --- guards: each docstring names the hack
@@ -280,32 +223,16 @@ def _conclusion(answer: str, entry: Mapping[str, Any], dataset: Any) -> bool:
 
 # --- the table
 
-_LETTERS = string.ascii_letters + "àë" + _DIGITS  # the characters of the text from which the word tasks are made
-
 _TEXT = "àâäçèéêëîïôöùûüœ‘’“”™—"
 
 TASKS: Mapping[str, GymTask] = {
-    "spell_backward": GymTask(_word, string.ascii_lowercase + _DIGITS, string.ascii_lowercase + _DIGITS, (), True),
-    "basic_arithmetic": GymTask(_expression, _EXPRESSION, _DIGITS + "-", ()),
-    "chain_sum": GymTask(_expression, _DIGITS + "+-", _DIGITS + "-", ()),
-    "decimal_chain_sum": GymTask(_expression, _DIGITS + "+-.", _DIGITS + "-.", ()),
-    "products": GymTask(_expression, _DIGITS + "*-", _DIGITS + "-", ()),
-    "mini_sudoku": GymTask(_board, "1234_\n", "1234 \n", ("solution",)),
-    "letter_counting": GymTask(_letter_and_text, _LETTERS + ": ", _DIGITS, ()),
-    "count_bits": GymTask(_number, _DIGITS, _DIGITS, ()),
-    "gcd": GymTask(_numbers, _DIGITS + ",", _DIGITS, ()),
-    "lcm": GymTask(_numbers, _DIGITS + ",", _DIGITS, ()),
-    "simple_equations": GymTask(_equation, string.ascii_lowercase + _DIGITS + "+-*=", _DIGITS + "-", ()),
-    "binary_alternation": GymTask(_binary, "01", _DIGITS + "-", ()),
-    "base_conversion": GymTask(_bases, string.ascii_lowercase + _DIGITS + ":", string.ascii_lowercase + _DIGITS, ()),
-    "caesar_cipher": GymTask(_cipher, string.ascii_uppercase + " ", string.ascii_uppercase + " ", ()),
-    "largest_island": GymTask(_grid, "01\n", _DIGITS, ()),
-    "count_primes": GymTask(scorer_metadata=()),
-    "isomorphic_strings": GymTask(scorer_metadata=()),
-    "leg_counting": GymTask(scorer_metadata=()),
-    "ransom_note": GymTask(scorer_metadata=()),
-    "string_splitting": GymTask(scorer_metadata=()),
-    "string_synthesis": GymTask(scorer_metadata=()),
+    **dict.fromkeys((
+        "spell_backward", "basic_arithmetic", "chain_sum", "decimal_chain_sum", "products", "letter_counting",
+        "count_bits", "gcd", "lcm", "simple_equations", "binary_alternation", "base_conversion", "caesar_cipher",
+        "largest_island", "count_primes", "isomorphic_strings", "leg_counting", "ransom_note", "string_splitting",
+        "string_synthesis",
+    ), GymTask(scorer_metadata=())),
+    "mini_sudoku": GymTask(scorer_metadata=("solution",)),
     "word_sorting": GymTask(scorer_metadata=("sorted_words",), characters=_TEXT),
     "acre": GymTask(characters="→", size=5_000),
     "advanced_geometry": GymTask(characters="°"),

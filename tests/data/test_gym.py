@@ -23,7 +23,7 @@ from jaxroll.rewards import scorers
 from jaxroll.text.tokenizers import CharTokenizer
 
 REVIEWED = sorted(name for name, task in TASKS.items() if task.scorer_metadata is not None)
-COMPACT = sorted(name for name, task in TASKS.items() if task.compact is not None)
+COMPACT = sorted(sources.COMPACT)
 SPELL = TaskConfig()
 
 
