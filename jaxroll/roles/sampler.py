@@ -251,8 +251,9 @@ class Members:
             raise InfraError(str(refusal)) from refusal
 
     async def _renew(self) -> None:
+        every_s = renewal_s(self.config)
         while True:
-            await asyncio.sleep(renewal_s(self.config))
+            await asyncio.sleep(every_s)
             for key in await self.store.renew(list(self.open)):
                 self._abort(key)
 
@@ -265,9 +266,8 @@ class Members:
         """Abort the member of a cancelled lease."""
         if (lost := self.open.get(key)) is None:
             self.ended.add(key)
-        elif (
-            key in self.playing and not lost.cancelling()
-        ):  # for one on its way to the store, the reply to its put decides
+        elif key in self.playing and not lost.cancelling():
+            # For one on its way to the store, the reply to its put decides.
             self._cancel(key)
             self._count_aborted(self.playing[key])
 
