@@ -172,25 +172,6 @@ class RolloutManager:
         self.counts.add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
-    async def run_group(self, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
-        """Run all members of the grant concurrently and `put` each one when it ends, with its reward.
-
-        An error of `put` for one member does not stop the others; the first such error is raised at the end.
-        """
-
-        async def run_and_put(member: int, attempt: int) -> None:
-            await put(await self.run_member(grant, member, attempt))
-
-        members = [asyncio.create_task(run_and_put(member, attempt)) for member, attempt in grant.members]
-        try:
-            results = await asyncio.gather(*members, return_exceptions=True)
-        finally:
-            for task in members:  # unfinished only after a cancellation from outside
-                task.cancel()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
     async def _outcome(
         self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
     ) -> Outcome:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
-from jaxroll.records import Grant, Message, Task, Version, VersionRun
+from jaxroll.records import Grant, Member, Message, Task, Version, VersionRun
+from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
 TOKENIZER = CharTokenizer("abc")
@@ -18,6 +20,15 @@ VERSION = Version(0, 0)
 
 def grant(*attempts: int, salt: int = 0) -> Grant:
     return Grant(5, TASK, tuple(enumerate(attempts)), 30.0, salt)
+
+
+async def run_group(manager: RolloutManager, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
+    """Run all members of the grant concurrently and `put` each one when it ends."""
+
+    async def run_and_put(member: int, attempt: int) -> None:
+        await put(await manager.run_member(grant, member, attempt))
+
+    await asyncio.gather(*(run_and_put(member, attempt) for member, attempt in grant.members))
 
 
 def answered() -> Completion:

@@ -16,6 +16,7 @@ from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Vers
 from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
+from tests.harness.rollout_proxy import run_group
 
 TOKENIZER = CharTokenizer("abc")
 TASK = Task(0, (Message("user", "abc"),), "x", "{}", 7, "h")
@@ -184,7 +185,7 @@ def test_fail_slow_and_fail_stop_environments_cost_their_members_only() -> None:
         async def keep(member: Member) -> None:
             put.append(member)
 
-        await manager.run_group(grant, keep)
+        await run_group(manager, grant, keep)
         return put, manager
 
     put, manager = run(play())

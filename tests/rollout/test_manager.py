@@ -13,7 +13,7 @@ from jaxroll.protocols import GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
-from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
+from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant, run_group
 
 DEADLINE_S = 30.0
 
@@ -122,7 +122,7 @@ def test_one_bad_member_costs_one_member() -> None:
         return "OK"
 
     errors = {1: RuntimeError("bad"), 2: InfraError("bad")}
-    run(manager(FakeProxy(errors=errors)).run_group(grant(0, 0, 3, 0), keep))
+    run(run_group(manager(FakeProxy(errors=errors)), grant(0, 0, 3, 0), keep))
     outcomes = {member.member: member.outcome for member in put}
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert [type(outcomes[i]) for i in range(4)] == [Finished, Failed, Failed, Finished]
@@ -141,7 +141,7 @@ def test_a_member_is_scored_and_put_while_others_still_generate() -> None:
             if len(order) == 2:
                 others_are_put.set()
 
-        group = asyncio.create_task(manager(proxy).run_group(grant(0, 0, 0), keep))
+        group = asyncio.create_task(run_group(manager(proxy), grant(0, 0, 0), keep))
         await others_are_put.wait()  # would never come if the group waited for its slowest
         proxy.gates[0].set()
         await group
@@ -158,7 +158,7 @@ def test_cancelling_aborts_every_generation_and_puts_nothing() -> None:
         async def keep(member: Member) -> None:
             put.append(member)
 
-        group = asyncio.create_task(manager(proxy).run_group(grant(0, 0, 0), keep))
+        group = asyncio.create_task(run_group(manager(proxy), grant(0, 0, 0), keep))
         while len(proxy.keys) < 3:
             await asyncio.sleep(0)
         group.cancel()
@@ -189,27 +189,3 @@ def test_a_member_that_is_cancelled_in_its_environment_leaves_what_it_had_drawn(
         return said.sampled
 
     assert run(cancelled()) == 2
-
-
-def test_what_put_raises_is_raised_after_all_members_were_put() -> None:
-    async def refused() -> list[int]:
-        proxy = FakeProxy(gates={1: asyncio.Event(), 2: asyncio.Event()})
-        put: list[int] = []
-        refusing = asyncio.Event()
-
-        async def refuse_first(member: Member) -> None:
-            put.append(member.member)
-            if member.member == 0:
-                refusing.set()
-                raise InfraError("store gone")
-
-        group = asyncio.create_task(manager(proxy).run_group(grant(0, 0, 0), refuse_first))
-        await refusing.wait()
-        await asyncio.sleep(0)  # the error is out before the others have ended
-        for gate in proxy.gates.values():
-            gate.set()
-        with pytest.raises(InfraError, match="store gone"):
-            await group
-        return put
-
-    assert sorted(run(refused())) == [0, 1, 2]

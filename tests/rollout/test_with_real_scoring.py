@@ -18,6 +18,7 @@ from jaxroll.records import Finished, Grant, Version, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
+from tests.harness.rollout_proxy import run_group
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +70,7 @@ def test_only_the_right_word_that_ends_is_paid() -> None:
         try:
             async with asyncio.timeout(120):
                 grants = (Grant(g, task, ((0, 0), (1, 0), (2, 0), (3, 0)), 30.0) for g, task in enumerate(tasks))
-                await asyncio.gather(*(manager.run_group(grant, keep) for grant in grants))
+                await asyncio.gather(*(run_group(manager, grant, keep) for grant in grants))
         finally:
             pool.close()
         return found
