@@ -71,14 +71,20 @@ def cluster(seed: int, lengths: Law, kills: bool) -> Cluster:
     return Cluster(
         "published figures of an H100 SXM; 8e9 parameters, 36 layers of 8 heads of 128 in bfloat16",
         SamplerCosts(
-            step_overhead_s=0.002, flops_per_token=2 * PARAMETERS, flops=FLOPS, weight_bytes=2 * PARAMETERS,
-            kv_bytes_per_token=36 * 8 * 128 * 2 * 2, bytes_per_s=3.35e12,
+            step_overhead_s=0.002,
+            flops_per_token=2 * PARAMETERS,
+            flops=FLOPS,
+            weight_bytes=2 * PARAMETERS,
+            kv_bytes_per_token=36 * 8 * 128 * 2 * 2,
+            bytes_per_s=3.35e12,
         ),
         LearnerCosts(flops_per_token=6 * PARAMETERS, flops=8 * FLOPS),
         TransferCosts(publish_s=2.0, size_bytes=2 * PARAMETERS, bytes_per_s=5e9),
         Workload(Law(mean=128), lengths, env_s=Law(mean=0.1)),
-        rpc_s=0.0005, rpc_bytes_per_s=1.25e9, failures=tuple(failures),
-    )  # fmt: skip
+        rpc_s=0.0005,
+        rpc_bytes_per_s=1.25e9,
+        failures=tuple(failures),
+    )
 
 
 def run(made: Config, on: Cluster) -> dict[str, float]:
@@ -98,10 +104,14 @@ def run(made: Config, on: Cluster) -> dict[str, float]:
                     await at.close()
         assert status["conservation_residual"] == 0
         return {
-            "step_s": found["step_s"], "age_max": found["age_max"], "decoded_ratio": decoded / status["tokens_put"],
-            "tokens_resumed": status["tokens_resumed"], "members_resumed": status["members_resumed"],
-            "tokens_flushed": status["tokens_flushed"], "expired": sum(status["expired"].values()),
-        }  # fmt: skip
+            "step_s": found["step_s"],
+            "age_max": found["age_max"],
+            "decoded_ratio": decoded / status["tokens_put"],
+            "tokens_resumed": status["tokens_resumed"],
+            "members_resumed": status["members_resumed"],
+            "tokens_flushed": status["tokens_flushed"],
+            "expired": sum(status["expired"].values()),
+        }
 
     return virtual_time.run(job(), 365 * 86400.0)
 
@@ -114,13 +124,20 @@ def compared(seeds: Sequence[int], steps: int, lengths: Law, kills: bool) -> dic
         longest = 8192 if lengths is LENGTHS else 256
         pair = [run(_with(config(seed, tokens, steps), longest), on) for tokens in (0, FLUSH)]
         pairs.append((pair[0], pair[1]))
-        say(f"seed {seed}: step {pair[0]['step_s']:.2f} s without, {pair[1]['step_s']:.2f} s with flushes; decoded "
-            f"{pair[0]['decoded_ratio']:.3f} and {pair[1]['decoded_ratio']:.3f} of the stored tokens")  # fmt: skip
+        say(
+            f"seed {seed}: step {pair[0]['step_s']:.2f} s without, {pair[1]['step_s']:.2f} s with flushes; decoded "
+            f"{pair[0]['decoded_ratio']:.3f} and {pair[1]['decoded_ratio']:.3f} of the stored tokens"
+        )
     ratios = [off["step_s"] / with_["step_s"] for off, with_ in pairs]
     return {
-        "ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "seeds": list(seeds),
-        "steps": steps, "without": [off for off, _ in pairs], "with": [with_ for _, with_ in pairs],
-    }  # fmt: skip
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "seeds": list(seeds),
+        "steps": steps,
+        "without": [off for off, _ in pairs],
+        "with": [with_ for _, with_ in pairs],
+    }
 
 
 def _with(made: Config, longest: int) -> Config:

@@ -59,10 +59,18 @@ def four(workload: str) -> Hardware:
     device = compare.DEVICE
     every_s, down_s = (compare.LOST_EVERY_S, compare.LOST_FOR_S) if workload == "spot" else (math.inf, 0.0)
     one = DeviceType(
-        "H800", compare.DEVICES, 8, device.flops, device.bytes_per_s, link_bytes_per_s=device.link_bytes_per_s,
-        flops_share=device.flops_share, bytes_share=device.bytes_share, price_per_hour=device.price_per_hour,
-        lost_every_s=every_s, down_s=down_s,
-    )  # fmt: skip
+        "H800",
+        compare.DEVICES,
+        8,
+        device.flops,
+        device.bytes_per_s,
+        link_bytes_per_s=device.link_bytes_per_s,
+        flops_share=device.flops_share,
+        bytes_share=device.bytes_share,
+        price_per_hour=device.price_per_hour,
+        lost_every_s=every_s,
+        down_s=down_s,
+    )
     schedules = ("shared", "sync", "one_step", "interval", "bounded", "pure")
     space = Space(schedules, (1.0, 2.0), (1, 2), (1, 2, compare.DEVICES), 1.0)
     return Hardware(
@@ -83,28 +91,39 @@ def judged(workload: str, steps: int, rounds: int, most: int) -> dict[str, Any]:
             made += [_step_s(planner, one, seed, workload) for seed in range(1, rounds)]
     rows = [
         {
-            "candidate": _named(one), "predicted_s": predicted.step_s, "low_s": predicted.low_s,
-            "high_s": predicted.high_s, "simulated_s": statistics.median(made), "simulated": spread(made),
+            "candidate": _named(one),
+            "predicted_s": predicted.step_s,
+            "low_s": predicted.low_s,
+            "high_s": predicted.high_s,
+            "simulated_s": statistics.median(made),
+            "simulated": spread(made),
             "error": predicted.step_s / statistics.median(made) - 1,
         }
         for (one, predicted), made in zip(found, runs, strict=True)
-    ]  # fmt: skip
+    ]
     pick, best = rows[0], min(rows, key=lambda row: row["simulated_s"])
     errors = [abs(row["error"]) for row in rows]
     inside = [row["low_s"] <= row["simulated_s"] <= row["high_s"] for row in rows]
     return {
-        "candidates": len(rows), "pick": pick["candidate"], "best": best["candidate"],
-        "gap": pick["simulated_s"] / best["simulated_s"] - 1, "error_median": statistics.median(errors),
-        "error_max": max(errors), "inside_share": statistics.mean(inside), "rows": rows,
-    }  # fmt: skip
+        "candidates": len(rows),
+        "pick": pick["candidate"],
+        "best": best["candidate"],
+        "gap": pick["simulated_s"] / best["simulated_s"] - 1,
+        "error_median": statistics.median(errors),
+        "error_max": max(errors),
+        "inside_share": statistics.mean(inside),
+        "rows": rows,
+    }
 
 
 def _step_s(planner: place.Planner, one: place.Candidate, seed: int, workload: str) -> float:
     found = place.simulated(planner, one, seed)["step_s"]
     predicted = planner.predict(one)
     assert predicted is not None
-    say(f"{workload}: {_named(one)}, seed {seed}: predicted {predicted.step_s:.1f} "
-        f"({predicted.low_s:.1f} to {predicted.high_s:.1f}), simulated {found:.1f} s")  # fmt: skip
+    say(
+        f"{workload}: {_named(one)}, seed {seed}: predicted {predicted.step_s:.1f} "
+        f"({predicted.low_s:.1f} to {predicted.high_s:.1f}), simulated {found:.1f} s"
+    )
     return found
 
 
@@ -140,11 +159,14 @@ def hetero(steps: int, rounds: int, null: bool) -> dict[str, Any]:
         runs = [place.simulated(planner, one, seed)["tokens_per_s"] for seed in range(rounds)]
         prices = sum(each.price_per_hour * each.count for each in types)
         found[name] = {
-            "tokens_per_s": statistics.median(runs), "runs": spread(runs), "predicted": predicted.tokens_per_s,
-            "learner": {planner.hardware.devices[one.learner_type].name: one.learner_devices}, "price_per_hour": prices,
+            "tokens_per_s": statistics.median(runs),
+            "runs": spread(runs),
+            "predicted": predicted.tokens_per_s,
+            "learner": {planner.hardware.devices[one.learner_type].name: one.learner_devices},
+            "price_per_hour": prices,
             "samplers": {each.name: n for each, n in zip(planner.hardware.devices, one.samplers, strict=True)},
             "sampler_devices": one.sampler_devices,
-        }  # fmt: skip
+        }
         say(f"{'null ' * null}{name}: {found[name]}")
     rate = {name: row["tokens_per_s"] for name, row in found.items()}
     return found | {"over H800": rate["both"] / rate["H800"], "over H20": rate["both"] / rate["H20"]}

@@ -179,10 +179,14 @@ class SenderEnd(End):
         blocked_s, blocked_cpu_s = time.perf_counter() - started, time.thread_time() - cpu
         ref = publisher.finish(Version(0, self.step), coming)
         return {
-            "ref": wire.encode(ref).hex(), "blocked_s": blocked_s, "blocked_cpu_s": blocked_cpu_s,
-            "publish_s": time.perf_counter() - started, "hold_s": self._hold_s, "hold_cpu_s": self._hold_cpu_s,
+            "ref": wire.encode(ref).hex(),
+            "blocked_s": blocked_s,
+            "blocked_cpu_s": blocked_cpu_s,
+            "publish_s": time.perf_counter() - started,
+            "hold_s": self._hold_s,
+            "hold_cpu_s": self._hold_cpu_s,
             "digest_s": self.digest.wall_s - digest_s,
-        }  # fmt: skip
+        }
 
     def device_copy(self) -> Row:
         """Seconds of one copy of the parameters on the devices."""
@@ -400,11 +404,15 @@ def channel_run(sender: Child, receiver: Child, channel: str, check: bool = Fals
     return {
         "moved_s": published["hold_s"] + got["moved_s"],
         "whole_s": published["publish_s"] + got["moved_s"] + got["digest_s"] + got["place_s"],
-        "digest_sender_s": published["digest_s"], "digest_receiver_s": got["digest_s"], "place_s": got["place_s"],
-        "blocked_s": published["blocked_s"], "sender_cpu_s": served + published["hold_cpu_s"],
+        "digest_sender_s": published["digest_s"],
+        "digest_receiver_s": got["digest_s"],
+        "place_s": got["place_s"],
+        "blocked_s": published["blocked_s"],
+        "sender_cpu_s": served + published["hold_cpu_s"],
         "receiver_cpu_s": got["cpu_s"],
-        "publish_cpu_s": copied - before, "hold_s": published["hold_s"],
-    }  # fmt: skip
+        "publish_cpu_s": copied - before,
+        "hold_s": published["hold_s"],
+    }
 
 
 def served_run(sender: Child, receiver: Child, what: str, **words: Any) -> Row:
@@ -412,9 +420,10 @@ def served_run(sender: Child, receiver: Child, what: str, **words: Any) -> Row:
     before = ask(sender, "cpu")["cpu_s"]
     got = ask(receiver, what, **ask(sender, what, **words))
     return {
-        "moved_s": got["moved_s"], "receiver_cpu_s": got["cpu_s"],
+        "moved_s": got["moved_s"],
+        "receiver_cpu_s": got["cpu_s"],
         "sender_cpu_s": ask(sender, "cpu")["cpu_s"] - before,
-    }  # fmt: skip
+    }
 
 
 def orbax_run(sender: Child, receiver: Child, root: Path) -> Row:
@@ -529,9 +538,11 @@ def relay_run(sender: Child, readers: Sequence[Child], peers: Sequence[Row], tre
     failed = [error for row in rows for _, _, _, error in row["sources"] if error]
     assert not failed, failed
     return {
-        "total_s": max(done), "first_s": min(done), "done_s": [row["done_s"] for row in rows],
+        "total_s": max(done),
+        "first_s": min(done),
+        "done_s": [row["done_s"] for row in rows],
         "sent_bytes": ask(sender, "sent", channel="tcp")["bytes"] - before,
-    }  # fmt: skip
+    }
 
 
 def relay_case(run_dir: Path, rounds: int, args: argparse.Namespace) -> Row:

@@ -76,11 +76,16 @@ def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: in
     if equal < EQUAL:
         return result | {"met": False, "why": "the arms' greedy tokens differ: no race"}
     found, of = raced(case.name, best, runs, run, rounds)
-    return result | found | {
-        "met": found["ratio"] >= case.aim, "useful_tokens": case.work().useful,
-        "options": case.engine_options(),
-        **{key: of["ours"][-1][key] for key in ("steps", "dispatches", "prefills", "host_share")},
-    }  # fmt: skip
+    return (
+        result
+        | found
+        | {
+            "met": found["ratio"] >= case.aim,
+            "useful_tokens": case.work().useful,
+            "options": case.engine_options(),
+            **{key: of["ours"][-1][key] for key in ("steps", "dispatches", "prefills", "host_share")},
+        }
+    )
 
 
 def main() -> int:

@@ -122,8 +122,10 @@ def speculation(runs: Runs, scale: Speculation, folder: Path, rounds: int) -> di
             "cpu_time": ratio([one["cpu_s"] for one in on], [one["cpu_s"] for one in off]),
             "seconds": {arm: spread([one["seconds"] for one in of]) for arm, of in zip(ARMS, (off, on), strict=True)},
             "steps": {"off": off[-1]["steps"], "on": on[-1]["steps"]},
-            "drafted": on[-1]["drafted"], "accepted": on[-1]["accepted"], "equal": sum(same) / len(same),
-        }  # fmt: skip
+            "drafted": on[-1]["drafted"],
+            "accepted": on[-1]["accepted"],
+            "equal": sum(same) / len(same),
+        }
     repeats, fails = result["repeats"]["tokens_per_pass"]["min"], result["fails"]["time"]["value"]
     return result | {"met": repeats >= 1.5 and fails <= 1.05}
 

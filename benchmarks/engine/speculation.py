@@ -42,10 +42,14 @@ class Speculation:
     def options(self, arm: str) -> dict[str, Any]:
         """The engine's options."""
         return {
-            "slots": self.slots, "max_tokens": self.prompt + self.tokens, "prefill_rows": min(self.slots, 16),
-            "prefill_buckets": [self.prompt], "decode_chunk": self.chunk, "page_tokens": 32,
+            "slots": self.slots,
+            "max_tokens": self.prompt + self.tokens,
+            "prefill_rows": min(self.slots, 16),
+            "prefill_buckets": [self.prompt],
+            "decode_chunk": self.chunk,
+            "page_tokens": 32,
             "draft_tokens": self.draft_tokens if arm == "on" else 0,
-        }  # fmt: skip
+        }
 
 
 class Bench:
@@ -84,10 +88,14 @@ class Bench:
         drafted, accepted = after.tokens_drafted - before.tokens_drafted, after.tokens_accepted - before.tokens_accepted
         busy = after.slot_steps_busy - before.slot_steps_busy
         return {
-            "seconds": seconds, "cpu_s": cpu_s, "steps": after.decode_steps - before.decode_steps,
-            "drafted": drafted, "accepted": accepted, "tokens_per_pass": (busy + accepted) / busy,
+            "seconds": seconds,
+            "cpu_s": cpu_s,
+            "steps": after.decode_steps - before.decode_steps,
+            "drafted": drafted,
+            "accepted": accepted,
+            "tokens_per_pass": (busy + accepted) / busy,
             "tokens": {number: result.completion.tokens.tolist() for number, result in results.items()},
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

@@ -91,15 +91,20 @@ def compared(
     """The ratio of rates, paired by seed, and what belongs to it; a ceiling where a step only `computes`."""
     found = ratio([run["samples_per_s"] for run in ahead], [run["samples_per_s"] for run in sync])
     result = {
-        "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": len(sync),
+        "ratio": found["value"],
+        "low": found["low"],
+        "high": found["high"],
+        "runs": len(sync),
         "samples_per_s": statistics.median(run["samples_per_s"] for run in ahead),
         "sync_samples_per_s": statistics.median(run["samples_per_s"] for run in sync),
         **({"ceiling": ceiling(sync, ahead)} if computes else {}),
         "age_mean": statistics.mean(run["age_mean"] for run in ahead),
         "age_max": max(run["age_max"] for run in ahead),
-        **{f"{key}": [statistics.mean(run[key] for run in runs) for runs in (sync, ahead)]
-           for key in ("wait_s", "train_s", "decode_s", "decode_tokens_per_s")},
-    }  # fmt: skip
+        **{
+            f"{key}": [statistics.mean(run[key] for run in runs) for runs in (sync, ahead)]
+            for key in ("wait_s", "train_s", "decode_s", "decode_tokens_per_s")
+        },
+    }
     return result | (_learned(sync, ahead, target) if sync[0]["accuracy"] else {})
 
 

@@ -252,11 +252,17 @@ def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, 
     found = ratio(rates[0], rates[1])
     lost = {key: sum(one["lost"].get(key, 0) for one in made[on.name]) for key in made[on.name][0]["lost"]}
     return {
-        "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": seeds,
-        "ours": statistics.median(rates[0]), "without": statistics.median(rates[1]),
-        "step_s": [statistics.median(each) for each in steps], "steps": len(steps[0]), "lost": lost,
+        "ratio": found["value"],
+        "low": found["low"],
+        "high": found["high"],
+        "runs": seeds,
+        "ours": statistics.median(rates[0]),
+        "without": statistics.median(rates[1]),
+        "step_s": [statistics.median(each) for each in steps],
+        "steps": len(steps[0]),
+        "lost": lost,
         **{key: [_mean(made[workload.name], key) for workload in (on, off)] for key in _COSTS},
-    }  # fmt: skip
+    }
 
 
 _COSTS = ("settling_s", "length_bias", "waste_tokens", "waste_members", "age_mean", "window", "wait_s")

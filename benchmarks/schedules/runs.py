@@ -221,7 +221,10 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     spans = [row for row in rows if row["kind"] == "span" and row["what"] == "decode" and row["role"] != "evaluator"]
     during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
     return {
-        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds, "from_t": ends[SETTLING - 1],
+        "samples_per_s": samples / seconds,
+        "steps": len(counted),
+        "seconds": seconds,
+        "from_t": ends[SETTLING - 1],
         "settling_s": ends[SETTLING - 1] - min(row["t0"] for row in spans),
         "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
         "wait_s": statistics.mean(row["wait_s"] for row in counted),
@@ -232,8 +235,9 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "age_max": max(row["age_max"] for row in steps),
         "window": next(row["in_flight_window"] for row in reversed(rows) if row["kind"] == "store"),
         **untrained(rows, steps),
-        "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
-    }  # fmt: skip
+        "accuracy": [accuracy for _, accuracy, _ in evals],
+        "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
+    }
 
 
 def untrained(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:

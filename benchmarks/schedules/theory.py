@@ -117,12 +117,18 @@ def proposition_ratios(number: int) -> dict[str, float]:
         took_s = steps[-1]["t1"] - steps[0]["t1"]
         return [took_s / bound(of_step, slots, int(alpha), trains_s) for bound in bounds]
 
-    return dict(zip(
-        ("1, synchronous", "1, asynchronous", "2, synchronous", "2, asynchronous", "2, with the age bound"),
-        (*run(slots, 0.0, cluster, 0.0, published), *run(slots, alpha, cluster, 0.0, published),
-         *run(slots, 0.0, training, on_all_s, published),
-         *run(left, alpha, shared, on_all_s / share, published, aged)), strict=True,
-    ))  # fmt: skip
+    return dict(
+        zip(
+            ("1, synchronous", "1, asynchronous", "2, synchronous", "2, asynchronous", "2, with the age bound"),
+            (
+                *run(slots, 0.0, cluster, 0.0, published),
+                *run(slots, alpha, cluster, 0.0, published),
+                *run(slots, 0.0, training, on_all_s, published),
+                *run(left, alpha, shared, on_all_s / share, published, aged),
+            ),
+            strict=True,
+        )
+    )
 
 
 def _lengths(rows: Rows) -> list[list[int]]:
@@ -215,10 +221,16 @@ def interval_row(environments: int, alpha: int, seeds: int, precision: float) ->
     found = [simulated_intervals_s(environments, alpha, count, seed) for seed in range(seeds)]
     every = np.concatenate(found)
     return {
-        "n": environments, "alpha": alpha, "formula_s": formula, "exact_s": exact, "simulated_s": float(every.mean()),
-        "error": float(every.mean()) / formula - 1, "deviation": spread / math.sqrt(len(every)) / formula,
-        "seeds": [float(each.mean()) / formula - 1 for each in found], "intervals": len(every),
-    }  # fmt: skip
+        "n": environments,
+        "alpha": alpha,
+        "formula_s": formula,
+        "exact_s": exact,
+        "simulated_s": float(every.mean()),
+        "error": float(every.mean()) / formula - 1,
+        "deviation": spread / math.sqrt(len(every)) / formula,
+        "seeds": [float(each.mean()) / formula - 1 for each in found],
+        "intervals": len(every),
+    }
 
 
 def intervals(seeds: int, precision: float) -> list[dict[str, Any]]:
@@ -246,9 +258,16 @@ def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
     blocks = [float(block.mean()) for each in found for block in np.array_split(each["lags"], 20)]
     alone = [each["busy_s"] / each["lasting_s"] for each in found]
     of_seeds = [float(each["lags"].mean()) / (rho / (1 - rho)) - 1 for each, rho in zip(found, alone, strict=True)]
-    return {"load": real, "formula": formula, "simulated": mean, "error": mean / formula - 1,
-            "deviation": statistics.stdev(blocks) / math.sqrt(len(blocks)), "recursion": float(recursion.mean()),
-            "seeds": of_seeds, "rollouts": len(lags)}  # fmt: skip
+    return {
+        "load": real,
+        "formula": formula,
+        "simulated": mean,
+        "error": mean / formula - 1,
+        "deviation": statistics.stdev(blocks) / math.sqrt(len(blocks)),
+        "recursion": float(recursion.mean()),
+        "seeds": of_seeds,
+        "rollouts": len(lags),
+    }
 
 
 def _queued(load: float, steps: int, seed: int) -> dict[str, Any]:
@@ -273,8 +292,12 @@ def _queued(load: float, steps: int, seed: int) -> dict[str, Any]:
         ideal.append(free_s := max(free_s, arrival) + train_s)
     recursion = np.arange(len(ideal)) - np.searchsorted(ideal, np.sort(arrivals))
     skipped = max(1, steps // 20)
-    return {"lags": lags[skipped:], "recursion": recursion[skipped:], "busy_s": float(trains_s[skipped:].sum()),
-            "lasting_s": float(ends[-1] - ends[skipped - 1])}  # fmt: skip
+    return {
+        "lags": lags[skipped:],
+        "recursion": recursion[skipped:],
+        "busy_s": float(trains_s[skipped:].sum()),
+        "lasting_s": float(ends[-1] - ends[skipped - 1]),
+    }
 
 
 # --- Limits of the measured workloads
@@ -312,11 +335,16 @@ def limits(rounds: int, steps: int) -> dict[str, Any]:
         sync = statistics.median(rates[0.0])
         found[f"agentic_latency_{name}"] = {
             f"{alpha:g}": {
-                "ratio": (of := ratio(rates[alpha], rates[0.0]))["value"], "low": of["low"], "high": of["high"],
-                "runs": rounds, "limit": limit(alpha, deviation_s, sync),
-                "samples_per_s": statistics.median(rates[alpha]), "sync_samples_per_s": sync,
-            } for alpha in ALPHAS
-        }  # fmt: skip
+                "ratio": (of := ratio(rates[alpha], rates[0.0]))["value"],
+                "low": of["low"],
+                "high": of["high"],
+                "runs": rounds,
+                "limit": limit(alpha, deviation_s, sync),
+                "samples_per_s": statistics.median(rates[alpha]),
+                "sync_samples_per_s": sync,
+            }
+            for alpha in ALPHAS
+        }
     return found
 
 

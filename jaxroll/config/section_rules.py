@@ -46,12 +46,19 @@ def check_relay(config: Config) -> None:
     """Refuse relays where no sampler receives over the `tcp` channel."""
     transfer = config.transfer
     if transfer.relay != "none" and transfer.channel != "tcp":
-        raise ConfigError("transfer.relay", transfer.relay,
-                          f"relays serve over the tcp channel, and transfer.channel is {transfer.channel!r}",
-                          "Set transfer.channel to tcp, or transfer.relay to none.")  # fmt: skip
+        raise ConfigError(
+            "transfer.relay",
+            transfer.relay,
+            f"relays serve over the tcp channel, and transfer.channel is {transfer.channel!r}",
+            "Set transfer.channel to tcp, or transfer.relay to none.",
+        )
     if transfer.relay != "none" and config.placement.colocated:
-        raise ConfigError("transfer.relay", transfer.relay, "placement.colocated has one process, which sends nothing",
-                          "Set it to none, or placement.colocated to False.")  # fmt: skip
+        raise ConfigError(
+            "transfer.relay",
+            transfer.relay,
+            "placement.colocated has one process, which sends nothing",
+            "Set it to none, or placement.colocated to False.",
+        )
 
 
 def check_flushes(config: Config) -> None:

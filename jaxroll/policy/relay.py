@@ -109,9 +109,10 @@ class _Tree:
         """The receivers that may serve `me`, the best first."""
         known = self.assigned.keys() | self._holding
         found = [
-            one for name, one in self._alive.items()
+            one
+            for name, one in self._alive.items()
             if name in known and name != me.name and one.serves and (also_slow or name not in self.slow)
-        ]  # fmt: skip
+        ]
         return sorted(found, key=lambda one: (one.site != me.site, *self._load(one.name), self._position[one.name]))
 
     def path(self, name: str) -> tuple[str, ...]:

@@ -437,8 +437,10 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
     busy_from = min((x for x, y in every if y > 0), default=0.0)
     frame = Frame.of(_from_start([busy_from, max(x for x, _ in every)]), (0.0, max(y for _, y in every) * 1.08 or 1.0))
     decoded = {role: [point for point in line if point[0] >= frame.x.low] for role, line in decoded.items()}
-    drawn = [joined([area(frame, points, "sampler"), line(frame, points, "sampler", role)])
-             for role, points in decoded.items()]  # fmt: skip
+    drawn = [
+        joined([area(frame, points, "sampler"), line(frame, points, "sampler", role)])
+        for role, points in decoded.items()
+    ]
     learner = line(frame, trained, "learner", "learner")
     return plot(frame, axes(frame, _short, x_name=x_name), *drawn, learner, label="Tokens per second")
 

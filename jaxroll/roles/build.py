@@ -151,9 +151,13 @@ def relay_listener(args: RoleArgs, role: str, token: str) -> RelaySender | None:
         return None
     store = args.config.store
     return RelaySender(
-        args.config.transfer, args.host, token=token, tls=tls_files.load(args.run_dir), mutual_tls=store.mutual_tls,
+        args.config.transfer,
+        args.host,
+        token=token,
+        tls=tls_files.load(args.run_dir),
+        mutual_tls=store.mutual_tls,
         insecure=args.insecure,
-    )  # fmt: skip
+    )
 
 
 def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Trainer:

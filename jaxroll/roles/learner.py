@@ -353,9 +353,11 @@ class LearnerSession:
             trainer.release()
             try:
                 trainer.state, _ = self.checkpoints.restore(
-                    self._durable, trainer.abstract_state(), trainer.base_digest(),
+                    self._durable,
+                    trainer.abstract_state(),
+                    trainer.base_digest(),
                     durable=0 < durable_steps >= self._durable.step,
-                )  # fmt: skip
+                )
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
                 self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)

@@ -376,8 +376,12 @@ def ranked(planner: Planner, objective: Objective) -> list[tuple[Candidate, Pred
     chosen = few if len(few) <= EXHAUSTIVE else dict.fromkeys(_found(planner, objective))
     found = [(one, predicted) for one in chosen if (predicted := planner.predict(one)) is not None]
     if not found:
-        raise ConfigError("devices", planner.hardware.counts, "no placement fits into the memory of these devices",
-                          "Add devices or memory_bytes, or raise search.sampler_devices.")  # fmt: skip
+        raise ConfigError(
+            "devices",
+            planner.hardware.counts,
+            "no placement fits into the memory of these devices",
+            "Add devices or memory_bytes, or raise search.sampler_devices.",
+        )
     return sorted(found, key=lambda each: (*each[1].score(objective), each[0].alpha))
 
 
@@ -386,9 +390,11 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
     unit, space = hardware.search.unit, hardware.search
     counts = tuple(count // unit for count in hardware.counts)
     flow = placement.Workflow(
-        tuple(role.name for role in hardware.roles), {role.name: role.after for role in hardware.roles}, space.chunks,
+        tuple(role.name for role in hardware.roles),
+        {role.name: role.after for role in hardware.roles},
+        space.chunks,
         space.switch_s,
-    )  # fmt: skip
+    )
     names = [each.name for each in hardware.devices]
 
     def cost(role: costs.Role, vector: Vector) -> float:
@@ -396,8 +402,9 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
         if role.rates:
             kinds = [
                 placement.Replica(names.index(name), devices, rate)
-                for name, table in role.rates.items() for devices, rate in table.items()
-            ]  # fmt: skip
+                for name, table in role.rates.items()
+                for devices, rate in table.items()
+            ]
             plan = placement.rollout_plan(kinds, used, role.rollouts)
             return plan.seconds if plan else math.inf
         kinds = [kind for kind, number in enumerate(used) if number]
@@ -407,12 +414,19 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
     alphas = sorted({0, *(int(alpha) for alpha in space.alphas)})
     subsets = itertools.product(*(range(count + 1) for count in counts)) if objective == "cost" else [counts]
     plans = [
-        plan for vector in subsets if any(vector) for alpha in alphas
+        plan
+        for vector in subsets
+        if any(vector)
+        for alpha in alphas
         if (plan := placement.workflow_plan(flow, vector, tables, alpha)) is not None
-    ]  # fmt: skip
+    ]
     if not plans:
-        raise ConfigError("roles.seconds", hardware.counts, "no placement has seconds for every role",
-                          "Add numbers of devices to the tables of roles, or devices.")  # fmt: skip
+        raise ConfigError(
+            "roles.seconds",
+            hardware.counts,
+            "no placement has seconds for every role",
+            "Add numbers of devices to the tables of roles, or devices.",
+        )
 
     def score(plan: placement.Plan) -> tuple[float, ...]:
         longer = 1 + space.steps_per_age * plan.lag if objective == "time" else 1.0
@@ -463,9 +477,16 @@ def simulated(planner: Planner, one: Candidate, seed: int = 0) -> simulate.Figur
     if one.schedule == SHARED:
         learner = replace(learner, price_per_hour=0.0)
     cluster = Cluster(
-        hardware.source, samplers[0], learner, planner.transfer_costs(one), hardware.workload, hardware.rpc_s,
-        hardware.rpc_bytes_per_s, tuple(_failures(planner, one, kinds, seed)), samplers,
-    )  # fmt: skip
+        hardware.source,
+        samplers[0],
+        learner,
+        planner.transfer_costs(one),
+        hardware.workload,
+        hardware.rpc_s,
+        hardware.rpc_bytes_per_s,
+        tuple(_failures(planner, one, kinds, seed)),
+        samplers,
+    )
     return simulate.simulate(config, cluster, Path(), keep=False)
 
 

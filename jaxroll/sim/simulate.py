@@ -237,15 +237,19 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         if row.get("kind") == "span" and row.get("what") == "decode" and str(row.get("role")).startswith("sampler")
     )
     found = {
-        "steps": len(kept), "seconds": elapsed_s, "step_s": elapsed_s / len(kept),
+        "steps": len(kept),
+        "seconds": elapsed_s,
+        "step_s": elapsed_s / len(kept),
         "step_s_median": statistics.median(b - a for a, b in zip([start, *times], times, strict=False)),
-        "samples_per_s": sum(row["samples"] for row in kept) / elapsed_s, "tokens_per_s": tokens / elapsed_s,
+        "samples_per_s": sum(row["samples"] for row in kept) / elapsed_s,
+        "tokens_per_s": tokens / elapsed_s,
         "age_mean": sum(int(age) * count for age, count in ages.items()) / max(tokens, 1),
-        "age_max": max((int(age) for age in ages), default=0), "age_hist": dict(sorted(ages.items())),
+        "age_max": max((int(age) for age in ages), default=0),
+        "age_hist": dict(sorted(ages.items())),
         "learner_busy": sum(row["train_s"] for row in kept) / elapsed_s,
         "learner_wait": sum(row["wait_s"] for row in kept) / elapsed_s,
         "sampler_busy": busy_s / elapsed_s / len(sampler_names(config)),
-    }  # fmt: skip
+    }
     if cluster is not None:
         prices = [cluster.sampler_costs(index).price_per_hour for index in range(config.sampler.count)]
         per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600

@@ -174,9 +174,7 @@ def test_the_first_step_may_take_longer_than_later_ones(load, step: int, goes_on
     """On a busy machine the roles compile for minutes before it."""
     chaos = load("benchmarks.faults.chaos")
     moved_s = time.monotonic() - chaos.STALL_S - 1.0
-    run = SimpleNamespace(
-        look=list, lock=threading.RLock(), alive=True, step=step, moved_s=moved_s, show_stacks=list
-    )  # fmt: skip
+    run = SimpleNamespace(look=list, lock=threading.RLock(), alive=True, step=step, moved_s=moved_s, show_stacks=list)
     attack = chaos.Attack(run, seed=0)
     assert attack.look() == goes_on and bool(attack.tally.wrong) != goes_on
 
@@ -275,8 +273,10 @@ def test_the_role_whose_memory_is_used_up_ends_and_is_named(
     environment = {"PYTHONPATH": str(HOOKS), "CHAOS_MEMORY": str(memory), "MALLOC_ARENA_MAX": "1"}
     role = subprocess.Popen(
         [sys.executable, "-m", "jaxroll", "learner"],
-        env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
     threading.Thread(target=role.wait).start()  # a run's supervisor waits for its roles, too
     try:
         monkeypatch.setattr(faults, "INSTANT_S", 1.0)

@@ -323,9 +323,18 @@ def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seeds:
     def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
         made.append(workload.name)
         on = workload.name == f"{name}_on"
-        return {"samples_per_s": 20.0 if on else 10.0, "step_s": [1.0, 2.0], "lost": {"done": 9, "dropped": 3 * on},
-                "length_bias": 0.9 if on else None, "waste_members": 0.1 * on, "waste_tokens": 0.2 * on,
-                "age_mean": 4 * alpha if on else alpha, "window": 3, "wait_s": 0.5, "settling_s": 7.0}  # fmt: skip
+        return {
+            "samples_per_s": 20.0 if on else 10.0,
+            "step_s": [1.0, 2.0],
+            "lost": {"done": 9, "dropped": 3 * on},
+            "length_bias": 0.9 if on else None,
+            "waste_members": 0.1 * on,
+            "waste_tokens": 0.2 * on,
+            "age_mean": 4 * alpha if on else alpha,
+            "window": 3,
+            "wait_s": 0.5,
+            "settling_s": 7.0,
+        }
 
     monkeypatch.setattr(mechanisms, "trained", trained)
     mechanism = mechanisms.MECHANISMS[name]

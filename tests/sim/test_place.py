@@ -61,10 +61,12 @@ def hardware(*devices: DeviceType, **search: object) -> Hardware:
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     measured = Hardware(
-        sampler=SamplerCosts(step_overhead_s=0.1), learner=LearnerCosts(step_overhead_s=3.0),
-        workload=Workload(answer_tokens=Law(mean=16)), devices=(DeviceType("any", 2),),
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=3.0),
+        workload=Workload(answer_tokens=Law(mean=16)),
+        devices=(DeviceType("any", 2),),
         search=Space(("sync", "bounded")),
-    )  # fmt: skip
+    )
     planner = place.Planner(config(steps=10, groups_per_step=4, group_size=4), measured)
     rows = {one.schedule: found for one, found in place.ranked(planner, "throughput")}
     assert [rows["sync"].step_s, rows["sync"].low_s, rows["sync"].high_s] == pytest.approx([16 * 0.1 + 3.0] * 3)
@@ -77,10 +79,13 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
 def test_the_prediction_of_equal_rollouts_is_that_of_the_simulation(schedule: str) -> None:
     """Weights take 3 s, so the age bound holds rollouts back for longer than the engine needs."""
     measured = Hardware(
-        sampler=SamplerCosts(step_overhead_s=0.1), learner=LearnerCosts(step_overhead_s=3.0),
-        transfer=TransferCosts(publish_s=3.0), workload=Workload(answer_tokens=Law(mean=40)),
-        devices=(DeviceType("any", 2),), search=Space((schedule,), (1.0,)),
-    )  # fmt: skip
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=3.0),
+        transfer=TransferCosts(publish_s=3.0),
+        workload=Workload(answer_tokens=Law(mean=40)),
+        devices=(DeviceType("any", 2),),
+        search=Space((schedule,), (1.0,)),
+    )
     planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
     one, found = place.ranked(planner, "throughput")[0]
     assert found.step_s == pytest.approx(5.0, rel=0.01)

@@ -188,9 +188,11 @@ def test_the_memory_of_a_killed_reader_is_given_back(kit) -> None:
     announced = publish(kit, publisher, 1)
     with subprocess.Popen(
         [sys.executable, str(_READER), wire.encode(announced).hex()],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(_READER.parents[3])},
-    ) as reader:  # fmt: skip
+    ) as reader:
         assert reader.stdout.readline() == "mapped\n"
         (first,) = segments_of(publisher)._segments
         for step in range(2, 7):

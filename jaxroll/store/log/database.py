@@ -415,8 +415,17 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
     """Turn the errors that malformed rows cause (wrong type, out of range, beyond the file) into one DataError."""
     try:
         yield
-    except (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
-            RecursionError, MemoryError) as error:  # fmt: skip
+    except (
+        sqlite3.Error,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         named = "" if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)) else f"{type(error).__name__}: "
         raise DataError(one_line(f"{RunPaths(run_dir).database}: {named}{error}; {remedy}")) from error
 

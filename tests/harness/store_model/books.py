@@ -282,12 +282,21 @@ class Books:
     def figures(self) -> dict[str, Any]:
         """The status that the store must report after every operation."""
         return {
-            "counts": self.counts(), "groups_in_flight": self.outstanding(), "claims": self.next_claim,
-            "acked": self.acked, "durable": self.durable, "lineage": len(self.lines) - 1, "published": self.published,
-            "prompts": self.prompts, "closed": self.closed, "completions": self.completions, "put": self.tokens_put,
-            "failing": self.failing, "masked": self.tokens_masked,
+            "counts": self.counts(),
+            "groups_in_flight": self.outstanding(),
+            "claims": self.next_claim,
+            "acked": self.acked,
+            "durable": self.durable,
+            "lineage": len(self.lines) - 1,
+            "published": self.published,
+            "prompts": self.prompts,
+            "closed": self.closed,
+            "completions": self.completions,
+            "put": self.tokens_put,
+            "failing": self.failing,
+            "masked": self.tokens_masked,
             "expired": {k: n for k, n in self.tokens_ended.items() if n},
-        }  # fmt: skip
+        }
 
     def members(self) -> dict[int, list[tuple[str, int, str]]]:
         """Every member alive: its status, the attempt that counts, its digest."""

@@ -76,13 +76,21 @@ def figures(state: st.State) -> dict[str, Any]:
     """The core's status, in the reference's terms."""
     published = state.published
     return {
-        "counts": st.counts(state), "groups_in_flight": st.outstanding(state),
-        "claims": state.next_claim, "acked": state.acked, "durable": state.durable, "lineage": state.lineage,
+        "counts": st.counts(state),
+        "groups_in_flight": st.outstanding(state),
+        "claims": state.next_claim,
+        "acked": state.acked,
+        "durable": state.durable,
+        "lineage": state.lineage,
         "published": published and (published.version.lineage, published.version.step, published.address),
-        "prompts": state.prompts_issued, "closed": state.closed, "completions": state.ready_places,
-        "put": state.tokens_put, "masked": state.tokens_masked, "failing": state.failing,
+        "prompts": state.prompts_issued,
+        "closed": state.closed,
+        "completions": state.ready_places,
+        "put": state.tokens_put,
+        "masked": state.tokens_masked,
+        "failing": state.failing,
         "expired": {why: count for why, count in state.tokens_expired.items() if count},
-    }  # fmt: skip
+    }
 
 
 def timeless(state: st.State) -> st.State:
