@@ -90,7 +90,7 @@ def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, ass
     [
         (MeshConfig(), {"paged_attention": "dense"}),
         (MeshConfig(), {"paged_attention": "xla"}),
-        (MeshConfig(), LEVELS | {"paged_attention": "dense"}),
+        pytest.param(MeshConfig(), LEVELS | {"paged_attention": "dense"}, marks=pytest.mark.soak),
         (DATA_TENSOR, {"paged_attention": "dense"}),
     ],
     ids=str,

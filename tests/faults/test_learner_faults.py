@@ -120,6 +120,7 @@ def test_6_killed_in_a_checkpoint_it_restores_the_one_before(tmp_path: Path, not
         note(run.judge("6 learner mid-checkpoint", 1))
 
 
+@pytest.mark.soak
 def test_6_a_damaged_checkpoint_is_passed_over_unless_the_older_one_is_of_no_use(tmp_path: Path, note) -> None:
     """Fall back to the older one with a warning while the store still has the claims after it; else name the remedy."""
     with World(tmp_path / "run", **SMALL) as run, sampling(run):

@@ -57,7 +57,8 @@ def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Calla
         note(judge(run, "12 learner ten times slower", 1, went_on_from=steps))
 
 
-@pytest.mark.parametrize("policy", ["shrink", pytest.param("wait", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["shrink", "wait"])
 def test_13_one_member_a_hundred_times_slower(tmp_path: Path, note: Callable[[Row], None], policy: str) -> None:
     """Every fourth group has one. `shrink` closes these groups with three members, `wait` waits; none is skipped."""
     shape = (

@@ -76,7 +76,8 @@ def test_7_with_the_real_feeder_no_prompt_is_skipped_or_repeated(
         assert [index for (index,) in rows] == [next(undisturbed).index for _ in rows]
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [4, 40])
 def test_8_a_store_killed_while_it_compacts(tmp_path: Path, note: Callable[[Row], None], kills: int) -> None:
     """It is killed when a snapshot's parts are on disk but not its mark: the state from before remains valid."""
     # Few questions: those of a long run, two per part and one part per commit, would take a minute to write.

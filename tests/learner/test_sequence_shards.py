@@ -71,7 +71,7 @@ def gradients(made: Programs) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"support": 6}, {"rows": SharedRows(32, 2, 32)}],
+    [pytest.param({"support": 6}, marks=pytest.mark.soak), {"rows": SharedRows(32, 2, 32)}],
     ids=["truncated samples", "shared prompts"],
 )
 def test_gradients_and_statistics_are_those_of_one_device(programs, changes):

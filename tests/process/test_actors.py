@@ -123,6 +123,7 @@ def assert_actors_are_told_of(train: Train) -> None:
     assert sum(len(row["rows"]) for row in train.rows if row["kind"] == "members") >= episodes
 
 
+@pytest.mark.soak
 def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(free_run_dir) -> None:
     words = (
         *WORDS,

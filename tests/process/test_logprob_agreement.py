@@ -71,6 +71,7 @@ def assert_recorded(train: Train, words: tuple[str, ...]) -> None:
     assert recorded == ([count - 1 for count in tokens] if set(EXPERTS) <= {*words} else [0] * len(tokens))
 
 
+@pytest.mark.soak
 def test_truncated_samples_of_experts_on_two_devices_with_a_curriculum(free_run_dir):
     words = (*RUN, *TOP_P, *EXPERTS, *RESTING, *questions(free_run_dir.parent))
     with Train(free_run_dir, *words) as train:

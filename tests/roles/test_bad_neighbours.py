@@ -29,7 +29,8 @@ from tests.harness.virtual_neighbours import (
 )
 
 STEPS, SKIPPED, AIM = 60, 10, 0.9
-WORLDS = {"the learner limits it": 2.0, "the samplers limit it": 0.1}  # seconds of a step
+LEARNER_LIMITS, SAMPLERS_LIMIT = "the learner limits it", "the samplers limit it"
+WORLDS = {LEARNER_LIMITS: 2.0, SAMPLERS_LIMIT: 0.1}  # seconds of a step
 FAULTS = [AT_ONCE, LATE, SLOW]
 
 
@@ -76,9 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("healthy", [1, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("role", ["sampler", "actor"])
+@pytest.mark.parametrize(
+    ("role", "world"),
+    [
+        ("sampler", LEARNER_LIMITS),
+        ("sampler", SAMPLERS_LIMIT),
+        ("actor", SAMPLERS_LIMIT),
+        pytest.param("actor", LEARNER_LIMITS, marks=pytest.mark.soak),
+    ],
+)
 def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
     folder: Path, role: str, fault: str, world: str, healthy: int
 ) -> None:
