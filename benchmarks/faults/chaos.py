@@ -11,9 +11,9 @@ stop: the run is interrupted, resumed with a few more steps to train, and must c
 - no group is unaccounted for; no group was claimed for two steps; a step that was trained again had the same claim and
   the same result, bit for bit; no token older than `schedule.alpha` was trained;
 - each put that the store acknowledged is stored with its bytes, or its group ended for a reason; each checkpoint that
-it
-  acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal acknowledgements in a
+  it acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal acknowledgements in a
   folder next to the run's;
+- no fault was skipped three times and never injected;
 - `jaxroll replay` and `jaxroll checkpoints --verify` find nothing;
 - prompts were issued in the order of an undisturbed run.
 
@@ -54,6 +54,7 @@ START_S, STALL_S, FINISH_S = 900.0, 300.0, 900.0  # a busy machine compiles for 
 SILENCE_S = 8.0
 LAST_STEPS = 10
 FRUITLESS = 5  # processes in a row that ended by themselves before a step was trained
+SKIPS = 3  # so often a fault may be skipped before it is injected once
 FORGOTTEN_S = 180.0  # faults of at most this age may explain an end of the run
 
 
@@ -63,6 +64,7 @@ class Tally:
 
     faults: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
+    skips: Counter[str] = field(default_factory=Counter)
     ends: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     recent: list[tuple[float, str]] = field(default_factory=list)
@@ -72,6 +74,20 @@ class Tally:
         """A fault begins."""
         self.faults[name] += 1
         self.recent.append((time.monotonic(), name))
+
+    def skip(self, name: str, reason: str) -> None:
+        """A fault did not begin."""
+        self.faults[name] -= 1
+        self.skips[name] += 1
+        self.skipped[name] = reason
+
+    def absent(self, expected: str | None) -> list[str]:
+        """Violations: faults that never began in `SKIPS` attempts, unless for the `expected` reason."""
+        return [
+            f"{name}: skipped {self.skips[name]} times and never injected: {reason}"
+            for name, reason in self.skipped.items()
+            if not self.faults[name] and self.skips[name] >= SKIPS and reason != expected
+        ]
 
     def suspects(self) -> list[str]:
         """The names of recent faults."""
@@ -139,8 +155,7 @@ class Attack:
         try:
             effect = FAULTS[name](self.run, chance)
         except Skipped as reason:
-            self.tally.faults[name] -= 1
-            self.tally.skipped[name] = str(reason)
+            self.tally.skip(name, str(reason))
             effect = f"skipped: {reason}"
         except Wrong as what:
             self.tally.wrong.append(f"{name}: {what}")
@@ -272,6 +287,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if (run.run_dir / "store.db").exists():
         found = facts(run, steps)
         tally.wrong += violations(found)
+    tally.wrong += tally.absent(refused)
     result = {
         "benchmark": "chaos",
         "faults": tally.faults.total(),

@@ -30,6 +30,8 @@ OVERRIDES = {
     "store.keep_trajectories_mb": 8, "store.retention_mb": 64, "supervisor.max_restarts": 10_000,
     "supervisor.backoff_s": 0.2, "supervisor.backoff_max_s": 2.0, "supervisor.stop_s": 30.0,
 }  # fmt: skip
+# The modules of processes that roles start.
+MODULES = {"scoring": "jaxroll.rewards.processes", "env": "jaxroll.envs.processes"}
 LEAVES_S = 180.0  # time for a supervisor to end after a signal
 Row = dict[str, Any]
 
@@ -156,13 +158,13 @@ class Run:
     def find(self, target: str) -> psutil.Process | None:
         """A process of the run: store, sampler-0, learner, evaluator, feeder, scoring or env."""
         role, _, index = target.partition("-")
-        mark = {"scoring": "scoring_worker", "env": "env_worker"}.get(role)
+        module = MODULES.get(role)
         for process in self.processes():
             try:
                 words = process.cmdline()
             except psutil.Error:
                 continue
-            if mark is not None and any(mark in word for word in words[1:5]):
+            if module is not None and words[1:4] == ["-P", "-m", module]:
                 return process
             if words[1:4] == ["-m", "jaxroll", role] and (not index or f"--index={index}" in words):
                 return process

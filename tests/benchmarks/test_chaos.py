@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -127,6 +128,24 @@ def test_the_plan_is_fair_random_and_the_seeds(load) -> None:
     assert 20 < len(pairs) < 80
     assert not [pair for pair in pairs if all(chaos.FAULTS[name].alone for name in pair)]
     assert {chosen for _, chosen in itertools.islice(chaos.plan(0, 1.0, ["sigint"]), 9)} == {("sigint",)}
+
+
+@pytest.mark.parametrize("target", ["scoring", "env"])
+def test_the_processes_that_roles_start_are_found_by_their_module(load, target: str) -> None:
+    """Renamed modules were no longer found, and no scoring or environment process was killed."""
+    module = load("benchmarks.faults.run").MODULES[target]
+    text = Path(str(importlib.import_module(module).__file__)).read_text()
+    assert re.search(rf'"-P",\s*"-m",\s*"{module}"', text) and 'if __name__ == "__main__"' in text
+
+
+def test_a_fault_that_is_always_skipped_is_a_violation(load) -> None:
+    tally = load("benchmarks.faults.chaos").Tally()
+    for name, times, injected in (("kill_env", 3, 0), ("kill_store", 2, 0), ("sigint", 5, 1), ("disk_full", 4, 0)):
+        for _ in range(times + injected):
+            tally.note(name)
+        for _ in range(times):
+            tally.skip(name, "not root" if name == "disk_full" else f"no {name}")
+    assert tally.absent("not root") == ["kill_env: skipped 3 times and never injected: no kill_env"]
 
 
 def test_unknown_faults_are_refused(load) -> None:
