@@ -41,14 +41,17 @@ demo: venv-demo
 	@$(VENV)/bin/jaxroll demo --seed=$(SEED) $(ARGS)
 
 # Tests without processes of their own run on both cores, a file at a time. Those with processes run one by one next to
-# them and go first: half of their time is waiting, and no two of them run at once. Their output, and the first half's
-# summary of failures and skipped tests, come at the end. pytest's 5: there was no test.
+# them: half of their time is waiting. They go first, because no two of them run at once: the first half has a session
+# of its own with the priority of roles. The output of the processes, and the first
+# half's summary of failures and skipped tests, come at the end. pytest's 5: there was no test.
 PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15
+LOWER = echo 10 2>/dev/null >/proc/self/autogroup; exec nice -n 10 env "$$@"
 test: venv
-	@mkdir -p .cache; set -o pipefail; halves=(0 0); \
+	@mkdir -p .cache; set -o pipefail; halves=(0 0); shown=; : >.cache/first_half.log; \
 	$(PYTEST) -m "process and not soak" $(ARGS) </dev/null >.cache/process_half.log 2>&1 & half=$$!; \
-	trap 'kill $$half $$shown 2>/dev/null || true' EXIT INT TERM; shown=; \
-	nice -n 10 env $(PYTEST) -n 2 --dist loadfile -m "not soak and not process" $(ARGS) </dev/null 2>&1 | tee .cache/first_half.log || halves[0]=$$?; \
+	setsid bash -c '$(LOWER)' _ $(PYTEST) -n 2 --dist loadfile -m "not soak and not process" $(ARGS) </dev/null >.cache/first_half.log 2>&1 & first=$$!; \
+	trap 'kill $$half $$shown 2>/dev/null; kill -- -$$first 2>/dev/null; true' EXIT; trap 'exit 130' INT TERM; \
+	tail -n +1 -f .cache/first_half.log & shown=$$!; wait $$first || halves[0]=$$?; sleep 2; kill $$shown; \
 	tail -n +1 -f .cache/process_half.log & shown=$$!; wait $$half || halves[1]=$$?; sleep 2; kill $$shown; trap - EXIT INT TERM; \
 	echo "the first half, without processes:"; sed -n '/= short test summary info =/,$$p' .cache/first_half.log | sed 1d | grep . || tail -n 1 .cache/first_half.log; \
 	case "$${halves[*]}" in "0 0" | "0 5" | "5 0") ;; *) echo "the halves of make test ended with $${halves[*]}"; exit 1;; esac
