@@ -20,6 +20,7 @@ import re
 import sqlite3
 import ssl
 import sys
+import threading
 from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -261,8 +262,7 @@ class Classifier:
 
 # --- Reward parts from other processes, over HTTP
 
-BACKOFF_MAX_S = 30.0
-_BUSY_S = 30.0  # wait for another process that writes to the cache
+BACKOFF_MAX_S = 30.0  # also the wait for another process that writes to the file of verdicts
 _TABLES = """
 CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spent (part TEXT PRIMARY KEY, calls INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
@@ -284,14 +284,14 @@ class Verdicts:
     def __init__(self, path: Path | None) -> None:
         self._path = str(path) if path else ""
         self._memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None) if not path else None
+        self._one_at_a_time = threading.Lock()  # a transaction belongs to a connection, and threads share this one
         if self._memory is not None:
             self._memory.executescript(_TABLES)
 
     def value(self, key: str) -> float | None:
         """The kept value; None if there is none, or no number."""
-        row = self._run(lambda db: db.execute("SELECT value FROM verdicts WHERE key = ?", (key,)).fetchone())
-        found = None if row is None else row[0]
-        return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+        rows = self._run(lambda db: db.execute("SELECT value FROM verdicts WHERE key = ?", (key,)).fetchall())
+        return next((float(found) for (found,) in rows if isinstance(found, float) and math.isfinite(found)), None)
 
     def keep(self, key: str, value: float) -> None:
         """Keep a value."""
@@ -319,9 +319,10 @@ class Verdicts:
 
     def _run(self, job: Callable[[sqlite3.Connection], Any]) -> Any:
         if self._memory is not None:
-            return job(self._memory)
+            with self._one_at_a_time:
+                return job(self._memory)
         try:
-            with contextlib.closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
+            with contextlib.closing(sqlite3.connect(self._path, timeout=BACKOFF_MAX_S, isolation_level=None)) as db:
                 db.executescript(_TABLES)  # a damaged file may have been moved away
                 return job(db)
         except sqlite3.Error as error:
@@ -331,8 +332,7 @@ class Verdicts:
 
 class RemoteParts:
     """Values of remote parts. `counts` has calls, cache hits and failures by part and cause; `spent` is set at the end
-    of a budget, `spent_key` is its config key.
-    """
+    of a budget, `spent_key` is its config key."""
 
     def __init__(self, path: Path | None = None, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self.counts: Counter[str] = Counter()

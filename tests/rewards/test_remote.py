@@ -7,6 +7,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,15 @@ def test_a_kept_verdict_that_is_no_number_is_asked_for_again(value: str, tmp_pat
         assert parts.counts == {"judge: calls": 2, "judge: cached": 1}
 
     run(reply("Score: 1"), use=use, path=path)
+
+
+def test_threads_may_count_calls_in_memory_at_once() -> None:
+    """Two threads began a transaction in the one connection of the memory."""
+    verdicts, used = remote.Verdicts(None), JudgeSettings("http://127.0.0.1", model="m", budget_calls=400)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: verdicts.spend("judge", used), range(400)))
+    with pytest.raises(BudgetSpent):
+        verdicts.spend("judge", used)
 
 
 @pytest.mark.parametrize(("limit", "calls"), [({"budget_calls": 3}, 3), ({"budget_tokens": 25}, 3)])
