@@ -191,6 +191,11 @@ def on_stop(stop: Callable[[], object]) -> None:
         signal.signal(signum, lambda *_: stop())
 
 
+def on_stop_set(stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    """Set `stop`, an event of `loop`, at the signals of `on_stop`. Those after the end of the loop do nothing."""
+    on_stop(lambda: None if loop.is_closed() else loop.call_soon_threadsafe(stop.set))
+
+
 # --- scheduling priority: on a CPU every process gives way to the learner
 #
 # The learner is the critical path: samplers run as far ahead of it as the age limit allows. On Linux the scheduler may

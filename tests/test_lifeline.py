@@ -108,3 +108,27 @@ def test_a_role_without_a_connection_lives_on() -> None:
         command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert (done.returncode, done.stdout) == (0, "ready\n")
+
+
+AFTER_THE_LOOP = """
+import asyncio, os, signal
+from jaxroll import lifeline
+
+async def until_stopped():
+    stop = asyncio.Event()
+    lifeline.on_stop_set(stop, asyncio.get_running_loop())
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(stop.wait(), 60)
+
+asyncio.run(until_stopped())
+os.kill(os.getpid(), signal.SIGTERM)
+print("ended in order")
+"""
+
+
+@pytest.mark.process
+def test_a_second_signal_while_a_server_ends_changes_nothing() -> None:
+    """Its event loop is closed by then."""
+    command = [sys.executable, "-c", AFTER_THE_LOOP]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended in order\n", "")

@@ -268,8 +268,7 @@ def main(options: argparse.Namespace) -> int:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        lifeline.on_stop(lambda: loop.call_soon_threadsafe(stop.set))
+        lifeline.on_stop_set(stop, asyncio.get_running_loop())
         listening = http.listen(host, options.port, insecure=options.insecure)
         token_file = Path(options.token_file) if options.token_file else http.user_token_file("openenv.token")
         server = Server(name, settings, pool, http.token(None, token_file))

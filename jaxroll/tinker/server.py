@@ -244,7 +244,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         stop = asyncio.Event()
         serving = loop.start(serve())
         serving.add_done_callback(lambda _: device.stop())
-        lifeline.on_stop(lambda: loop.loop.call_soon_threadsafe(stop.set))
+        lifeline.on_stop_set(stop, loop.loop)
         device.run()
         serving.result(timeout=10)
         loop.close()
