@@ -10,8 +10,8 @@ scoring worker. The bad sampler or actor is a third one. It
     late     fails after the latency of a step
     slow     takes ten times as long
 
-The bad scoring worker is a second one of each sampler. It ends at each answer, ends after a second of it, or takes ten
-times as long.
+The bad scoring worker is a second one of each sampler, and every process that replaces it. It ends at each answer, ends
+after a second of it, or takes ten times as long.
 
 Members wait and do not compute: a step of the environment sleeps N(0.75 s, 0.2 s). So the number of members in progress
 limits the rate, and not the cores, which a third process shares. The runs of a round alternate, in reversed order in

@@ -47,8 +47,8 @@ class Race:
     proportional to the answer's length, and equals `slow` at `length` characters. Held-out questions (of the file
     `questions`, from line HELD_OUT on) are judged at once. `neighbour` applies to the second sampler or actor only:
     "at_once" raises in every reset, "late" raises InfraError after the latency of a step, "slow" takes ten times as
-    long. `worker` applies to one scoring worker of each process: "at_once" ends it at each answer, "late" after a
-    second of it, "slow" takes ten times as long.
+    long. `worker` applies to the scoring workers of each process but the first one to answer, and so to all that
+    replace them: "at_once" ends them at each answer, "late" after a second of it, "slow" takes ten times as long.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
@@ -61,7 +61,7 @@ class Race:
     length: float = 0.0
     neighbour: str = ""  # the fault in the second sampler or actor
     score_s: float = 0.0  # seconds of a scoring worker for an answer; 0: none scores
-    worker: str = ""  # the fault of one of them
+    worker: str = ""  # the fault of all but one of them
     limit_s: float = LIMIT_S  # time limit of an answer
     journal: str = ""
     questions: str = ""
@@ -130,8 +130,8 @@ class _Shared:
         self.held_out = {json.loads(line)["question"] for line in lines}
         self.scoring = ""  # the arguments of the scorer `raced`
         if race.score_s:
-            (bad := Path(f"{race.journal}-{os.getpid()}")).touch()
-            args = {"scorer": "raced", "seconds": race.score_s, "fault": race.worker, "bad": str(bad)}
+            (sound := Path(f"{race.journal}-{os.getpid()}")).touch()
+            args = {"scorer": "raced", "seconds": race.score_s, "fault": race.worker, "sound": str(sound)}
             self.scoring = json.dumps(args)
 
 
@@ -221,8 +221,8 @@ class Lottery(_Judged):
 
 @scorers.register("raced")
 def raced(args: Mapping[str, Any], answer: str) -> float:
-    """1, after `seconds`. One worker at a time has the `fault`: the one that has locked the file `bad`."""
-    fault = args["fault"] if args["fault"] and _locks(args["bad"]) else ""
+    """1, after `seconds`. Every worker has the `fault` but the one that has locked the file `sound`."""
+    fault = args["fault"] if args["fault"] and not _locks(args["sound"]) else ""
     if fault in ("at_once", "late"):
         time.sleep(fault == "late")
         os._exit(1)

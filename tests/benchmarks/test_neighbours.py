@@ -126,14 +126,14 @@ def test_no_run_lasts_beyond_the_end(neighbours: Any, clock: SimpleNamespace, tm
 
 @pytest.mark.parametrize(
     ("fault", "slept", "ends"),
-    [("", [1.0, 1.0], 0), ("slow", [10.0, 1.0], 0), ("at_once", [0, 1.0], 1), ("late", [1, 1.0], 1)],
+    [("", [1.0] * 3, 0), ("slow", [1.0, 10.0, 10.0], 0), ("at_once", [1.0, 0, 0], 2), ("late", [1.0, 1, 1], 2)],
 )
-def test_one_scoring_worker_of_a_process_has_the_fault(
+def test_all_scoring_workers_of_a_process_but_one_have_the_fault(
     fault: str, slept: list[float], ends: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A worker keeps the file's lock until it ends; a second one, here another open file, works."""
+    """The sound one keeps the file's lock; a second one and its successor, here other open files, have the fault."""
     envs = importlib.import_module("benchmarks.schedules.envs")
-    (bad := tmp_path / "bad").touch()
+    (sound := tmp_path / "sound").touch()
     found: list[float] = []
     monkeypatch.setattr(envs.time, "sleep", found.append)
 
@@ -142,8 +142,8 @@ def test_one_scoring_worker_of_a_process_has_the_fault(
 
     monkeypatch.setattr(envs.os, "_exit", ended)
     monkeypatch.setattr(envs, "_locks", envs._locks.__wrapped__)  # it would remember the first worker's answer
-    args, exits = {"seconds": 1.0, "fault": fault, "bad": str(bad)}, 0
-    for _ in range(2):
+    args, exits = {"seconds": 1.0, "fault": fault, "sound": str(sound)}, 0
+    for _ in range(3):
         try:
             assert envs.raced(args, "abc") == 1.0
         except SystemExit:
