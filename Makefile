@@ -49,7 +49,7 @@ LOWER = echo 10 2>/dev/null >/proc/self/autogroup; exec nice -n 10 env "$$@"
 test: venv
 	@mkdir -p .cache; set -o pipefail; halves=(0 0); shown=; : >.cache/first_half.log; \
 	$(PYTEST) -m "process and not soak" $(ARGS) </dev/null >.cache/process_half.log 2>&1 & half=$$!; \
-	setsid bash -c '$(LOWER)' _ $(PYTEST) -n 2 --dist loadfile -m "not soak and not process" $(ARGS) </dev/null >.cache/first_half.log 2>&1 & first=$$!; \
+	setsid bash -c '$(LOWER)' _ $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not process" $(ARGS) </dev/null >.cache/first_half.log 2>&1 & first=$$!; \
 	trap 'kill $$half $$shown 2>/dev/null; kill -- -$$first 2>/dev/null; true' EXIT; trap 'exit 130' INT TERM; \
 	tail -n +1 -f .cache/first_half.log & shown=$$!; wait $$first || halves[0]=$$?; sleep 2; kill $$shown; \
 	tail -n +1 -f .cache/process_half.log & shown=$$!; wait $$half || halves[1]=$$?; sleep 2; kill $$shown; trap - EXIT INT TERM; \

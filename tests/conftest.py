@@ -90,11 +90,26 @@ def pytest_configure() -> None:
 _LATE_WRITE = r"ignore:(?s)Exception ignored in. None.*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Turn warnings into errors, except in tests that start processes or are long."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Turn warnings into errors, except in tests that start processes or are long; long files first on two workers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("process", "soak")):
             item.add_marker(pytest.mark.filterwarnings("error", _LATE_WRITE), append=False)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.relative_to(_ROOT / "tests").parts[0] not in _LONG_FIRST)
+
+
+# --- collection
+
+# Workers of pytest-xdist take files in the order of collection: were the last ones long, one worker would wait for the
+# other. Most time goes to these folders, which compile; the last are `transfer` and `ui`.
+_LONG_FIRST = ("engine", "learner", "models", "roles", "tools")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """True for a file without tests that start processes where `make test` runs only those: imports take time."""
+    only = config.option.markexpr == "process and not soak" and collection_path.match("test_*.py")
+    return True if only and b"mark.process" not in collection_path.read_bytes() else None
 
 
 # --- compiled programs
