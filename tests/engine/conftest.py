@@ -13,8 +13,10 @@ import pytest
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
+from jaxroll.engine import programs
 from jaxroll.engine.engine import Engine, EngineConfig
-from jaxroll.engine.requests import Request, Result
+from jaxroll.engine.requests import Request, Result, Sizes
+from jaxroll.kernels.choice import Serving
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -45,6 +47,15 @@ def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
 
+build_programs = programs.build
+
+
+@functools.cache
+def shared_programs(spec: families.ModelSpec, mesh: jax.sharding.Mesh, sizes: Sizes, attention: Serving):
+    """The programs of every engine of these sizes: a weight swap, for example, changes none of them."""
+    return build_programs(spec, mesh, sharding.SAMPLER, sizes, attention)
+
+
 @functools.cache
 def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | None = None, **overrides: Any) -> Engine:
     sizes = {
@@ -56,7 +67,9 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
         "seed": SEED,
     }
     config = EngineConfig(**(sizes | overrides))
-    engine = Engine(SPEC, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "build", lambda spec, mesh, rules, *key: shared_programs(spec, mesh, *key))
+        engine = Engine(SPEC, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks())
     engine.warmup(None)  # programs compiled for zeros serve every test's weights without another compilation
     return engine
 
@@ -64,7 +77,7 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
 @pytest.fixture(scope="session", autouse=True)
 def engines_can_be_forgotten(program_holders: list[Callable[[], None]]) -> None:
     """See `programs_are_forgotten`."""
-    program_holders.append(shared_engine.cache_clear)
+    program_holders.extend((shared_engine.cache_clear, shared_programs.cache_clear))
 
 
 @dataclass

@@ -396,9 +396,8 @@ def test_claims_that_need_a_model_are_not_prepared_ahead(small_config, make_trai
 )
 def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, make_trainer, advantage):
     """A device runs programs in order, so a caller that fetches a number waits for the step."""
-    trainer = make_trainer(small_config(advantage=advantage))
-    long = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, y: jax.numpy.tanh(y @ y), x))
-    x = jax.block_until_ready(long(jax.numpy.eye(256)))
+    trainer, x = make_trainer(small_config(advantage=advantage)), jax.numpy.eye(256)
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, y: jax.numpy.tanh(y @ y), x)).lower(x).compile()
     busy = long(x)
     ready = trainer.prepare(make_claim(1))
     assert not busy.is_ready()
