@@ -47,16 +47,16 @@ def main(args: RoleArgs) -> int:
     try:
         session = sessions.Session(f"actor-{args.index}", args, pool, thread.loop)
         interrupted = sessions.install_signal_handlers(session)
-        sessions.ended(thread.start(_run(session)))
+        config = args.config  # not on the loop: loading a task's library can take longer than a loop may be blocked
+        tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
+        sessions.ended(thread.start(_run(session, tokenizer)))
         return EXIT_INTERRUPTED if interrupted.is_set() else 0
     finally:
         thread.close()
         pool.close()
 
 
-async def _run(session: sessions.Session) -> None:
-    config = session.config
-    tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
+async def _run(session: sessions.Session, tokenizer: Tokenizer) -> None:
     await session.run(lambda: asyncio.sleep(0), lambda: ActorLoops(session, tokenizer).run())
 
 

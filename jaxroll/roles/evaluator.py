@@ -48,11 +48,17 @@ def role_spec(config: Config) -> sessions.RoleSpec:
     """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
         "evaluator",
-        lambda session: EvaluatorLoops(session, tasks.evaluated(config)).run(),
+        lambda session: _play(session, config),
         mesh=config.evaluator.mesh,
         slots=config.evaluator.slots,
         weight_swap="keep_kv",
     )
+
+
+async def _play(session: sessions.EngineSession, config: Config) -> None:
+    # not on the loop: making the items can take longer than a loop may be blocked
+    sets = await asyncio.to_thread(tasks.evaluated, config)
+    await EvaluatorLoops(session, sets).run()
 
 
 class EvaluatorLoops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import RestartRequired, Unauthorized
 from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.roles import actor, evaluator
 from jaxroll.roles import session as sessions
+from jaxroll.rollout.manager import LoopThread
 from jaxroll.store.server.server import LINGER_S
 
 
@@ -115,3 +118,45 @@ def test_a_session_that_cannot_connect_raises_that_error_alone(
         asyncio.run(job())
     gc.collect()
     assert [one for one in recwarn if "never awaited" in str(one.message)] == []
+
+
+def test_the_event_loop_answers_while_an_actor_and_an_evaluator_prepare(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a library and making the held-out items may take longer than an event loop may be blocked."""
+    args, loops, answered = RoleArgs(Config(), tmp_path), [], []
+
+    def slow(*_: object) -> dict:
+        answer = threading.Event()
+        loops[0].call_soon_threadsafe(answer.set)
+        answered.append(answer.wait(2.0))
+        return {}
+
+    def loop_thread(name: str, config: Config) -> LoopThread:
+        thread = LoopThread(name, 60.0)
+        loops.append(thread.loop)
+        return thread
+
+    class Loops:
+        def __init__(self, *_: object) -> None: ...
+
+        async def run(self) -> None:
+            """No evaluation and no lease."""
+
+    monkeypatch.setattr(sessions, "loop_thread", loop_thread)
+    monkeypatch.setattr(sessions, "install_signal_handlers", lambda session: threading.Event())
+    monkeypatch.setattr(actor.registry, "scoring_pool", lambda *_: ScoringPool(1))
+    monkeypatch.setattr(ScoringPool, "start", lambda pool: None)
+    monkeypatch.setattr(actor.tokenizers, "build", slow)
+    monkeypatch.setattr(actor.sources, "alphabet", lambda task: "ab")
+    monkeypatch.setattr(actor, "ActorLoops", Loops)
+    assert actor.main(args) == 0
+
+    async def evaluate() -> None:
+        loops[:] = [asyncio.get_running_loop()]
+        await evaluator.role_spec(args.config).play(sessions.EngineSession("evaluator", args, ScoringPool(1), loops[0]))
+
+    monkeypatch.setattr(evaluator.tasks, "evaluated", slow)
+    monkeypatch.setattr(evaluator, "EvaluatorLoops", Loops)
+    asyncio.run(evaluate())
+    assert answered == [True, True]
