@@ -14,10 +14,9 @@ class JaxRollError(Exception):
 class ConfigError(JaxRollError):
     """A config that cannot run; the message gives the key, the value, the reason and a remedy."""
 
-    def __init__(self, key: str, value: object, reason: str, remedy: str = "") -> None:
+    def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
-        tail = f" {remedy}" if remedy else ""
-        super().__init__(f"{key} = {_shown(value)}: {one_line(reason)}.{tail}")
+        super().__init__(f"{key} = {_shown(value)}: {one_line(reason)}. {remedy}")
 
 
 def _shown(value: object) -> str:

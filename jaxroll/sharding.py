@@ -145,7 +145,8 @@ def spec(logical: Logical, rules: Rules) -> PartitionSpec:
 def sharding(mesh: Mesh, logical: Logical, rules: Rules, shape: tuple[int, ...]) -> NamedSharding:
     """The NamedSharding of an array of this shape; an axis that its mesh axes do not divide is left unsharded."""
     if len(logical) != len(shape):
-        raise ConfigError("sharding.logical", logical, f"names {len(logical)} axes, the array has shape {shape}")
+        reason = f"names {len(logical)} axes, the array has shape {shape}"
+        raise ConfigError("sharding.logical", logical, reason, "Name each axis of the array.")
     parts = spec(logical, rules)
     sized = zip(tuple(parts), shape, strict=True)
     return NamedSharding(

@@ -440,7 +440,7 @@ def check_sizes(sizes: Sizes, weight_swap: str) -> None:
     counts = {"slots": sizes.slots, "prefill_rows": sizes.rows, "decode_chunk": sizes.chunk}
     for name, count in counts.items():
         if count < 1:
-            raise ConfigError(f"sampler.{name}", count, "at least 1 is needed")
+            raise ConfigError(f"sampler.{name}", count, "at least 1 is needed", "Use a larger number.")
     if sizes.draft < 0:
         raise ConfigError("sampler.draft_tokens", sizes.draft, "at least 0 is needed", "0: no speculative decoding.")
     if not all(1 <= bucket <= sizes.max_tokens for bucket in sizes.buckets or (0,)):

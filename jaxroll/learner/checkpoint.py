@@ -41,7 +41,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, kept: int) -> None:
         if kept < 1:
-            raise ConfigError("learner.checkpoints_kept", kept, "at least one checkpoint must stay to resume from")
+            reason = "at least one checkpoint must stay to resume from"
+            raise ConfigError("learner.checkpoints_kept", kept, reason, "Use 1 or more.")
         self.folder, self.kept = Path(folder).absolute(), kept
         self.damaged: set[Version] = set()  # `restore` found them damaged; `latest` skips them
         self._writing: list[Version] = []
@@ -280,7 +281,8 @@ def _described(leaf: Any) -> list[Any]:
 
 def _check_same(wanted: Mapping[str, Any], about: Mapping[str, Any], version: Version) -> None:
     if about.get("format") != FORMAT:
-        raise ConfigError("checkpoint format", about.get("format"), f"this JaxRoll reads format {FORMAT}")
+        reason, remedy = f"this JaxRoll reads format {FORMAT}", "Use the JaxRoll that wrote it."
+        raise ConfigError("checkpoint format", about.get("format"), reason, remedy)
     have, want = about["arrays"], {name: _described(leaf) for name, leaf in wanted.items()}
     different = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
     if different:

@@ -121,7 +121,8 @@ def model_spec(folder: Path) -> ModelSpec:
     try:
         return ModelSpec(**_json(folder, _MODEL))
     except TypeError as error:
-        raise ConfigError("weights", str(folder), f"{_MODEL} describes no model of this version ({error})") from error
+        reason = f"{_MODEL} describes no model of this version ({error})"
+        raise ConfigError("weights", str(folder), reason, "Use the JaxRoll that wrote it.") from error
 
 
 def tokenizer(folder: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class RopeScaling:
         if self.kind != "linear":
             check_size("model.rope_scaling.context", self.context)
             if self.low >= self.high:
-                raise ConfigError("model.rope_scaling.low", self.low, f"must be less than high = {self.high}")
+                raise ConfigError("model.rope_scaling.low", self.low, "not below high", f"Use less than {self.high}.")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class ModelSpec:
             known = ", ".join(get_args(Activation))
             raise ConfigError("model.activation", self.activation, "unknown activation", f"Known: {known}.")
         if self.heads % self.kv_heads:
-            raise ConfigError("model.kv_heads", self.kv_heads, f"does not divide the {self.heads} query heads")
+            reason = f"does not divide the {self.heads} query heads"
+            raise ConfigError("model.kv_heads", self.kv_heads, reason, "Use a divisor.")
         if self.head_dim % 2:
             raise ConfigError("model.head_dim", self.head_dim, "rotary embedding rotates pairs", "Use an even number.")
         if self.compute_dtype not in _DTYPES:
@@ -133,7 +134,7 @@ class ModelSpec:
     def _check_windows(self) -> None:
         if self.windows and len(self.windows) != self.layers:
             reason = f"holds {len(self.windows)} windows for {self.layers} layers"
-            raise ConfigError("model.windows", self.windows, reason)
+            raise ConfigError("model.windows", self.windows, reason, "Use one for each layer, or none.")
         for window in self.windows:
             if window != 0:
                 check_size("model.windows", window)
@@ -189,19 +190,19 @@ def check_size(key: str, value: Any, size: str = "") -> None:
     """Raise ConfigError unless `value` is a whole number from 1 to the limit of `size`."""
     most = _MOST_LAYERS if size == "layers" else _MOST
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(key, value, f"must be at least 1, and a whole number of at most {most}")
+        raise ConfigError(key, value, "not such a size", f"Use a whole number of at least 1 and at most {most}.")
 
 
 def check_number(key: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a number above 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:  # NaN is refused, too
-        raise ConfigError(key, value, "must be a number between 0 and 1e30")
+        raise ConfigError(key, value, "out of range or no number", "Use a number above 0 and below 1e30.")
 
 
 def check_flag(key: str, value: Any) -> None:
     """Raise ConfigError unless `value` is true or false."""
     if not isinstance(value, bool):
-        raise ConfigError(key, value, "must be true or false")
+        raise ConfigError(key, value, "not a boolean", "Use true or false.")
 
 
 def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:

@@ -250,9 +250,9 @@ class AgeLimiter:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
             raise ConfigError("schedule.alpha", self.alpha, "the age bound must be a number ≥ 0", "0 is synchronous.")
         if self.batch_groups < 1:
-            raise ConfigError("schedule.groups_per_step", self.batch_groups, "a claim needs at least one group")
+            raise ConfigError("schedule.groups_per_step", self.batch_groups, "a claim needs a group", "Use 1 or more.")
         if self.redundant_groups < 0:
-            raise ConfigError("schedule.redundant_groups", self.redundant_groups, "cannot be negative")
+            raise ConfigError("schedule.redundant_groups", self.redundant_groups, "it is negative", "0: none.")
         claims = math.floor(self.alpha + 1 + _ROUNDING)
         if not 1 <= self.publish_every <= claims:
             raise ConfigError(

@@ -44,8 +44,8 @@ def facts(db: sqlite3.Connection, group: int, decode: Decoder | None) -> Facts:
     row = _row(db, "SELECT * FROM groups WHERE id = ?", group)
     if row is None:
         highest = db.execute("SELECT MAX(id) FROM groups").fetchone()[0]
-        said = "none was issued yet" if highest is None else f"groups 0 to {highest} were issued"
-        raise ConfigError("--group", group, f"there is no such group; {said}")
+        remedy = "None was issued yet." if highest is None else f"Use one of 0 to {highest}."
+        raise ConfigError("--group", group, "there is no such group", remedy)
     row["issued_ago_s"] = now - row.pop("issued_unix_s")
     ended = row.pop("ended_unix_s")
     row["ended_ago_s"] = None if ended is None else now - ended

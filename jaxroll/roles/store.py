@@ -226,7 +226,8 @@ class FeederProcess:
                     await self._stop()
                     continue
                 if reply.error:
-                    raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}")
+                    remedy = "Change the keys of `task`, or what they name."
+                    raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}", remedy)
                 self.skipped = reply.skipped
                 if reply.tasks:
                     self._state = reply.tasks[-1][1]

@@ -7,6 +7,7 @@ mistakes.
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import sqlite3
@@ -259,6 +260,20 @@ def test_readers_of_a_damaged_run(
         if code == EXIT_CONFIG and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
             wrong.append(f"{name}: wrote {err[:300]!r}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_refusal_names_a_remedy() -> None:
+    """ConfigError takes key, value, reason and remedy; a remedy that is a variable comes from the caller."""
+    without = []
+    for path in sorted((ROOT / "jaxroll").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "ConfigError(" in text else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ConfigError"):
+                remedy = [*node.args[3:], *(word.value for word in node.keywords if word.arg == "remedy")]
+                remedy += [argument for argument in node.args if isinstance(argument, ast.Starred)]
+                if not remedy or ast.unparse(remedy[0]) == "''":
+                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert without == []
 
 
 CONFIG_FILES: dict[str, bytes] = {

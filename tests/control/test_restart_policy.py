@@ -65,7 +65,7 @@ def test_exit_codes_determine_the_verdict(name: str, code: int, verdict: type) -
 
 
 def test_errors_have_the_exit_codes_the_policy_reads() -> None:
-    assert exit_code(ConfigError("a", 1, "b")) == exit_code(Unauthorized("x")) == EXIT_CONFIG
+    assert exit_code(ConfigError("a", 1, "b", "c")) == exit_code(Unauthorized("x")) == EXIT_CONFIG
     assert exit_code(Closed("over")) == EXIT_CLOSED
     assert exit_code(InfraError("gone")) == 1
     assert exit_code(RestartRequired("256 threads hang")) == EXIT_WORN

@@ -276,8 +276,8 @@ def test_a_config_with_many_layers_and_no_such_weights_is_refused_soon(tmp_path:
 
 
 def test_a_value_of_an_error_is_shown_in_part() -> None:
-    check_refusal(ConfigError("key", "x" * 10**6, "reason"), "key")
-    check_refusal(ConfigError("key", 10**5000, "reason"), "key")
+    check_refusal(ConfigError("key", "x" * 10**6, "reason", "remedy"), "key")
+    check_refusal(ConfigError("key", 10**5000, "reason", "remedy"), "key")
 
 
 @pytest.mark.parametrize("content", ["", "{", NESTED, "[1]", '{"a": 1' + "0" * 5000 + "}"])

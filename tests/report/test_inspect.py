@@ -130,7 +130,7 @@ def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: py
     assert dead["group"]["state"] == "DEAD" and dead["failures"][0]["error"] == "scorer raised"
     assert [e["kind"] for e in dead["events"]][-2:] == ["member_failed", "died"]
     assert cli.main(["inspect", str(run_dir), "--group=99"]) == 64
-    assert "groups 0 to 10 were issued" in capsys.readouterr().err
+    assert "Use one of 0 to 10." in capsys.readouterr().err
 
 
 def test_prompts_that_the_curriculum_skipped_are_among_the_reasons(

@@ -84,10 +84,10 @@ class Settings:
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
             if value < 1:
-                raise ConfigError(key, value, "must be at least 1")
+                raise ConfigError(key, value, "too small", "Use 1 or more.")
         for key, value in (("store.lease_s", self.lease_s), ("store.retention_mb", self.retention_bytes)):
             if value <= 0:
-                raise ConfigError(key, value, "must be greater than 0")
+                raise ConfigError(key, value, "not positive", "Use a number above 0.")
 
     @classmethod
     def of(cls, config: Config) -> Settings:

@@ -191,7 +191,8 @@ def checked_folder(run_dir: Path) -> None:
         return
     why = unfit(run_dir.resolve(), table)
     if why:
-        raise ConfigError("RUN", str(run_dir), why)
+        remedy = "Put the run on a local disk or a block volume and copy it away afterwards."
+        raise ConfigError("RUN", str(run_dir), why, remedy)
 
 
 def locked(path: Path) -> IO[str]:
@@ -319,8 +320,7 @@ def unfit(path: Path, mountinfo: str) -> str:
         return ""
     return (
         f"{path} is on {mount.source} ({mount.kind}), mounted at {mount.point}: on a network file system neither the "
-        "lock on the run nor an acknowledged write can be relied on. Put the run on a local disk or a block volume "
-        "and copy it away afterwards."
+        "lock on the run nor an acknowledged write can be relied on"
     )
 
 
