@@ -26,7 +26,7 @@ from jaxroll.serving.http_requests import Room, Wanted
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the end of a text whose last character needs another token
-_WINDOW = 8  # tokens before a piece with which it is decoded: the text of a token depends on the ones before
+_WINDOW = 8  # the fewest tokens before a piece with which it is decoded: the text of a token depends on them
 
 
 class TextStream:
@@ -38,24 +38,26 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, stops
         self._ids: list[int] = []
-        self._from = self._to = 0  # the tokens before `_to` are in the text; decoding begins at `_from`
+        self._from = 0  # decoding begins here
+        self._before = ""  # the text from there on that is final
         self._held = ""
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that is final after `ids`."""
         self._ids.extend(ids)
-        before = self._decode(self._ids[self._from : self._to])
         text = self._decode(self._ids[self._from :])
-        if len(text) > len(before) and not text.endswith(_INCOMPLETE):
-            self._held += text[len(before) :]
-            self._from, self._to = max(len(self._ids) - _WINDOW, 0), len(self._ids)
+        if len(text) > len(self._before) and not text.endswith(_INCOMPLETE):
+            self._held += text[len(self._before) :]
+            if len(self._ids) - self._from > 2 * _WINDOW:
+                self._from = len(self._ids) - _WINDOW
+                text = self._decode(self._ids[self._from :])
+            self._before = text
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         return self._release(len(self._held) - keep)
 
     def end(self, *, stopped: bool) -> str:
         """The remaining text; `stopped`: it ends before the first of `stops` in it."""
-        before = self._decode(self._ids[self._from : self._to])
-        self._held += self._decode(self._ids[self._from :])[len(before) :]
+        self._held += self._decode(self._ids[self._from :])[len(self._before) :]
         ends = [self._held.find(stop) for stop in self._stops if stopped and stop in self._held]
         return self._release(min(ends, default=len(self._held)))
 
@@ -159,7 +161,7 @@ class Answer:
         """The content of new tokens."""
         ids = piece.tokens.tolist()
         self.count += len(ids)
-        return self._piece(self._text.add(ids), piece)
+        return self._piece(self._text.add(ids), ids, piece)
 
     def end(self, rest: Completion) -> Piece:
         """The content of the last tokens, and of those before that was held back."""
@@ -169,16 +171,16 @@ class Answer:
         by_token = stopped and bool(ids) and ids[-1] in self._params.stop_tokens
         text = self._text.add(ids[:-1] if by_token else ids)
         text += self._text.end(stopped=stopped and not by_token)
-        piece = self._piece(text, rest)
+        piece = self._piece(text, ids, rest)
         if self._calls is not None:
             piece.text += self._calls.end()
         piece.finish = "tool_calls" if self.called and stopped else rest.finish
         return piece
 
-    def _piece(self, text: str, new: Completion) -> Piece:
+    def _piece(self, text: str, ids: list[int], new: Completion) -> Piece:
         content, calls = (text, []) if self._calls is None else self._calls.add(text)
         self.called += len(calls)
-        return Piece(content, calls, new.tokens.tolist(), [float(one) for one in new.logprobs], new.versions)
+        return Piece(content, calls, ids, new.logprobs.tolist(), new.versions)
 
 
 class Arriving:
@@ -322,6 +324,8 @@ class Layout:
     def __init__(self, model: Served, wanted: Wanted, id: str) -> None:
         self.model, self.wanted, self.id, self.created = model, wanted, id, int(unix_s())
         self.tokens, self.texts = 0, Counter[int]()
+        self._opening = b""
+        self._opened_at: Version | None = None
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """The answer to a request that does not stream: one piece for each choice."""
@@ -337,12 +341,21 @@ class Layout:
                 first = index not in begun
                 begun.add(index)
                 self.tokens += len(piece.tokens)
-                for choice in self.chunk(index, piece, first):
-                    prompt = self.prompt(index) if first else {}
-                    yield event(self.head(self.chunk_object) | prompt | {"choices": [choice]})
+                choice = self.chunk(index, piece, first)
+                if first:
+                    yield event(self.head(self.chunk_object) | self.prompt(index) | {"choices": [choice]})
+                else:
+                    yield b'%b,"choices":[%b]}\n\n' % (self._opened(), msgspec.json.encode(choice))
                 self.texts[index] += len(piece.text)
         if self.wanted.usage:
             yield event(self.head(self.chunk_object) | {"choices": [], "usage": self.usage()})
+
+    def _opened(self) -> bytes:
+        """The head of an event, encoded once for each weight version: all later events of a stream begin with it."""
+        version = self.model.version()
+        if not self._opening or version != self._opened_at:
+            self._opening, self._opened_at = event(self.head(self.chunk_object))[: -len(b"}\n\n")], version
+        return self._opening
 
     @property
     def chunk_object(self) -> str:
@@ -369,8 +382,8 @@ class Layout:
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def chunk(self, index: int, piece: Piece, first: bool) -> list[dict[str, Any]]:
-        return [self.choice(index, piece)]
+    def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
+        return self.choice(index, piece)
 
 
 class TextLayout(Layout):
@@ -380,7 +393,7 @@ class TextLayout(Layout):
         tokenizer = self.model.room.tokenizer
         logprobs = text_logprobs(piece, self.texts[index], tokenizer, self.wanted)
         shown = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
-        return shown | self.prompt(index) | extension(piece, self.wanted)
+        return shown | self.prompt(index) | extension(piece, self.wanted) if self.wanted.token_ids else shown
 
 
 class ChatLayout(Layout):
@@ -400,7 +413,7 @@ class ChatLayout(Layout):
             message["tool_calls"] = [call.shown() for call in piece.calls]
         return {"index": index, "message": message, **self._rest(piece)}
 
-    def chunk(self, index: int, piece: Piece, first: bool) -> list[dict[str, Any]]:
+    def chunk(self, index: int, piece: Piece, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if piece.text or first:
             delta["content"] = piece.text
@@ -408,7 +421,7 @@ class ChatLayout(Layout):
             numbers = range(self._called[index], self._called[index] + len(piece.calls))
             delta["tool_calls"] = [{"index": n, **call.shown()} for n, call in zip(numbers, piece.calls, strict=True)]
             self._called[index] += len(piece.calls)
-        return [{"index": index, "delta": delta, **self._rest(piece)}]
+        return {"index": index, "delta": delta, **self._rest(piece)}
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
         logprobs = chat_logprobs(piece, self.model.room.tokenizer, self.wanted)

@@ -46,6 +46,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 4 << 20
 _TOKENIZED_HERE_BYTES = 64 << 10  # longer bodies are tokenized in a thread
 _RETRY_AFTER_S = 1
+_UNWRAPPED = "jaxroll.send"  # of a scope: the server's `send`, for the events of a stream after its first
 _OPEN_PATHS = ("/health",)  # without a token
 
 
@@ -113,6 +114,7 @@ class FrontEnd:
                     )
                 )
                 return await response(scope, receive, counted)
+            scope[_UNWRAPPED] = send
             await app(scope, receive, counted)
 
         return guarded
@@ -392,9 +394,9 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await while_connected(self._request, self._send(send))
+            await while_connected(self._request, self._send(send, scope.get(_UNWRAPPED, send)))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, unwrapped: Send) -> None:
         first = await anext(self._events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -402,7 +404,7 @@ class EventStream:
         last = b"data: [DONE]\n\n"
         try:
             async for one in self._events:
-                await send({"type": "http.response.body", "body": one, "more_body": True})
+                await unwrapped({"type": "http.response.body", "body": one, "more_body": True})
         except (ApiError, DataError, InfraError) as error:
             last = event(_shown(_as_api_error(error)))
         await send({"type": "http.response.body", "body": last, "more_body": False})

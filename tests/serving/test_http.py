@@ -12,12 +12,15 @@ import numpy as np
 import openai
 import pytest
 
+from jaxroll.engine.stats import EngineStats
 from jaxroll.errors import ConfigError
+from jaxroll.protocols import SamplingParams
 from jaxroll.rpc import http, protocol
 from jaxroll.serving import http_server
-from jaxroll.serving.http_answers import CallStream, TextStream
+from jaxroll.serving.http_answers import CallStream, ChatLayout, Piece, Served, TextStream, event
+from jaxroll.serving.http_requests import Room, Wanted
 from jaxroll.text.tokenizers import HFTokenizer
-from tests.harness.http_engine import TEXT, TOKEN, Engine, served
+from tests.harness.http_engine import TEXT, TOKEN, V1, V2, Engine, served
 
 DEADLINE_S = 60.0
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -67,6 +70,26 @@ def test_a_streamed_chat_equals_the_single_answer_with_ids_logprobs_and_versions
                 assert choice.logprobs.content[0].top_logprobs[0].token == "h"
             assert whole.model_extra["prompt_token_ids"] == engine.asked[0][0] and heads == 2
             assert whole.usage == usage and usage.completion_tokens == 12
+
+    run(check())
+
+
+def test_an_event_names_the_weights_that_the_server_has_then() -> None:
+    at = [V1]
+    wanted = Wanted(([1],), 1, SamplingParams(4), stream=True, token_ids=True)
+    layout = ChatLayout(Served("m", Engine(), Room(9, TEXT), lambda: at[0], EngineStats), wanted, "id")
+
+    async def pieces():
+        for text in "abcd":
+            yield 0, Piece(text, [], [1], [0.0], ())
+            at[0] = V2 if text == "b" else at[0]
+
+    async def check() -> None:
+        events = [one async for one in layout.events(pieces())]
+        values = [json.loads(one.removeprefix(b"data: ")) for one in events]
+        assert [value["system_fingerprint"] for value in values] == ["weights 0.1"] * 2 + ["weights 0.2"] * 2
+        assert [value["choices"][0]["delta"]["content"] for value in values] == [*"abcd"]
+        assert events == [event(value) for value in values]
 
     run(check())
 
