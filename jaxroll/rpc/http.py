@@ -1,4 +1,7 @@
-"""HTTP servers: their socket, uvicorn without signal handlers, and the token of their clients."""
+"""HTTP servers: their socket, uvicorn without signal handlers, and the token of their clients.
+
+Requests are parsed by httptools, in C; where it is not installed, by h11, which uvicorn brings.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Scope
@@ -20,7 +24,35 @@ from jaxroll import disk
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import protocol
 
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:
+    _PARSER: Any = "h11"
+else:
+
+    class _BoundedParser(HttpToolsProtocol):
+        """uvicorn's protocol with httptools, which has no limit of its own for the head of a request."""
+
+        _head_bytes = 0
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"the head of the request has more than {_HEAD_BYTES} bytes")
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
+
+    _PARSER = _BoundedParser
+
 _STOP_S = 2.0  # for open connections when the server ends
+_HEAD_BYTES = 64 << 10  # of a request: its line and headers, and the trailers after a body in chunks
 
 
 class _Server(uvicorn.Server):
@@ -39,12 +71,12 @@ async def serve(app: ASGIApp, listening: socket.socket, *, sockets: bool = False
         access_log=False,
         lifespan="off",
         ws="websockets-sansio" if sockets else "none",
-        http="h11",
+        http=_PARSER,
         loop="none",
         server_header=False,
         timeout_graceful_shutdown=int(_STOP_S),
         timeout_keep_alive=30,
-        h11_max_incomplete_event_size=64 << 10,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
     )
     if not gc.get_freeze_count():  # a collection of the imported modules' objects would stop all streams for 100 ms
         gc.collect()

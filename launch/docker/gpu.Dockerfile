@@ -23,6 +23,7 @@ RUN pip install --no-deps --only-binary :all: \
   h11==0.16.0 \
   hf-xet==1.8.0 \
   httpcore2==2.16.2 \
+  httptools==0.9.0 \
   httpx2==2.16.2 \
   huggingface-hub==2.4.0 \
   humanize==4.17.0 \

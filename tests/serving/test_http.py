@@ -392,6 +392,20 @@ def test_other_machines_are_served_only_on_request(host: str) -> None:
         http.listen(host, 0, insecure=True).close()
 
 
+def test_the_head_of_a_request_is_bounded() -> None:
+    async def check() -> None:
+        async with served(Engine()) as (url, _):
+            host, port = url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nLong: ".ljust((64 << 10) + 1, b"x"))
+            assert b"400 Bad Request" in await reader.read()  # until the server closes the connection
+            writer.close()
+
+    run(check())
+
+
 def test_an_occupied_port_is_refused() -> None:
     taken = http.listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="Use 0 for a free port"):
