@@ -8,6 +8,9 @@ address with 255 streams (`flood`), and with 255 clients with a stream each (`cr
 slowest stream of the flood gets at least half the tokens of the fastest, and the p99 time between two of the one's
 tokens is at most 2 times that of `quiet`.
 
+The processor time of an event and of a request is measured apart from all sockets: `cost` drives the front end by 64
+connections in this process, a token at a time, with each parser of HTTP that is installed.
+
 Clients would run on other machines, so their processor time is kept out as far as possible: the flood is read by one
 process of low priority that only counts, and the one's times are those at which the kernel received its tokens.
 
@@ -17,6 +20,7 @@ process of low priority that only counts, and the one's times are those at which
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -34,6 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import uvicorn
+from uvicorn.server import ServerState
 
 from benchmarks.lib.report import Runs, arguments, finish, percentile_ms, ratio, say, spread
 from jaxroll.engine.stats import EngineStats
@@ -49,6 +55,7 @@ from jaxroll.text.tokenizers import CharTokenizer
 TEXT, TOKEN, VERSION = CharTokenizer("abcdefgh"), "benchmark", Version(0, 1)
 STEP_S, BATCH, FLOOD, ANSWER = 0.010, 64, 256, (32, 96)  # ANSWER: the fewest and the most tokens
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
+COSTS = 5
 START_S = 1.0  # not measured: all clients ask at once
 TEXTS = re.compile(f'"text":"({TEXT.decode([4])}*)"'.encode())
 SO_TIMESTAMPNS = 35  # of Linux: the kernel's time of receipt comes with the bytes
@@ -269,6 +276,86 @@ def over_http(stream: bool, seconds: float) -> dict[str, Any]:
         return {"tokens_per_s": rate(clients(port, BATCH, stream, seconds)[0], began, seconds)}
 
 
+class _Sink(asyncio.Transport):
+    """The server's side of a connection whose client, at `port`, reads nothing; counts what is written."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__({"peername": (HERE, port), "sockname": (HERE, 80)})
+        self.writes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes += 1
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        """Nothing: nothing is read."""
+
+    resume_reading = pause_reading
+
+
+class _Stepped(StubEngine):
+    """A stub that gives each request a token when `step` is called."""
+
+    def _run(self) -> None:
+        """No thread."""
+
+    def step(self) -> bool:
+        """False if no request runs any more."""
+        self._running += self._waiting
+        self._waiting.clear()
+        for job in self._running:
+            job.left[0] -= 1
+        self._deliver([(job, job.left[0]) for job in self._running])
+        self._running = [job for job in self._running if job.left[0]]
+        return bool(self._running)
+
+
+def cost(parser: str) -> dict[str, Any]:
+    """Processor microseconds of a request with its first two tokens, and of each later event, without sockets.
+
+    The least of `COSTS` measurements.
+    """
+
+    async def run() -> list[float]:
+        engine = _Stepped(BATCH)
+        model = Served("m", engine, Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * BATCH)
+        app: Any = FrontEnd(model, TOKEN).app
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", http=parser)
+        config.load()
+        made = [config.http_protocol_class(config, ServerState(), {}) for _ in range(BATCH)]  # type: ignore[call-arg]
+        sinks = [_Sink(port) for port in range(BATCH)]
+        for protocol, sink in zip(made, sinks, strict=True):
+            protocol.connection_made(sink)
+
+        async def answers(tokens: int) -> float:
+            began, before = time.process_time(), sum(sink.writes for sink in sinks)
+            for protocol in made:
+                protocol.data_received(request(tokens, True))
+            await _idle()
+            while engine.step():
+                await _idle()
+            await _idle()
+            events = sum(sink.writes for sink in sinks) - before
+            assert events >= BATCH * tokens, f"{events} writes for {BATCH * tokens} tokens"
+            return (time.process_time() - began) / BATCH * 1e6
+
+        await answers(ANSWER[1])
+        return [min([await answers(tokens) for _ in range(COSTS)]) for tokens in (2, ANSWER[1])]
+
+    short, long = asyncio.run(run())
+    return {"request_us": short, "event_us": (long - short) / (ANSWER[1] - 2)}
+
+
+async def _idle() -> None:
+    """Return when the loop has nothing to do but this."""
+    loop: Any = asyncio.get_running_loop()
+    await asyncio.sleep(0)
+    while loop._ready:
+        await asyncio.sleep(0)
+
+
 def rate(times: list[list[float]], began: float, seconds: float) -> float:
     """Tokens per second between `START_S` after `began` and the time at which clients stop to ask."""
     start, end = began + START_S, began + seconds
@@ -331,6 +418,7 @@ def main() -> None:
     started, seconds = time.monotonic(), 3.0 if options.quick else options.seconds
     rounds = options.rounds or (1 if options.quick else 5)
     settings = {"step_s": STEP_S, "batch": BATCH, "flood": FLOOD, "answer_tokens": list(ANSWER), "seconds": seconds}
+    parsers = ["h11", *(["httptools"] if importlib.util.find_spec("httptools") else [])]
     runs = Runs("serving", settings, options.runs_file, options.resume)
     found = runs.alternate(
         {
@@ -340,10 +428,11 @@ def main() -> None:
             "quiet": partial(pace, 0, HERE, seconds),
             "flood": partial(pace, FLOOD - 1, ELSEWHERE, seconds),
             "crowd": partial(pace, FLOOD - 1, HERE, seconds),
+            **{parser: partial(cost, parser) for parser in parsers},
         },
         rounds,
     )
-    rates = {arm: [run["tokens_per_s"] for run in each] for arm, each in found.items()}
+    rates = {arm: [run["tokens_per_s"] for run in each] for arm, each in found.items() if arm not in parsers}
     p99 = {arm: [run["p99_ms"] for run in found[arm]] for arm in ("quiet", "flood", "crowd")}
     share = {arm: ratio(rates[arm], rates["in_process"]) for arm in ("whole", "stream")}
     slower = {arm: ratio(p99[arm], p99["quiet"]) for arm in ("flood", "crowd")}
@@ -366,6 +455,10 @@ def main() -> None:
             "p99_ms": {arm: spread(each) for arm, each in p99.items()},
             "least_over_most": fair,
             "cores": cores,
+            "cost": {
+                parser: {name: spread([run[name] for run in found[parser]]) for name in ("request_us", "event_us")}
+                for parser in parsers
+            },
         },
         command="python -m benchmarks.serving",
         started=started,
