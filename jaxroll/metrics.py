@@ -257,7 +257,11 @@ class TensorBoardTracker:
         name = f"events.out.tfevents.{int(unix_s())}.{socket.gethostname()}.{os.getpid()}"
         self._file = (Path(folder) / name).open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
-        self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
+        try:
+            self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
+        except OSError:
+            self._file.close()
+            raise
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row's numbers, if its kind has any."""

@@ -21,6 +21,7 @@ from jaxroll.control.child import out_of_memory, tail
 from jaxroll.control.live import PlainView
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Guarded, Supervisor
+from tests.harness.cluster import disks
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,24 @@ def test_tensorboard_on_a_full_disk_is_reported_once_and_the_run_continues(tmp_p
     view.rows([row])
     view.close()
     assert file.stat().st_size > size
+
+
+def test_tensorboard_events_on_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """As many rows are lost as are reported, and the file holds whole records only."""
+    row = {"kind": "stats", "role": "sampler-0", "t": 1.0, "tokens_per_s": 1.0}
+    view, rows = PlainView(tmp_path, 5), 0
+    with disks.small_disk(tmp_path / "tb", 1) as disk:
+        for fill, count in ((True, 3), (False, 3), (True, 200), (False, 3)):
+            disk.fill() if fill else disk.free()
+            view.rows([row] * count)
+            rows += count
+        view.close()
+        (file,) = disk.path.iterdir()
+        data, at, records = file.read_bytes(), 0, 0
+    while at < len(data):
+        at, records = at + 16 + int.from_bytes(data[at : at + 8], "little"), records + 1
+    assert at == len(data) and 3 < view.events_lost < 203
+    assert records == 1 + rows - view.events_lost
 
 
 class Stuffed:
