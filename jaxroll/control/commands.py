@@ -50,16 +50,17 @@ def run_train(options: argparse.Namespace) -> int:
             return train.train(config, path, train.find_inventory(config), fork=options.fork, **exposed)
     if options.run:  # before the config is checked: that may import a library for seconds
         run_dir.check_free(run_dir.checked(options.run))
-    config = preflight.runnable_config(options)
-    inventory = train.find_inventory(config)
+    config = preflight.named_config(options)
+    inventory = train.find_inventory(config)  # also before
+    preflight.check(config)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
         return train.train(config, path, inventory, **exposed)
 
 
 def _checked_here(config: Config) -> None:
-    preflight.check(config)
     train.find_inventory(config)
+    preflight.check(config)
 
 
 def run_role(options: argparse.Namespace) -> int:
@@ -115,6 +116,7 @@ def run_offline(options: argparse.Namespace) -> int:
         if options.command != "sft":
             module = importlib.import_module("jaxroll.tools.generate")
             return getattr(module, _OF_WEIGHTS[options.command])(args, options)
+        args.paths.warm_start_done.unlink(missing_ok=True)  # a kill may leave no warm start, not even the one before
         code = importlib.import_module("jaxroll.tools.sft").main(args)
         if not code:
             args.paths.warm_start_done.touch()

@@ -1,7 +1,7 @@
 """Typical mistakes of a new user: each is answered at once with its remedy, and the remedy works.
 
 The commands run in a folder that holds `configs/` and nothing else, or the things that `PREPARED` puts there. A
-stand-in replaces the start of a run: the tests check that the command gets that far.
+stand-in replaces the start of a run or of a child process: the tests check that the command gets that far.
 """
 
 from __future__ import annotations
@@ -67,16 +67,21 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     # a first config
     ("init mine --task=chain_sum", ("FILE", ".py"), "init mine.py --task=chain_sum"),
     ("init mine.py --hardware=gpu", ("--hardware", "gpu:8"), "init mine.py --hardware=gpu:8"),
-    ("init mine.py --task=chain_sums", ("chain_sums",), ""),
+    ("init mine.py --task=chain_sums", ("chain_sums",), "init mine.py --task=chain_sum"),
     ("init mine.py --model=models/none", ("models/none", "config.json"), ""),
     # plans
-    ("plan --config=configs/smoke.py", ("--topology", "v5e:8x8"), ""),
-    ("plan --config=configs/smoke.py --topology=v5e:3x3", ("--topology", "v5e:8x8"), ""),
-    ("plan --topology=v5e:8x8", ("--config", "configs/demo.py"), ""),
-    ("plan --config=configs/smoke.py --topology=v5e:2x2 --config.learner.mesh.fsdp=8", ("learner.",), ""),
-    ("plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:2x4", ("learner.mesh", "16"), ""),
+    ("plan --config=configs/smoke.py", ("--topology", "v5e:8x8"), "plan --config=configs/smoke.py --topology=v5e:8x8"),
+    ("plan --config=configs/smoke.py --topology=v5e:3x3", ("--topology", "v5e:8x8"),
+     "plan --config=configs/smoke.py --topology=v5e:8x8"),
+    ("plan --topology=v5e:8x8", ("--config", "configs/demo.py"), "plan --config=configs/demo.py --topology=v5e:8x8"),
+    ("plan --config=configs/smoke.py --topology=v5e:2x2 --config.learner.mesh.fsdp=8",
+     ("learner.", "a larger topology"),
+     "plan --config=configs/smoke.py --topology=v5e:4x4 --config.learner.mesh.fsdp=8"),
+    ("plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:2x4", ("learner.mesh", "16"),
+     "plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:4x4"),
     ("plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:8x8 --config.sampler.mesh.tensor=24",
-     ("sampler.mesh.tensor", "24"), ""),
+     ("sampler.mesh.tensor", "24", "16]"),
+     "plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:8x8 --config.sampler.mesh.tensor=16"),
     # simulations
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
@@ -91,7 +96,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train --resume old --config=configs/smoke.py", ("--config", "Leave --config out"), "train --resume old"),
     ("train old --resume --config.learner.learning_rate=1", ("learner.learning_rate", "new run"),
      "train old --resume --config.schedule.steps=99"),
-    ("train --fork=1 --config=configs/smoke.py", ("--fork", "--resume"), ""),
+    ("train --fork=1 --config=configs/smoke.py", ("--fork", "Add RUN and --resume"), "train old --resume --fork=1"),
     ("report .", ("no run here", "jaxroll list"), "list ."),
     ("report nothing", ("nothing", "jaxroll list"), "list ."),
     ("ui nothing", ("RUNS", "nothing", "jaxroll list"), "list ."),
@@ -101,7 +106,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("export old", ("--parquet=FILE", "--jsonl=FILE"), "export old --jsonl=out.jsonl"),
     ("export old --parquet=out.parquet", ("pyarrow", "jaxroll[data]", "--jsonl"), "export old --jsonl=out.jsonl"),
     ("export old --jsonl=no/out.jsonl", ("no/out.jsonl", "folder"), "export old --jsonl=out.jsonl"),
-    ("tls begun --token-of=sampler", ("has no token", "jaxroll tls"), ""),
+    ("tls begun --token-of=sampler", ("has no token", "jaxroll tls RUN"), "tls begun"),
     # weights
     ("generate begun hello", ("begun", "train begun --resume"), "train begun --resume"),
     ("generate begun", ("PROMPT",), ""),
@@ -135,6 +140,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run_dir.write(tmp_path / "old", values)  # a config of this version
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "train", lambda *_, **__: 0)
+    monkeypatch.setattr(commands, "run_foreground", lambda *_: 0)
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: False)
     real = builtins.__import__
 
@@ -184,32 +190,44 @@ def test_the_demo_outside_a_checkout(home: Path, capsys: pytest.CaptureFixture[s
     assert typed("demo --config=smoke.py", capsys)[0] == 0
 
 
+def test_an_absent_device_is_reported_before_a_library_is_loaded(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading one takes a second or more."""
+    monkeypatch.setattr(commands.preflight, "check", lambda *_: pytest.fail("checked what needs the library"))
+    assert typed("train --config=configs/smoke.py --config.placement.platform=tpu", capsys)[0] == 64
+
+
 def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("report begun", "report begun --json", "checkpoints begun", "list .", "config begun"):
         code, answer = typed(line, capsys)
         assert code == 0 and "Traceback" not in answer, answer
 
 
+NOT_HERE = "export old --parquet=out.parquet"  # a mistake only where pyarrow is missing
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "line",
-    [
-        "trian", "train --config=configs/smoke.py --config.learner.lr=1", "train old --config=configs/smoke.py",
-        "generate begun hello", "weights import configs out", "weights export begun out", "report nothing",
-    ],
-)  # fmt: skip
-def test_the_answer_is_quick(line: str, home: Path) -> None:
-    """CPU seconds, child processes included; the best of several, because a loaded machine sometimes needs more."""
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_every_answer_is_quick(home: Path) -> None:
+    """The mistakes of the table, each in a process of its own."""
+    used = {line: quickest_s(line) for line, *_ in MISTAKES if line != NOT_HERE}
+    print(sorted(used.values()))
+    assert not {line: used_s for line, used_s in used.items() if used_s >= CPU_S}
+
+
+def quickest_s(line: str) -> float:
+    """CPU seconds of `jaxroll LINE`, child processes included: the least of several, because a machine may be busy."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "jaxroll", *shlex.split(line)]
     used = []
     while len(used) < 5 and min(used, default=CPU_S) >= CPU_S:
         before = _used_s()
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxroll", *shlex.split(line)], env=env, capture_output=True, timeout=60, check=False
-        )
+        done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=600, check=False)
         used.append(_used_s() - before)
-        assert done.returncode in (2, 64) and b"Traceback" not in done.stderr
-    assert min(used) < CPU_S
+        assert done.returncode in (1, 2, 64) and b"Traceback" not in done.stderr, (line, done.stderr)
+    return min(used)
 
 
 def _used_s() -> float:

@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll.config import Config
-from jaxroll.control import preflight, run_dir
+from jaxroll.config import Config, RoleArgs
+from jaxroll.control import cli, commands, preflight, run_dir
 from jaxroll.errors import ConfigError
+from jaxroll.run_paths import RunPaths
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.py"
 
@@ -253,3 +255,20 @@ def test_a_new_disk_may_be_mounted_where_the_checkpoints_go(tmp_path: Path) -> N
     (tmp_path / "other" / "checkpoints" / "0000.00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"has lost its run\.json"):
         run_dir.create(tmp_path / "other", Config(), [])
+
+
+def test_a_repeated_warm_start_counts_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it replaced the one before, it may leave none, and the resumed run would train a fresh model."""
+    path = run_dir.create(tmp_path / "run", configs.load(SMOKE), [])
+    marks, done = [], RunPaths(path).warm_start_done
+    done.touch()
+
+    def main(args: RoleArgs) -> int:
+        marks.append(args.paths.warm_start_done.exists())
+        return len(marks) - 1
+
+    monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
+    monkeypatch.setattr(commands.importlib, "import_module", lambda _: types.SimpleNamespace(main=main))
+    assert cli.main(["sft", f"--run={path}"]) == 0 and done.exists()
+    assert cli.main(["sft", f"--run={path}"]) == 1 and not done.exists()
+    assert marks == [False, False]

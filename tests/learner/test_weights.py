@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxroll.config import MeshConfig
+from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
+from jaxroll.models import families
+from tests.harness.cluster import disks
 
 TOKENIZER = {"kind": "char", "path": "", "alphabet": "abcü"}
 
@@ -71,6 +73,23 @@ def test_a_folder_that_does_not_reach_the_disk_leaves_the_one_before(tmp_path, m
         (unfinished / "a").write_text("after")
     assert [path.name for path in tmp_path.iterdir()] == ["warm"]
     assert (tmp_path / "warm" / "a").read_text() == "before"
+
+
+def test_a_warm_start_on_a_full_disk_is_no_warm_start(tmp_path):
+    """There is neither a part of it nor anything else; it is written when there is room again."""
+    params = {"embed": np.ones((256, 256), np.float32), "head": np.ones((256, 256), np.float32)}
+    spec = families.spec("nano")
+    with disks.small_disk(tmp_path / "run", 1) as disk:
+        for left in (0, 2**12, 2**18, 2**18 + 2**12, 2**19):
+            disk.fill(leave_bytes=left)
+            with pytest.raises(OSError, match="No space"):
+                weights.save(disk.path / "warm", params, spec, TOKENIZER)
+            assert [path.name for path in disk.path.iterdir()] == [".filler"]
+            assert weights.initial_folder(Config(), disk.path) is None
+        disk.free()
+        weights.save(disk.path / "warm", params, spec, TOKENIZER)
+        assert weights.initial_folder(Config(), disk.path) == disk.path / "warm"
+        assert weights.load(disk.path / "warm")["head"].sum() == 2**16
 
 
 def test_a_wrong_folder_is_named(tmp_path):
