@@ -201,7 +201,8 @@ def main() -> None:
         run = partial(trained, TASKS[name], limit_s=options.limit, quick=options.quick)
         found[name] = [runs.run(name, seed, partial(run, seed)) for seed in seeds]
     if options.draw:
-        record({name: of for name, of in found.items() if isinstance(of, list)})
+        drawn = {name: [one for one in of if one["steps"]] for name, of in found.items() if isinstance(of, list)}
+        record({name: of for name, of in drawn.items() if of})  # without a run that was stopped before its first step
     finish(found, command=f"python -m benchmarks.curves --only={options.only} --seeds={options.seeds}", started=started)
 
 
