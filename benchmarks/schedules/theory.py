@@ -1,6 +1,7 @@
 """Closed forms of asynchronous RL compared with simulations of the real store and role loops.
 
-    python -m benchmarks.schedules.theory [--quick] [--rounds=SEEDS] [--workloads=N] [--first=N] [--part=NAME ...]
+    python -m benchmarks.schedules.theory [--quick] [--rounds=SEEDS] [--workloads=N] [--first=N] [--load=RHO ...]
+                                          [--part=NAME ...]
 
     propositions  the two propositions of ROLL Flash (arXiv 2510.11345) as bounds over random workloads: K slots, N
                   rollouts a step, mean and maximum time of a rollout μ and L, time of training on one worker μ_t.
@@ -354,12 +355,15 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=["propositions", "intervals", "queue", "limits"])
     parser.add_argument("--workloads", type=int, default=0, help="of the propositions (default: 1000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first of these workloads")
+    parser.add_argument("--load", type=float, action="append", help="of the queue; repeatable (default: all three)")
     chosen, started = parser.parse_args(), time.monotonic()
     quick = chosen.quick
     parts = {
         "propositions": lambda: propositions(chosen.first, chosen.workloads or (200 if quick else 1000)),
         "intervals": lambda: intervals(1, 0.1) if quick else intervals(chosen.rounds or 3, PRECISION),
-        "queue": lambda: [queue(load, *((2500, 1) if quick else (20_000, chosen.rounds or 3))) for load in LOADS],
+        "queue": lambda: [
+            queue(load, *((2500, 1) if quick else (20_000, chosen.rounds or 3))) for load in chosen.load or LOADS
+        ],
         "limits": lambda: limits(chosen.rounds or (1 if quick else 3), 40 if quick else 200),
     }
     result = {}
