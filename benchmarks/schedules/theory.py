@@ -60,13 +60,14 @@ INSTANT_S = 1e-9  # of a decode step whose time does not count
 
 
 def config(slots: int, groups: int, size: int, steps: int, *, seed: int = 0, **schedule: Any) -> Config:
-    """A run with one sampler whose slots decode one token at a time."""
+    """A run with one sampler whose slots decode one token at a time. It plays at most what its age bound admits."""
+    ahead = (math.ceil(schedule.get("alpha", 1.0)) + 1) * groups * size  # more would only be read ahead as prompts
     base = configs.parse(
         {
             "run": {"seed": seed},
             "schedule": {"steps": steps, "groups_per_step": groups, "group_size": 2, "in_flight_window": "full"}
             | schedule,
-            "sampler": {"slots": slots, "decode_chunk": 1, "concurrent_episodes": 4096},
+            "sampler": {"slots": slots, "decode_chunk": 1, "concurrent_episodes": min(ahead, 4096)},
             "sampling": {"max_tokens": 8192},
             "task": {"max_prompt_tokens": 32, "max_episode_tokens": 65536},
             "learner": {"row_tokens": 65536},
@@ -116,7 +117,7 @@ def proposition_ratios(number: int) -> dict[str, float]:
         rows = rows_of(one, cluster)
         steps, of_step = steps_of(rows), [[count * tokens_s for count in each] for each in _lengths(rows)]
         took_s = steps[-1]["t1"] - steps[0]["t1"]
-        return [took_s / bound(of_step, slots, int(alpha), trains_s) for bound in bounds]
+        return [float(took_s / bound(of_step, slots, int(alpha), trains_s)) for bound in bounds]
 
     return dict(
         zip(

@@ -243,6 +243,7 @@ def test_random_workloads_take_at_most_the_time_of_propositions_1_and_2(workload
         within = {name: ratio for name, ratio in ratios.items() if name != AGE_IGNORED}
         assert len(within) == 4 and max(within.values()) <= 1.005, (number, ratios)
         assert min(ratios.values()) > 0.3, "a bound without meaning"
+        assert json.loads(json.dumps(ratios)) == ratios, "the command prints them as JSON"
 
 
 def test_the_bounds_by_hand() -> None:
