@@ -221,9 +221,9 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 class Executors:
     """Factory of the environments of one event loop; owns the threads and processes that they share."""
 
-    def __init__(self, pool: ScoringPool, config: Config) -> None:
+    def __init__(self, pool: ScoringPool, config: Config, threads: Threads | None = None) -> None:
         self._pool, self._task = pool, config.task
-        self.threads = Threads(config.sampler.env_threads)
+        self.threads = threads or Threads(config.sampler.env_threads)
         self.processes = Processes(config.sampler.env_processes, config.task)
 
     def create(self, name: str) -> Environment:

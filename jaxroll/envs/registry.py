@@ -90,8 +90,8 @@ def runs_programs(name: str) -> bool:
     return name in ADAPTERS and bool(getattr(factory(name), "runs_programs", False))
 
 
-def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
-    """Return a pool that scores answers for the run's environment; it is not started.
+def scoring_pool(config: Config, run_dir: Path | None = None, make: type[ScoringPool] = ScoringPool) -> ScoringPool:
+    """Return a pool of the class `make` that scores answers for the run's environment; it is not started.
 
     Verdicts of judges and reward models are kept in `run_dir`; None keeps them in memory.
     """
@@ -100,7 +100,7 @@ def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
     kinds = [term.kind for term in terms(task.reward, task.reward_args)]
     if "math" in kinds:
         libraries = (*libraries, MATH_LIBRARY)
-    pool = ScoringPool(
+    pool = make(
         config.sampler.scoring_workers,
         libraries=libraries,
         modules=scorer_modules(task.env),

@@ -26,7 +26,7 @@ from jaxroll import lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.config.derived import actor_names
 from jaxroll.envs import registry
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import Executors, Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -52,7 +52,7 @@ SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # a closed store lingers for longer than 
 class Session:
     """A role's connection to the store, its metric rows and its environment executors; all on the event loop `loop`.
 
-    `transport` replaces the connection over gRPC.
+    `transport` replaces the connection over gRPC, `threads` those of the environments.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Session:
         pool: ScoringPool,
         loop: asyncio.AbstractEventLoop,
         transport: Transport | None = None,
+        threads: Threads | None = None,
     ) -> None:
-        self._store_at = transport or args.store_address or args.paths.store_address
+        self._store_at, self._threads = transport or args.store_address or args.paths.store_address, threads
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping, self._stopped = asyncio.Event(), asyncio.Event()
         self._rows: list[dict] = []
@@ -130,7 +131,7 @@ class Session:
                 wrapped.cancel()
                 return
             wrapped.result()
-            self.executors = Executors(self.pool, self.config)
+            self.executors = Executors(self.pool, self.config, self._threads)
             playing = asyncio.ensure_future(play())
             exhausted = asyncio.ensure_future(self.executors.raise_when_worn_out())
             await asyncio.wait([playing, stopping, reporting, exhausted], return_when="FIRST_COMPLETED")

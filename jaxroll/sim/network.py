@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 import selectors
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from jaxroll.errors import Closed
+from jaxroll.envs.executors import Threads
+from jaxroll.errors import Closed, DataError, InfraError
+from jaxroll.rewards.processes import Scored
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.rollout.manager import LoopThread
 from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import Metadata
 from jaxroll.rpc.intake import Intake, RefusalThrottle
@@ -24,12 +31,13 @@ from jaxroll.rpc.protocol import PIECE_BYTES
 
 # --- Event loop on a virtual clock: when no task is ready, the clock jumps to the next timer
 #
-# Code under test must take its time from the loop: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`. There are no
-# threads, because the clock could jump while one of them works. Work for an executor of its own is done in place and
-# takes no time. Work for the default executor, where code waits for the outside world, is refused.
+# Code under test must take its time from the loop: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`. Threads work only
+# through `outside`, because the clock could jump while another one works. Work for an executor of its own is done in
+# place and takes no time. Work for the default executor, where code waits for the outside world, is refused.
 
 T = TypeVar("T")
 LIMIT_S = 7 * 86400.0
+OUTSIDE_S = 900.0  # of the real clock, for work of other threads
 
 
 class Stuck(AssertionError):
@@ -41,10 +49,14 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     now_s = 0.0
 
+    def __init__(self, arrive: Callable[[], bool]) -> None:
+        super().__init__()
+        self._arrive = arrive
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See BaseSelector."""
         events = super().select(0)
-        if events or timeout == 0:
+        if events or timeout == 0 or self._arrive():
             return events
         if timeout is None:
             raise Stuck("all tasks wait for something that no timer and no other task will do")
@@ -56,8 +68,35 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio loop that starts at 0 s and never sleeps."""
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
+        self._outside: list[tuple[Future[Any], asyncio.Future[Any]]] = []
+        self._jumping = _JumpingSelector(self._arrive)
         super().__init__(self._jumping)
+
+    def outside(self, work: Future[T]) -> asyncio.Future[T]:
+        """The result of `work`, which another thread does. It takes no virtual time.
+
+        When nothing else is left to do at this time, the loop waits for all such work, and delivers the results in the
+        order of these calls: they depend neither on the number of threads nor on their speed.
+        """
+        done = self.create_future()
+        self._outside.append((work, done))
+        return done
+
+    def _arrive(self) -> bool:
+        """Wait for the work of other threads; False if there was none. InfraError after `OUTSIDE_S`."""
+        waiting, self._outside = self._outside, []
+        for work, done in waiting:
+            try:
+                error = work.exception(OUTSIDE_S)
+            except TimeoutError:
+                raise InfraError(f"an environment or scorer did not answer within {OUTSIDE_S:g} s") from None
+            if done.done():
+                continue
+            if error is None:
+                done.set_result(work.result())
+            else:
+                done.set_exception(error)
+        return bool(waiting)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -87,6 +126,63 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return done
 
 
+class InPlaceLoop(VirtualTimeLoop):
+    """A virtual clock under which work for the default executor is done in place, too."""
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        """See VirtualTimeLoop."""
+        return super().run_in_executor(executor or self, func, *args)
+
+
+class OrderedThreads(Threads):
+    """`count` threads for the blocking calls of environments, whose results arrive in the order of the calls.
+
+    They have no time limits: a call takes no virtual time.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._work_left: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        for _ in range(count):
+            threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    async def call(self, job: Callable[[], T], limit_s: float, what: str) -> T:
+        """Run `job` on a thread; return its result or raise its exception."""
+        loop, work = asyncio.get_running_loop(), Future[T]()
+        assert isinstance(loop, VirtualTimeLoop)
+        self._work_left.put((job, work))
+        return await loop.outside(work)
+
+    def _serve(self) -> None:
+        while True:
+            job, work = self._work_left.get()
+            try:
+                work.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - user code, and the thread must survive it
+                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                words = f"the environment raised {type(error).__name__}: {error}"
+                work.set_exception(error if is_plain else DataError(words))
+
+
+class OrderedPool(ScoringPool):
+    """A scoring pool on a thread of its own; scores arrive in the order of the calls and take no virtual time."""
+
+    _thread: LoopThread | None = None
+
+    async def _scored(self, env_args: str, answer: str, grading: str) -> Scored:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        self._thread = self._thread or LoopThread("scoring", math.inf)
+        job = super()._scored(env_args, answer, grading)
+        return await loop.outside(asyncio.run_coroutine_threadsafe(job, self._thread.loop))
+
+    def close(self) -> None:
+        """See ScoringPool."""
+        if self._thread is not None:
+            self._thread.close()
+        super().close()
+
+
 class LoopClock:
     """The running loop's clock, as the store takes it."""
 
@@ -94,9 +190,11 @@ class LoopClock:
         return asyncio.get_running_loop().time()
 
 
-def run(job: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+def run(
+    job: Coroutine[Any, Any, T], limit_s: float = LIMIT_S, loop: Callable[[], VirtualTimeLoop] = VirtualTimeLoop
+) -> T:
     """The result of `job` under a virtual clock. Stuck if it can never end, TimeoutError after `limit_s` virtual s."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(asyncio.wait_for(job, limit_s))
 
 
