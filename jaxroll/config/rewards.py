@@ -160,6 +160,7 @@ PARTS: Mapping[str, type] = MappingProxyType(
 )
 ENDPOINT_ONLY, FOLDER_ONLY = ("url", "model", "key_variable"), ("dtype", "max_tokens", "batch_tokens")
 SHAPING = ("format", "length")  # these do not tell whether an answer is right
+REMOTE = ("reward_model", "judge")  # another process or machine answers
 
 
 # --- grammar

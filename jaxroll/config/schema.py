@@ -64,6 +64,8 @@ class RunConfig:
     trackers: list = field(default_factory=lambda: ["tensorboard"])
     # Names of the metrics in trackers: those of JaxRoll, or of another stack where it has one (docs/metrics.md).
     metric_names: Literal["jaxroll", "verl", "prime-rl", "nemo-rl"] = "jaxroll"
+    # Run all roles in one process on a virtual clock: equal seeds give equal bits at any α (docs/simulation.md).
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

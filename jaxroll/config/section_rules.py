@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
 from jaxroll.config.parsing import check_bounds, coerce, nearest
+from jaxroll.config.rewards import REMOTE, terms
 from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy import selection
@@ -42,7 +43,28 @@ def _check_agent(config: Config) -> None:
         raise ConfigError("learner.routing_replay", True, reason, "Set it to False.")
 
 
-def check_relay(config: Config) -> None:
+def check_clock(config: Config) -> None:
+    """Refuse with a virtual clock what another process or machine answers; then check the relays."""
+    agent, port, run = config.task.agent, config.sampler.http_port, "run.deterministic"
+    waits = sorted(term.label for term in terms(config.task.reward, config.task.reward_args) if term.kind in REMOTE)
+    for key, value, none, refused in (
+        ("placement.colocated", config.placement.colocated, True, not config.placement.colocated),
+        ("transfer.channel", config.transfer.channel, "auto", config.transfer.channel not in ("auto", "device")),
+        ("task.agent", agent, "''", bool(agent)),
+        ("sampler.http_port", port, -1, port >= 0),
+        ("task.reward", config.task.reward, f"parts other than {', '.join(waits)}", bool(waits)),
+    ):
+        if config.run.deterministic and refused:
+            raise ConfigError(
+                key,
+                value,
+                f"with {run} all roles are one process, whose clock waits for no other",
+                f"Set it to {none}, or {run} to False.",
+            )
+    _check_relay(config)
+
+
+def _check_relay(config: Config) -> None:
     """Refuse relays where no sampler receives over the `tcp` channel."""
     transfer = config.transfer
     if transfer.relay != "none" and transfer.channel != "tcp":

@@ -20,7 +20,7 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
-from jaxroll.config.derived import learner_names, model_folder
+from jaxroll.config.derived import COLOCATED, learner_names, model_folder
 from jaxroll.control import launchers, preflight, program, propose, run_dir, train
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
@@ -74,6 +74,8 @@ def run_role(options: argparse.Namespace) -> int:
         program.place_alone(options.command, args)
     if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
+    if options.command == COLOCATED and args.config.run.deterministic:
+        return train.deterministic(args)
     feeds = options.command == "feeder"  # in a child process of the store
     module = importlib.import_module(f"jaxroll.roles.{'store' if feeds else options.command}")
     alone = options.command == "store" and not options.child

@@ -58,7 +58,7 @@ def build(
     visible_gpus: Sequence[str] = (),
 ) -> tuple[ProcessSpec, ...]:
     """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator, actors. With
-    `placement.colocated` one process is learner, samplers and evaluator.
+    `placement.colocated` one process is learner, samplers and evaluator; with `run.deterministic` also the store.
 
     Each reads its config from `run_dir/run.json` and finds the store through `run_dir/store.addr`.
     """
@@ -84,6 +84,8 @@ def build(
         )
         for name, env in devices.items()
     ]
+    if config.run.deterministic:  # its one process has the store
+        return tuple(replace(each, after=()) for each in others)
     return (store, *others)
 
 

@@ -23,7 +23,7 @@ from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, functions, is_function, terms
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Environment, StepResult, described
+from jaxroll.protocols import Environment, Place, StepResult, described, traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
@@ -77,6 +77,11 @@ def factory(name: str) -> Factory:
         remedy = f"{nearest(short, (*_FACTORIES, *ADAPTERS))} Others are named package.module:name."
         raise ConfigError("task.env", name, "there is no such environment", remedy)
     return _FACTORIES[short]
+
+
+def place_of(config: Config) -> Place:
+    """The place of the run's environment: the event loop, a thread or a process."""
+    return traits(factory(config.task.env)).place
 
 
 def scorer_modules(name: str) -> tuple[str, ...]:

@@ -10,10 +10,14 @@ model or critic evaluates a claim. Devices run programs one after the other: in 
 a time; with α > 0 programs of both alternate.
 Stops: SIGTERM stops the learner, which finishes its step and checkpoints, and then the others. If one role fails, all
 end, and the process raises its error.
+
+With `run.deterministic` the same roles share one thread and a virtual clock (`control.train.Deterministic`); the parts
+that take virtual time are here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import threading
@@ -21,8 +25,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -33,14 +38,16 @@ from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import has_evaluator, sampler_names
 from jaxroll.errors import InfraError
+from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import Params
-from jaxroll.learner.trainer import Ready, Running, Trainer
+from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
-from jaxroll.records import Claim
+from jaxroll.records import Claim, Version, VersionRef
 from jaxroll.roles import evaluator, sampler
 from jaxroll.roles import session as sessions
 from jaxroll.sharding import Rules
+from jaxroll.transfer.channel_device import DevicePublisher
 
 if TYPE_CHECKING:  # it loads JAX, which must come after the scoring pools
     pass
@@ -122,6 +129,73 @@ class LockedTrainer(Trainer):
         """See Trainer."""
         with self._lock:
             return super().base_params()
+
+
+# --- Parts of a learner that take virtual time
+
+
+@dataclass(frozen=True)
+class TimedStep(Running):
+    """A dispatched step that ends at `end_s` of the virtual clock."""
+
+    end_s: float
+    now_s: Callable[[], float]
+
+    def is_done(self) -> bool:
+        """True once the clock shows its end."""
+        return self.now_s() >= self.end_s
+
+
+class TimedTrainer(Trainer):
+    """A trainer whose steps take `train_s` of their tokens and micro-batches, by the clock `now_s`."""
+
+    def __init__(
+        self,
+        train_s: Callable[[int, int], float],
+        now_s: Callable[[], float],
+        config: Config,
+        spec: ModelSpec,
+        mesh: Mesh,
+        rules: Rules,
+        *,
+        key: jax.Array,
+    ) -> None:
+        super().__init__(config, spec, mesh, rules, key=key)
+        self._train_s, self._now_s = train_s, now_s
+
+    def dispatch_step(self, ready: Ready) -> TimedStep:
+        """See Trainer."""
+        running, batches = super().dispatch_step(ready), [batch for of in ready.packed for batch in of]
+        tokens = sum(batch.streams["tokens"].size for batch in batches)
+        end_s = self._now_s() + self._train_s(tokens, len(batches))
+        return TimedStep(ready, running.reports, running.of_critic, end_s, self._now_s)
+
+    async def await_step(self, running: Running) -> Metrics:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """See Trainer; the virtual clock goes on meanwhile."""
+        assert isinstance(running, TimedStep)
+        await asyncio.sleep(max(0.0, running.end_s - self._now_s()))
+        return super().await_step(running)
+
+
+class TimedPublisher(DevicePublisher):
+    """Weights that can be fetched `publish_s` after the step."""
+
+    def __init__(self, dtype: str, publish_s: float) -> None:
+        super().__init__(dtype)
+        self._publish_s = publish_s
+
+    async def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """See DevicePublisher."""
+        await asyncio.sleep(self._publish_s)
+        return super().finish(version, started)
+
+
+class WrittenCheckpoints(Checkpoints):
+    """Checkpoints that are on disk at the learner's next look, so that the speed of the disk changes nothing."""
+
+    def finished(self, *, wait: bool) -> list[Version]:
+        """See Checkpoints."""
+        return super().finished(wait=True)
 
 
 # --- The process

@@ -228,7 +228,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
                                   "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
             return params
 
-        code = multihost.run_follower_steps(leader, trainer, checkpoints, start, _transfer_config(args.config).dtype)
+        code = multihost.run_follower_steps(leader, trainer, checkpoints, start, transfer_config(args.config).dtype)
         checkpoints.close()
         return code
 
@@ -485,14 +485,14 @@ def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Exposure, Publisher
 
-    transfer = _transfer_config(args.config)
+    transfer = transfer_config(args.config)
     if channel_of(args.config) == "device":
         return DevicePublisher(transfer.dtype)
     exposure = Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)
     return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure)
 
 
-def _transfer_config(config: Config) -> TransferConfig:
+def transfer_config(config: Config) -> TransferConfig:
     """The config of weight transfers: adapters and their base travel in float32 and are rounded after merging."""
     if config.learner.lora_publish == "merged":
         return config.transfer

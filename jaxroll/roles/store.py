@@ -9,6 +9,7 @@ Stops: on SIGTERM, SIGINT or SIGHUP, or some time after the run is closed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import struct
 import sys
@@ -132,6 +133,30 @@ class FeedReply(msgspec.Struct, frozen=True):
     error: str = ""
     progress: str = ""  # a phase that began; the reply to the request follows
     skipped: dict[str, int] = {}
+
+
+class PromptsHere:
+    """The run's prompts as the store takes them, read in this process instead of a child."""
+
+    def __init__(self, args: RoleArgs) -> None:
+        from jaxroll.data.tasks import PromptPipeline
+
+        self._pipeline = PromptPipeline(args.config)
+        tokenizers.note(args.run_dir, self._pipeline.tokenizer)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """See FeederProcess."""
+        return dict(self._pipeline.skipped)
+
+    async def restore(self, state: bytes | None) -> None:
+        """Continue after the prompt that `state` belongs to; None is the beginning."""
+        if state is not None:
+            self._pipeline.restore(state)
+
+    async def next(self, count: int) -> list[tuple[Task, bytes]]:
+        """The next `count` tasks with the state after each; fewer only at the end of the data."""
+        return [(task, self._pipeline.state()) for task in itertools.islice(self._pipeline, count)]
 
 
 def feed(args: RoleArgs) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import OnTokens, Request, Result, TokenMask
+from jaxroll.engine.stats import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 R = TypeVar("R")
@@ -70,7 +71,8 @@ class EngineHost:
     def __init__(self, engine: Engine, device_lock: AbstractContextManager[object] | None = None) -> None:
         self.engine, self.spans, self._device_lock = engine, Spans(), device_lock or nullcontext()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
-        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._wake: Any = threading.Event()
+        self._stopping = threading.Event()
 
     def call(self, job: Callable[[], R]) -> Future[R]:
         """The future result of `job`, run on the JAX thread between two steps."""
@@ -107,6 +109,26 @@ class EngineHost:
                 self.spans.close()
                 if self._jobs.empty():
                     self._wake.wait(IDLE_S)
+
+    async def run_on_loop(self, step_s: Callable[[EngineStats, EngineStats], float]) -> None:
+        """`run` on the running event loop, whose clock is virtual: it does not move while a step computes.
+
+        A step takes `step_s` of the counters before and after it. Call `call` and `wake` on the loop's thread only.
+        """
+        self._wake = asyncio.Event()
+        while not self._stopping.is_set():
+            for job, future in _drain(self._jobs):
+                _settle(job, future)
+            self._wake.clear()
+            t0, before = unix_s(), self.engine.stats()
+            if self.engine.step():
+                after = self.engine.stats()
+                await asyncio.sleep(step_s(before, after))
+                self.spans.busy(t0, unix_s(), after.tokens_decoded - before.tokens_decoded)
+                continue
+            self.spans.close()
+            if self._jobs.empty():
+                await self._wake.wait()
 
 
 def _settle(job: Callable[[], R], future: Future[R]) -> None:

@@ -80,10 +80,10 @@ class Feed:
 class VirtualStore:
     """The store, which can be killed and started again; its history lives in memory."""
 
-    def __init__(self, config: Config, feed: Callable[[], Feed], metrics: Any = None) -> None:
+    def __init__(self, config: Config, feed: Callable[[], Any], metrics: Any = None, keep_bytes: int = 0) -> None:
         self.config, self.server, self._feed = config, MemoryServer(), feed
         self.metrics: Any = Rows() if metrics is None else metrics
-        self._log = MemoryLog()
+        self._log = MemoryLog(keep_bytes=keep_bytes)
         self.keeper: Keeper
         self._job: asyncio.Future[None] | None = None
 
@@ -210,12 +210,13 @@ class World:
         self,
         config: Config,
         run_dir: Path,
-        feed: Callable[[], Feed],
+        feed: Callable[[], Any],
         metrics: Any = None,
         network: Network | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         self.config, self.args = config, RoleArgs(config, run_dir)
-        self.network, self.store = network or Network(), VirtualStore(config, feed, metrics)
+        self.network, self.store = network or Network(), VirtualStore(config, feed, metrics, keep_bytes)
         self.sessions: dict[str, EngineSession] = {}
         self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
         self.trained: list[Any] = []  # by learners that ended

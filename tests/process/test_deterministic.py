@@ -1,0 +1,63 @@
+"""Whole runs on a virtual clock (`run.deterministic`): equal bits regardless of threads, delays and hash seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import bits
+from tests.harness.train_process import SAME, Train, assert_sound
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(2400)]
+STEPS = 8
+WORDS = (
+    "--config.sft.steps=0",
+    "--config.placement.colocated=True",
+    "--config.task.env=tests.harness.envs.random_delay:blocking_delay",
+    f"--config.schedule.steps={STEPS}",
+)
+AHEAD = (  # few slots: generation is slower than training, so that weights change within answers
+    "--config.schedule.alpha=2",
+    "--config.sampler.count=2",
+    "--config.sampler.slots=2",
+    "--config.sampler.decode_chunk=2",
+)
+ON_A_CLOCK = "--config.run.deterministic=True"
+
+
+def trained(folder: Path, alpha: int, *words: str) -> dict[str, Any]:
+    """The bits of a finished run: trajectories, claims, parameters, and the losses of its steps."""
+    with Train(folder, *WORDS, *words) as train:
+        assert train.finish(900.0) == 0, train.logs()
+        assert_sound(train, steps=STEPS, alpha=alpha)
+    steps = [{key: row[key] for key in SAME} for row in train.rows if row["kind"] == "step"]
+    accuracies = [(row["step"], row["correct"]) for row in train.rows if row["kind"] == "eval"]
+    found = {"trajectories": bits.trajectories(folder), "claims": bits.claims(folder), "steps": steps}
+    return found | {"parameters": bits.parameters(folder), "accuracies": accuracies}
+
+
+def test_threads_delays_and_hash_seeds_change_no_bit_of_a_run_ahead(tmp_path, monkeypatch):
+    """Tokens of one answer are of several versions, and an evaluator takes part."""
+    found = []
+    for threads in (1, 2, 4):
+        monkeypatch.setenv("PYTHONHASHSEED", str(threads))
+        words = (*AHEAD, ON_A_CLOCK, f"--config.sampler.env_threads={threads}")
+        found.append(trained(tmp_path / str(threads), 2, *words))
+    first = found[0]
+    assert any(step["grad_norm"] for step in first["steps"]), "it learns something"
+    assert any(len(versions) > 1 for _, _, versions in first["trajectories"].values()), "weights changed in an answer"
+    assert first["accuracies"] and first["accuracies"][-1][0] == STEPS
+    for other in found[1:]:
+        for name, value in first.items():
+            assert other[name] == value, name
+    free = trained(tmp_path / "free", 2, *AHEAD)
+    assert free["trajectories"] != first["trajectories"], "the control: without the virtual clock bits differ"
+
+
+def test_a_synchronous_run_has_the_bits_of_one_without_a_virtual_clock(tmp_path):
+    """At α = 0 the order of events changes nothing, so both must agree: the parts are those of every run."""
+    synchronous = ("--config.schedule.alpha=0", "--config.evaluator.every=0")
+    first, second = (trained(tmp_path / str(len(words)), 0, *synchronous, *words) for words in ((), (ON_A_CLOCK,)))
+    assert first == second
