@@ -270,6 +270,7 @@ class Scheduler:
         if base is not None:
             prefix.computed = base.length
             prefix.copies = ((base.table[len(shared)], table[len(shared)]),) if base.length % U else ()
+            prefix.base, base.waiting = base, base.waiting + 1  # it may not be evicted before the copy
             self.prefixes.touch(base)
             self.prefix_hits += 1
         former = self.prefixes.add(prefix)
@@ -322,17 +323,25 @@ class Scheduler:
         rows: list[Row] = []
         for owner in list(self._filling):
             row = self._next_row(owner)
-            if row is None:
+            # Pages are copied before the chunk is computed, so not together with the end of its prefix.
+            if row is None or (isinstance(owner, Sequence) and any(one.owner is owner.prefix for one in rows)):
                 continue
             program = isinstance(owner, Prefix) and row.start == 0, bucket_of(row.count, self.limits.buckets)
             chosen = chosen or program
             if program == chosen:
                 rows.append(row)
                 owner.computed += row.count
+                self._unpin(owner)
             if len(rows) == self.limits.rows:
                 break
         self._filling = deque(owner for owner in self._filling if owner.computed < end_of(owner))
         return Chunk(*chosen, tuple(rows)) if chosen else None
+
+    def _unpin(self, owner: Prefix | Sequence) -> None:
+        """Let the prefix that `owner` continues be evicted."""
+        if isinstance(owner, Prefix) and owner.base is not None:
+            owner.base.waiting -= 1
+            owner.base = None
 
     def _next_row(self, owner: Prefix | Sequence) -> Row | None:
         """The next row of `owner`; None while a sequence waits for its prefix, or if nothing is left."""
@@ -400,6 +409,7 @@ class Scheduler:
 
     def _forget(self, prefix: Prefix) -> None:
         self.prefixes.forget(prefix)
+        self._unpin(prefix)
         self.pages[prefix.shard].free_pages(prefix.table)
         prefix.table = []
         if prefix in self._filling:

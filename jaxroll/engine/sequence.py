@@ -73,7 +73,8 @@ TOKEN_BYTES = 4  # tokens are compared as the bytes of int32
 class Prefix:
     """A prefix. `computed` of its tokens are in the pages of `table`; `row` is the row of its last logits, or None.
 
-    `waiting` counts the requests that use it and have not started.
+    `waiting` counts the requests that use it and have not started, and the prefixes that continue it (their `base`) and
+    are not computed yet.
     """
 
     tokens: bytes
@@ -83,6 +84,7 @@ class Prefix:
     computed: int = 0
     waiting: int = 0
     used: int = 0
+    base: Prefix | None = None
     copies: tuple[tuple[int, int], ...] = ()  # pages to copy (from, to) before the first chunk is computed
 
     @property

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import BlockAllocator, Limits, Prefix, Row, Sequence, bucket_of
+from jaxroll.engine.sequence import BlockAllocator, Chunk, Limits, Prefix, Row, Sequence, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}
@@ -41,11 +41,15 @@ class Memory:
         for source, target in copies:
             self.cells[shard][target] = list(self.cells[shard][source])
 
+    def copy_before(self, chunk: Chunk) -> None:
+        for owner in (row.owner for row in chunk.rows):
+            shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
+            self.copy(shard, owner.copies)
+            owner.copies = ()
+
     def compute(self, row: Row, fresh: bool) -> None:
         owner = row.owner
         shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
-        self.copy(shard, owner.copies)
-        owner.copies = ()
         tokens = words(owner.tokens) if isinstance(owner, Prefix) else words(owner.prompt) + self.drawn[owner.id]
         assert fresh == (isinstance(owner, Prefix) and row.start == 0)
         for position in range(row.start):
@@ -64,6 +68,7 @@ class Memory:
                 self.cells[scheduler.shard_of(sequence.slot)][page] = list(cells)
         for chunk in scheduler.prefill_chunks(busy=bool(scheduler.running)):
             assert 1 <= len(chunk.rows) <= LIMITS["rows"]
+            self.copy_before(chunk)
             for row in chunk.rows:
                 assert bucket_of(row.count, LIMITS["buckets"]) == chunk.bucket
                 self.compute(row, chunk.fresh)
@@ -253,6 +258,39 @@ def test_the_prefill_budget_limits_prompts_computed_between_dispatches() -> None
             for row in chunk.rows:
                 memory.compute(row, chunk.fresh)
     assert seen == [[(0, 8)], [(8, 8)], [(16, 8)], [(24, 6)]]
+
+
+def test_a_page_is_not_evicted_before_it_is_copied() -> None:
+    """A prompt continues a conversation and waits behind another prompt, while a running sequence needs pages."""
+    limits = LIMITS | {"budget": 8, "rows": 1}
+    scheduler = Scheduler(3, 1, 40, 6, Limits(**limits, reserve=False))
+    memory = Memory(scheduler, 40, random.Random(0))
+    memory.limits = {0: 3, 1: 20, 2: 3, 3: 3}
+
+    def add(id: int, prompt: bytes) -> None:
+        scheduler.add(Sequence(id, prompt, len(prompt) // 4 + memory.limits[id]))
+
+    add(0, text(*range(6)))
+    memory.fill()
+    memory.decode(3)
+    memory.done[0] = memory.drawn.pop(0)
+    scheduler.release(0, text(*range(6), memory.done[0][0]))
+    (kept,) = (prefix for prefix in scheduler.prefixes.all() if prefix.row is None)
+    assert kept.length % U, "no page would be copied"
+    add(1, text(50))
+    memory.fill()
+    for prefix in scheduler.prefixes.all():
+        if prefix is not kept:
+            scheduler._forget(prefix)
+    add(2, text(*range(100, 124)))
+    add(3, kept.tokens + text(1, 2))
+    assert not scheduler.admit()
+    others = scheduler.pages[0].allocate(scheduler.pages[0].free)
+    memory.fill()
+    for _ in range(4):
+        memory.decode(1)
+    scheduler.pages[0].free_pages(others)
+    assert sorted(started_order(scheduler, memory)) == [0, 1, 2, 3]
 
 
 def test_pages_are_free_when_the_last_holder_drops_them() -> None:
