@@ -302,7 +302,8 @@ class SamplerConfig:
     scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
     page_tokens: NonNegativeInt = 0
-    # Pages of the KV cache. 0: enough for the longest request in every slot.
+    # Pages of the KV cache; layers with sliding windows may have rings instead (docs/engine.md). 0: enough for the
+    # longest request in every slot.
     cache_pages: NonNegativeInt = 0
     # Tokens of an unfinished answer between two flushes to the store, from which another sampler continues if this one
     # ends. 0: no flushes, members start again.

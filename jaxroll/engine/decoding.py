@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxroll.algorithms import sampling
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.requests import Sizes
-from jaxroll.kernels.attention import beginning, blocks, paged, reach
+from jaxroll.kernels.attention import blocks, paged, reach, within
 from jaxroll.kernels.choice import Serving
 from jaxroll.models import cache as kv
 from jaxroll.models import transformer
@@ -326,31 +326,33 @@ def _logits_after(
     tokens, positions, lengths, tables = (transformer.ordered(x, order) for x in (tokens, positions, lengths, tables))
     each, starts = positions[:, None] + jnp.arange(T), split(positions)
     where = jnp.where(jnp.arange(T) < lengths[:, None], each, -1)
-    own, one_by_one, at_each = split(tables), split(jnp.repeat(tables, T, axis=0)), split(where.reshape(-1))
-    far = reach(starts, T, cache.page_tokens, count)
-    passed = {window: beginning(starts, window, cache.page_tokens, count) for window in spec.each_window}
+    at_each, U = split(where.reshape(-1)), cache.page_tokens
+    own = {window: cache.tables(window, split(tables)) for window in set(spec.each_window)}
+    near = {window: within(pages, starts, window, T, U) for window, pages in own.items()}
 
     def append(pool: Array, new: Array, tables: Array) -> Array:
-        return jax.vmap(kv.appended)(pool, split(new.reshape(-1, *new.shape[2:])), tables, at_each)
+        each = jnp.repeat(tables, T, axis=1)
+        return jax.vmap(kv.appended)(pool, split(new.reshape(-1, *new.shape[2:])), each, at_each)
 
     def attend(held: _Caches, layer: int | Array, window: int, q: Array, k: Array, v: Array) -> tuple[Array, _Caches]:
         pages, side = held
-        keys, values, tables = pages.of(layer, one_by_one)
-        keys, values = append(keys, k, tables), append(values, v, tables)
-        pages = pages.with_layer(layer, keys, values)
+        keys, values, first, _ = pages.of(layer, window)
+        keys, values = append(keys, k, own[window] + first), append(values, v, own[window] + first)
+        pages = pages.with_layer(layer, window, keys, values)
         if side is not None:
             assert isinstance(layer, int)
             side = kv.with_token(side, layer, split(k), split(v), split(where))
             return kv.attend(side, layer, split(q), starts, last + T - 1, window).reshape(q.shape), (pages, side)
-        over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None, None))
-        out = over_shards(split(q), keys, values, pages.of(layer, own)[2], starts, far, passed[window])
+        tables, begin = near[window]
+        over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
+        out = over_shards(split(q), keys, values, tables + first, begin, reach(begin, T, U, count))
         return out.reshape(q.shape), (pages, None)
 
     x, (held, side), chosen = transformer.through(
         spec, params, decoder, decoder.embedded(tokens), each, (cache, side), attend, layout
     )
     if held.experts is not None and chosen is not None:
-        held = replace(held, experts=append(held.experts, chosen, one_by_one))
+        held = replace(held, experts=append(held.experts, chosen, cache.tables(0, split(tables))))
     x = transformer.ordered(x, None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), kv.constrained(held, layout), side
 

@@ -27,6 +27,7 @@ from jaxroll.protocols import Progress
 from jaxroll.sharding import Rules
 
 _NEVER = np.iinfo(np.int32).max
+Held = tuple[Sequence[int], Sequence[int]]  # the pages of a request, and its ring (empty in an engine without rings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Device:
         self._seed = self._placed(jax.random.key(seed))
         # Kept on the device by value, because new arrays would need a host-to-device copy in every dispatch.
         self._limits: dict[tuple[int, int], jax.Array] = {}
-        self.set_tables([()] * sizes.slots)
+        self.set_tables([((), ())] * sizes.slots)
         self.dtypes: dict[str, np.dtype] | None = None  # of the parameters that the programs are compiled for
         self._warm = 0
 
@@ -89,6 +90,11 @@ class Device:
         for some in _batches(copies, self._sizes.inserts):
             self._state = self._programs.copy(self._state, requests.pack_copies(some, self._sizes))
 
+    def copy_rings(self, copies: Sequence[Sequence[int]]) -> None:
+        """Copy rings; each entry of `copies` is (shard, from, to)."""
+        for some in _batches(copies, self._sizes.inserts):
+            self._state = self._programs.copy_rings(self._state, requests.pack_copies(some, self._sizes))
+
     def cancel(self, slots: Sequence[int]) -> None:
         """Make `slots` idle."""
         mask = np.zeros(self._sizes.slots, bool)
@@ -97,24 +103,25 @@ class Device:
 
     # --- pages
 
-    def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """Set the pages of every slot, in order."""
-        packed = np.zeros((self._sizes.slots, self._sizes.table), np.int32)
-        for into, table in zip(packed, tables, strict=True):
+    def set_tables(self, tables: Sequence[Held]) -> None:
+        """Set the pages and the ring of every slot, in order."""
+        packed = np.zeros((self._sizes.slots, self._sizes.table_columns), np.int32)
+        for into, (table, ring) in zip(packed, tables, strict=True):
             into[: len(table)] = table
+            into[len(into) - len(ring) :] = ring
         self._tables = jax.device_put(packed, self._programs.tables)
 
-    def save(self, shard: int, table: Sequence[int], tokens: int) -> SavedPages:
-        """Copy the pages of a preempted request to the host; the pages may be reused at once."""
-        pages = self._programs.save(self._state, self._place(shard, table, fill=0))
+    def save(self, shard: int, held: Held, tokens: int) -> SavedPages:
+        """Copy the pages and the ring of a preempted request to the host; they may be reused at once."""
+        pages = self._programs.save(self._state, self._place(shard, *held, fill=0))
         for leaf in jax.tree.leaves(pages):
             leaf.copy_to_host_async()
         return SavedPages(pages, tokens)
 
-    def load(self, shard: int, table: Sequence[int], saved: SavedPages) -> None:
-        """Copy saved pages back into the pages of `table`."""
-        held = -(-saved.tokens // self._sizes.page_tokens)
-        place = self._place(shard, list(table)[:held], fill=self._sizes.shard_pages)
+    def load(self, shard: int, held: Held, saved: SavedPages) -> None:
+        """Copy what was saved back into these pages and this ring."""
+        (table, ring), used = held, -(-saved.tokens // self._sizes.page_tokens)
+        place = self._place(shard, table[:used], ring, fill=self._sizes.shard_pages)
         self._state = self._programs.load(self._state, place, jax.tree.map(np.asarray, saved.pages))
 
     def experts(self, shard: int, table: Sequence[int]) -> jax.Array | None:
@@ -124,13 +131,13 @@ class Device:
         """
         if self._programs.experts is None:
             return None
-        found = self._programs.experts(self._state, self._place(shard, table, fill=0))
+        found = self._programs.experts(self._state, self._place(shard, table, (), fill=0))
         found.copy_to_host_async()
         return found
 
-    def _place(self, shard: int, table: Sequence[int], *, fill: int) -> np.ndarray:
-        place = np.full(1 + self._sizes.table, fill, np.int32)
-        place[0], place[1 : 1 + len(table)] = shard, table
+    def _place(self, shard: int, table: Sequence[int], ring: Sequence[int], *, fill: int) -> np.ndarray:
+        place = np.full(1 + self._sizes.table_columns, fill, np.int32)
+        place[0], place[1 : 1 + len(table)], place[len(place) - len(ring) :] = shard, table, ring
         return place
 
     # --- tokens
@@ -186,7 +193,8 @@ class Device:
         self._state = self._programs.copy(self._state, requests.pack_copies([], sizes))
         self.cancel([])
         self.set_token_masks({})
-        self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))
+        self._state = self._programs.copy_rings(self._state, requests.pack_copies([], sizes))
+        self.load(0, ((), ()), SavedPages(self.save(0, ((), ()), 0).pages, 0))
         self.experts(0, [])
 
     def compiles(self) -> int:
@@ -201,6 +209,7 @@ class Device:
             of.insert,
             of.restore,
             of.copy,
+            of.copy_rings,
             of.decode,
             of.cancel,
             of.allow,
@@ -227,7 +236,7 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
         progress(f"compiled {what}, {time.monotonic() - start_s:.1f} s")
 
 
-# --- choice of the attention implementation
+# --- choice of the attention implementation, and of the cache of layers with windows
 
 
 def choose_kernels(
@@ -244,3 +253,16 @@ def choose_kernels(
             "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
         ),
     )
+
+
+def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
+    """`sizes` with rings for the layers with windows, if these need fewer pages so; otherwise as they are.
+
+    Only the XLA form over pages reads rings.
+    """
+    window = max(spec.each_window)
+    ringed = replace(sizes, window=window)
+    if not window or attention.paged.name != choice.XLA or ringed.ring * ringed.rings >= sizes.shard_pages:
+        return sizes
+    # Pages that no layer uses must not limit the engine.
+    return ringed if sizes.experts or not all(spec.each_window) else replace(ringed, pages=0)

@@ -152,7 +152,7 @@ class EngineConfig:
             sizes.buckets,
             sizes.page_tokens,
             self.prefill_budget or sizes.rows * sizes.buckets[-1],
-            reserve=not self.cache_pages,
+            reserve=not sizes.pages,
         )
 
 
@@ -175,13 +175,16 @@ class Engine:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
         check_sizes(sizes, config.weight_swap)
-        self._sizes, self._weight_swap, self._clock = sizes, config.weight_swap, clock
+        self._weight_swap, self._clock = config.weight_swap, clock
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
         self.attention = device.choose_kernels(
             spec, mesh, sizes, prefill=config.prefill_attention, paged=config.paged_attention
         )
+        self._sizes = sizes = device.with_rings(sizes, spec, self.attention)
         self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
-        self._scheduler = Scheduler(sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes))
+        self._scheduler = Scheduler(
+            sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
+        )
         self._work = Work(self._device, self._scheduler, sizes, clock, decode)
         self._able = requests.Capabilities(config.penalties, config.masks, decode is not None, config.support_tokens)
         self._params: Params | None = None

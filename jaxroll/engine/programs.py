@@ -54,6 +54,7 @@ class Programs:
     insert: Insert
     restore: Update
     copy: Update
+    copy_rings: Update
     decode: Decode
     cancel: Update
     allow: Allow
@@ -81,7 +82,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     like = abstract_state(spec, mesh, rules, sizes, attention)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.held_shardings(spec, mesh, rules)
-    tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
+    tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table_columns))
     model = Model(spec, Layout(mesh, rules), attention)
     # A new partial per engine, because jitted wrappers of one function share a cache, and
     # `Device.compiles` counts this engine's programs.
@@ -105,6 +106,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         ),
         restore=update(partial(_restore, sizes)),
         copy=update(_copy),
+        copy_rings=update(partial(_copy_rings, sizes)),
         decode=jax.jit(
             partial(decoding.decode, model, sizes),
             in_shardings=(params, whole, state, tables, whole),
@@ -143,7 +145,7 @@ def lowered(
         ).items()
     }
     seed = whole((), jax.eval_shape(jax.random.key, 0).dtype)
-    tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table), jnp.int32, sharding=programs.tables)
+    tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table_columns), jnp.int32, sharding=programs.tables)
     found = {
         f"{'prefill' if fresh else 'extend'}_{bucket}": prefill.lower(  # type: ignore[attr-defined]
             params, programs.state, whole(sizes.prefill_shape(bucket), jnp.int32)
@@ -164,13 +166,14 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
         logical = (first,) + (None,) * (len(shape) - 2) + ((last,) if len(shape) > 1 else ())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, logical, rules, shape))
 
-    integers = leaf((slots,), jnp.int32)
+    integers, rings = leaf((slots,), jnp.int32), {"ring": sizes.ring, "rings": sizes.rings}
+    sides = sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules
     side = None
     if attention.paged.name == DENSE:
         longest = sizes.table * sizes.page_tokens
         side = dense.abstract_contiguous(spec, sizes.shards, slots, longest, sizes.page_tokens, mesh, rules)
     return DecodeState(
-        cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules, experts=sizes.experts),
+        cache=kv.abstract(spec, *sides, experts=sizes.experts, **rings),
         side=side,
         logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
@@ -191,16 +194,17 @@ def _prefill(model: Model, bucket: int, params: Params, state: DecodeState, pack
     batch = inputs.unpack_prefill(packed, bucket)
     fill = partial(kv.begun, shards=batch.shards, lengths=batch.lengths)
 
-    def keep(cache: kv.KVCache, layer: int | Array, k: Array, v: Array) -> kv.KVCache:
-        keys, values, tables = cache.of(layer, batch.tables)
-        return cache.with_layer(layer, fill(keys, k, tables=tables), fill(values, v, tables=tables))
+    def keep(cache: kv.KVCache, layer: int | Array, window: int, k: Array, v: Array) -> kv.KVCache:
+        keys, values, first, _ = cache.of(layer, window)
+        put = partial(fill, tables=cache.tables(window, batch.tables) + first, ring=cache.ring_of(window))
+        return cache.with_layer(layer, window, put(keys, k), put(values, v))
 
     how = {"layout": model.layout, "attention": model.attention.prefill.name}
     logits, cache, experts = transformer.prefill_into(
         model.spec, params, state.cache, keep, batch.tokens, batch.lengths, **how
     )
     if cache.experts is not None and experts is not None:
-        cache = replace(cache, experts=fill(cache.experts, experts, tables=batch.tables))
+        cache = replace(cache, experts=fill(cache.experts, experts, tables=cache.tables(0, batch.tables)))
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
@@ -276,26 +280,45 @@ def _copy(state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
 def _with_copies(
     state: DecodeState, shards: Int[Array, " N"], sources: Int[Array, " N"], targets: Int[Array, " N"]
 ) -> DecodeState:
-    return replace(state, cache=state.cache.map(lambda pool, layers: kv.copied(pool, shards, sources, targets, layers)))
+    def change(pool: Array, layers: int, ring: int) -> Array:
+        return pool if ring else kv.copied(pool, shards, sources, targets, layers)
+
+    return replace(state, cache=state.cache.map(change))
+
+
+def _copy_rings(sizes: Sizes, state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
+    """`state` with rings copied one by one, so that temporary memory is that of one ring."""
+
+    def one(index: Array, cache: kv.KVCache) -> kv.KVCache:
+        return kv.ring_copied(cache, *packed[index])
+
+    count = jnp.sum(packed[:, 2] < sizes.rings)  # unused rows are the last
+    return replace(state, cache=jax.lax.fori_loop(0, count, one, state.cache))
 
 
 def _save(state: DecodeState, place: Int[Array, " J1"]) -> Pages:
-    """The pages place[1:] of shard place[0]."""
-    return state.cache.map(lambda pool, layers: pool[place[0], :, kv.of_every_layer(pool, layers, place[1:])])
+    """The pages place[1:] of shard place[0]; see `_pages_in`."""
+    return state.cache.map(lambda pool, layers, ring: pool[place[0], :, _pages_in(state, pool, layers, ring, place)])
+
+
+def _pages_in(state: DecodeState, pool: Array, layers: int, ring: int, place: Int[Array, " J1"]) -> Int[Array, " LJ"]:
+    """The pages of `place`, a shard and a row of a table, in a pool; a page with index P is out of range in it."""
+    pages = place[-1] * ring + jnp.arange(ring) if ring else state.cache.tables(0, place[1:])
+    return kv.of_every_layer(pool, layers, pages)
 
 
 def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Int[Array, "JU X"]:
     """The recorded choices in the pages place[1:] of shard place[0]."""
     pool = state.cache.experts
     assert pool is not None
-    return pool[place[0], 0, place[1:]].reshape(-1, pool.shape[-1])
+    return pool[place[0], 0, state.cache.tables(0, place[1:])].reshape(-1, pool.shape[-1])
 
 
 def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeState:
     """`state` with `pages` written to pages place[1:] of shard place[0]; a page with index P is dropped."""
 
-    def put(pool: Array, layers: int, saved: Array) -> Array:
-        return pool.at[place[0], :, kv.of_every_layer(pool, layers, place[1:])].set(saved, mode="drop")
+    def put(pool: Array, layers: int, ring: int, saved: Array) -> Array:
+        return pool.at[place[0], :, _pages_in(state, pool, layers, ring, place)].set(saved, mode="drop")
 
     return replace(state, cache=state.cache.map(put, pages))
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.errors import DataError
+from jaxroll.kernels.attention import window_pages
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
@@ -226,6 +227,7 @@ class Sizes:
     support: int = 0  # K: truncated sampling keeps at most K tokens, and reports carry their ids; 0: no limit, no ids
     experts: bool = False  # the device stores the chosen experts of every token
     draft: int = 0  # tokens that a decode step may draft per slot; 0: no speculative decoding
+    window: int = 0  # of the layers with rings (`models.cache`), at most; 0: no rings
 
     @property
     def columns(self) -> int:
@@ -238,13 +240,32 @@ class Sizes:
         return -(-self.max_tokens // self.page_tokens)
 
     @property
+    def table_columns(self) -> int:
+        """J, and one for the number of the ring if there are rings."""
+        return self.table + (self.window > 0)
+
+    @property
+    def ring(self) -> int:
+        """R: the pages of a ring, with room for the window and for drafted tokens behind it; 0 without rings."""
+        return window_pages(self.window, 1 + self.draft, self.page_tokens) if self.window else 0
+
+    @property
+    def rings(self) -> int:
+        """The rings of a shard: one for each slot, and its share of those for cached prompts."""
+        return self.slots // self.shards + -(-self.logit_rows // self.shards) if self.window else 0
+
+    def keeps_window(self, later: int) -> bool:
+        """True if a ring still has the whole window before a token when `later` tokens were computed after it."""
+        return self.window + self.draft + later <= self.ring * self.page_tokens + 1 or not self.window
+
+    @property
     def shard_pages(self) -> int:
         """P: the pages of a shard. By default a full table for each slot, and one page to copy for each prompt."""
         return self.pages or self.slots // self.shards * self.table + self.logit_rows
 
     def prefill_shape(self, bucket: int) -> tuple[int, int]:
         """The shape of the array of `pack_prefill` for `bucket`."""
-        return (self.rows, bucket + 4 + self.table)
+        return (self.rows, bucket + 4 + self.table_columns)
 
     @property
     def text(self) -> int:
@@ -296,7 +317,7 @@ def request_row(request: Request, sizes: Sizes) -> list[int]:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A row of a prefill: `tokens` at positions `start`, start + 1, … of the pages in `table`.
+    """A row of a prefill: `tokens` at positions `start`, start + 1, … of the pages in `table` and of the `ring`.
 
     The last token's logits go to row `logit_row` of the logits (None: nowhere).
     """
@@ -306,6 +327,7 @@ class PrefillRow:
     shard: int
     table: Sequence[int]
     logit_row: int | None
+    ring: Sequence[int] = ()  # its number; none in an engine without rings
 
 
 def pack_prefill(bucket: int, rows: Sequence[PrefillRow], sizes: Sizes) -> np.ndarray:
@@ -317,6 +339,7 @@ def pack_prefill(bucket: int, rows: Sequence[PrefillRow], sizes: Sizes) -> np.nd
         logits = sizes.logit_rows if row.logit_row is None else row.logit_row
         into[bucket : bucket + 4] = len(row.tokens), row.start, row.shard, logits
         into[bucket + 4 : bucket + 4 + len(row.table)] = row.table
+        into[len(into) - len(row.ring) :] = row.ring
     return packed
 
 

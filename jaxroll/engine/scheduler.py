@@ -33,11 +33,13 @@ from jaxroll.engine.sequence import (
 
 
 class Scheduler:
-    """The scheduler of S slots in D shards of `pages` pages each. Only one thread may use it."""
+    """The scheduler of S slots in D shards of `pages` pages and `rings` rings each. Only one thread may use it."""
 
-    def __init__(self, slots: int, shards: int, pages: int, logit_rows: int, limits: Limits) -> None:
+    def __init__(self, slots: int, shards: int, pages: int, logit_rows: int, limits: Limits, rings: int = 0) -> None:
         self.limits, self.shards = limits, shards
         self.pages = tuple(BlockAllocator(pages) for _ in range(shards))
+        self.rings = tuple(BlockAllocator(rings) for _ in range(shards))
+        self._ring = 1 if rings else 0  # of a sequence or prefix
         self.sequences: list[Sequence | None] = [None] * slots
         self.prefixes = PrefixCache(list(range(logit_rows - 1, -1, -1)))
         self.waiting: deque[Sequence] = deque()
@@ -133,8 +135,9 @@ class Scheduler:
             row = None
             if sequence.prefix is not None:
                 row, sequence.prefix.waiting = sequence.prefix.row, sequence.prefix.waiting - 1
-            started.append(Start(sequence, row, sequence.copies))
-            sequence.running, sequence.swapped, sequence.prefix, sequence.copies = True, False, None, ()
+            started.append(Start(sequence, row, sequence.copies, sequence.ring_copies))
+            sequence.running, sequence.swapped, sequence.prefix = True, False, None
+            sequence.copies = sequence.ring_copies = ()
         self.changes += bool(ready)
         return started
 
@@ -158,9 +161,9 @@ class Scheduler:
         sequence = self._sequence_at(slot)
         shard = self.shard_of(slot)
         if kept is not None and self._worth_keeping(kept):
-            self._keep(shard, kept, sequence.table)
+            self._keep(shard, kept, sequence)
         else:
-            self.pages[shard].free_pages(sequence.table)
+            self._free(shard, sequence)
         self._preempt(sequence)
         return sequence
 
@@ -222,9 +225,10 @@ class Scheduler:
         shard = self.shard_of(slot)
         if sequence.swapped:
             need = self._pages_of(sequence.max_positions if self.limits.reserve else sequence.positions_wanted + 1)
-            if not self._has_room(shard, need, None):
+            if not self._has_room(shard, need, 1, None):
                 return False
             sequence.table, sequence.computed = self.pages[shard].allocate(need), sequence.positions_wanted
+            sequence.ring = self.rings[shard].allocate(self._ring)
         elif not self._place_on_prefix(sequence, shard):
             return False
         sequence.slot, self.sequences[slot] = slot, sequence
@@ -246,7 +250,8 @@ class Scheduler:
         U, whole = self.limits.page_tokens, sequence.prompt_tokens // self.limits.page_tokens
         own = self._pages_of(sequence.max_positions if self.limits.reserve else sequence.positions_wanted + 1) - whole
         shared = known.length // U if known is not None else 0
-        if not self._has_room(shard, own + new * (self._pages_of(sequence.prompt_tokens) - shared), known):
+        pages = own + new * (self._pages_of(sequence.prompt_tokens) - shared)
+        if not self._has_room(shard, pages, 1 + new, known):
             return False
         if new and not self.prefixes.rows and not self._free_a_row(known):
             return False
@@ -255,6 +260,8 @@ class Scheduler:
         sequence.table = self.pages[shard].share(prefix.table[:whole]) + self.pages[shard].allocate(own)
         # If the prompt ends within a page, each sequence continues in its own copy of that page.
         sequence.copies = ((prefix.table[whole], sequence.table[whole]),) if sequence.prompt_tokens % U else ()
+        sequence.ring = self.rings[shard].allocate(self._ring)
+        sequence.ring_copies = tuple(zip(prefix.ring, sequence.ring, strict=True))
         sequence.prefix, sequence.computed = prefix, sequence.prompt_tokens
         prefix.waiting += 1
         if sequence.positions_wanted > sequence.computed:
@@ -266,16 +273,17 @@ class Scheduler:
         pages, U = self.pages[shard], self.limits.page_tokens
         shared = pages.share(base.table[: base.length // U]) if base else []
         table = shared + pages.allocate(self._pages_of(len(prompt) // TOKEN_BYTES) - len(shared))
-        prefix = Prefix(prompt, shard, table, self.prefixes.rows.pop())
+        prefix = Prefix(prompt, shard, table, self.prefixes.rows.pop(), ring=self.rings[shard].allocate(self._ring))
         if base is not None:
             prefix.computed = base.length
+            prefix.ring_copies = tuple(zip(base.ring, prefix.ring, strict=True))
             prefix.copies = ((base.table[len(shared)], table[len(shared)]),) if base.length % U else ()
             prefix.base, base.waiting = base, base.waiting + 1  # it may not be evicted before the copy
             self.prefixes.touch(base)
             self.prefix_hits += 1
         former = self.prefixes.add(prefix)
         if former is not None:
-            pages.free_pages(former.table)
+            self._free(shard, former)
         self._filling.append(prefix)
         return prefix
 
@@ -287,21 +295,24 @@ class Scheduler:
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.limits.page_tokens)
 
-    def _has_room(self, shard: int, need: int, keep: Prefix | None) -> bool:
-        """Evict idle prefixes until `need` pages, plus one per other sequence, are free; return False if too few."""
+    def _has_room(self, shard: int, need: int, rings: int, keep: Prefix | None) -> bool:
+        """Evict idle prefixes until `need` pages, plus one per other sequence, and `rings` rings are free.
+
+        Returns False if there are fewer.
+        """
         sequences = self._sequences_of(shard)
         others = 0 if self.limits.reserve else len(sequences) - sequences.count(None)
-        return self._free_pages(shard, need + others, keep)
+        return self._make_free(shard, need + others, rings * self._ring, keep)
 
-    def _free_pages(self, shard: int, need: int, keep: Prefix | None = None) -> bool:
-        """Evict idle prefixes (except `keep`) until `need` pages are free; return False if there are fewer."""
-        pages = self.pages[shard]
-        for prefix in self.prefixes.idle(shard) if pages.free < need else ():
+    def _make_free(self, shard: int, pages: int, rings: int = 0, keep: Prefix | None = None) -> bool:
+        """Evict idle prefixes (except `keep`) until so many are free; return False if there are fewer."""
+        enough = lambda: self.pages[shard].free >= pages and self.rings[shard].free >= rings  # noqa: E731
+        for prefix in () if enough() else self.prefixes.idle(shard):
             if prefix is not keep:
                 self._forget(prefix)
-            if pages.free >= need:
+            if enough():
                 break
-        return pages.free >= need
+        return enough()
 
     def _running_in(self, shard: int) -> list[Sequence]:
         return [
@@ -323,7 +334,7 @@ class Scheduler:
         rows: list[Row] = []
         for owner in list(self._filling):
             row = self._next_row(owner)
-            # Pages are copied before the chunk is computed, so not together with the end of its prefix.
+            # Pages and rings are copied before the chunk is computed, so not together with the end of its prefix.
             if row is None or (isinstance(owner, Sequence) and any(one.owner is owner.prefix for one in rows)):
                 continue
             program = isinstance(owner, Prefix) and row.start == 0, bucket_of(row.count, self.limits.buckets)
@@ -368,10 +379,10 @@ class Scheduler:
         assert sequence.slot is not None
         shard = self.shard_of(sequence.slot)
         need = self._pages_of(min(sequence.positions_wanted + steps, sequence.max_positions)) - len(sequence.table)
-        while need > 0 and not self._free_pages(shard, need):
+        while need > 0 and not self._make_free(shard, need):
             last = max(self._running_in(shard), key=_order)
             assert last.slot is not None
-            victims.append(Preempted(last, last.slot, shard, tuple(last.table)))
+            victims.append(Preempted(last, last.slot, shard, tuple(last.table), tuple(last.ring)))
             self._free_slot(last)
             last.swapped = last.sampled > 0  # otherwise it has just started, and starts again without loss
             self._requeue([last])
@@ -387,8 +398,13 @@ class Scheduler:
     def _free_slot(self, sequence: Sequence) -> None:
         """Free the slot and the pages of `sequence`."""
         assert sequence.slot is not None
-        self.pages[self.shard_of(sequence.slot)].free_pages(sequence.table)
+        self._free(self.shard_of(sequence.slot), sequence)
         self._preempt(sequence)
+
+    def _free(self, shard: int, owner: Sequence | Prefix) -> None:
+        """Free the pages and the ring of `owner`."""
+        self.pages[shard].free_pages(owner.table)
+        self.rings[shard].free_pages(owner.ring)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -399,8 +415,8 @@ class Scheduler:
             sequence.prefix.waiting -= 1
             if not sequence.prefix.waiting and not sequence.prefix.ready:
                 self._forget(sequence.prefix)
-        sequence.slot, sequence.table, sequence.prefix = None, [], None
-        sequence.copies, sequence.computed, sequence.running = (), 0, False
+        sequence.slot, sequence.table, sequence.ring, sequence.prefix = None, [], [], None
+        sequence.copies, sequence.ring_copies, sequence.computed, sequence.running = (), (), 0, False
 
     def _requeue(self, sequences: Iterable[Sequence]) -> None:
         """Put `sequences` back into the queue, which is ordered by arrival."""
@@ -410,24 +426,25 @@ class Scheduler:
     def _forget(self, prefix: Prefix) -> None:
         self.prefixes.forget(prefix)
         self._unpin(prefix)
-        self.pages[prefix.shard].free_pages(prefix.table)
-        prefix.table = []
+        self._free(prefix.shard, prefix)
+        prefix.table, prefix.ring = [], []
         if prefix in self._filling:
             self._filling.remove(prefix)
 
     def _worth_keeping(self, tokens: bytes) -> bool:
         return len(tokens) // TOKEN_BYTES >= self.limits.page_tokens
 
-    def _keep(self, shard: int, tokens: bytes, table: list[int]) -> None:
+    def _keep(self, shard: int, tokens: bytes, sequence: Sequence) -> None:
         """Keep the end of a conversation as a prefix without logits; free the pages beyond its tokens."""
-        pages, length = self.pages[shard], len(tokens) // TOKEN_BYTES
-        held = 0 if self.prefixes.find(shard, tokens) else self._pages_of(length)
-        pages.free_pages(table[held:])
-        if not held:
+        if self.prefixes.find(shard, tokens):
+            self._free(shard, sequence)
             return
-        former = self.prefixes.add(Prefix(tokens, shard, table[:held], None, computed=length))
+        length, table = len(tokens) // TOKEN_BYTES, sequence.table
+        held = self._pages_of(length)
+        self.pages[shard].free_pages(table[held:])
+        former = self.prefixes.add(Prefix(tokens, shard, table[:held], None, computed=length, ring=sequence.ring))
         if former is not None:
-            pages.free_pages(former.table)
+            self._free(shard, former)
 
     def _sequence_at(self, slot: int) -> Sequence:
         sequence = self.sequences[slot]

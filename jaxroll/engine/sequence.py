@@ -85,7 +85,9 @@ class Prefix:
     waiting: int = 0
     used: int = 0
     base: Prefix | None = None
+    ring: list[int] = field(default_factory=list)  # its number; empty in an engine without rings
     copies: tuple[tuple[int, int], ...] = ()  # pages to copy (from, to) before the first chunk is computed
+    ring_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def length(self) -> int:
@@ -197,6 +199,8 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
     copies: tuple[tuple[int, int], ...] = ()
+    ring: list[int] = field(default_factory=list)
+    ring_copies: tuple[tuple[int, int], ...] = ()
     sampled: int = 0
     computed: int = 0
     running: bool = False
@@ -233,24 +237,34 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of `sequence`: pages are copied by `copies` (from, to), its first token is sampled from `logit_row`."""
+    """The start of `sequence`: pages are copied by `copies` (from, to), its first token is sampled from `logit_row`.
+
+    The same for rings.
+    """
 
     sequence: Sequence
     logit_row: int | None
     copies: tuple[tuple[int, int], ...]
+    ring_copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The preemption of `sequence`, which was in `slot` and held the pages of `table`.
+    """The preemption of `sequence`, which was in `slot` and held the pages of `table`, and its ring.
 
-    If the sequence is `swapped`, its pages must be saved before they are reused; otherwise it has sampled no token yet.
+    If the sequence is `swapped`, they must be saved before they are reused; otherwise it has sampled no token yet.
     """
 
     sequence: Sequence
     slot: int
     shard: int
     table: tuple[int, ...]
+    ring: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its pages, and its ring."""
+        return self.table, self.ring
 
 
 def bucket_of(tokens: int, buckets: Iterable[int]) -> int:

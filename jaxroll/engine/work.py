@@ -73,7 +73,8 @@ class Work:
             assert sequence.slot is not None
             saved = self._open[sequence.id].saved
             assert saved is not None
-            self._device.load(self._scheduler.shard_of(sequence.slot), sequence.table, saved)
+            held = sequence.table, sequence.ring
+            self._device.load(self._scheduler.shard_of(sequence.slot), held, saved)
             self._open[sequence.id].saved = None
         chunks = self._scheduler.prefill_chunks(busy=bool(self._scheduler.running))
         for chunk in chunks:
@@ -92,24 +93,21 @@ class Work:
                 continue
             one = self._open[victim.sequence.id]
             _, one.before = self._ledger.interrupt(victim.slot)
-            one.saved = self._device.save(victim.shard, victim.table, victim.sequence.positions_wanted)
+            one.saved = self._device.save(victim.shard, victim.held, victim.sequence.positions_wanted)
         if victims:
             self._device.cancel([victim.slot for victim in victims])
         if self._tables_of != self._scheduler.changes:
             self._tables_of = self._scheduler.changes
-            self._device.set_tables([sequence.table if sequence else () for sequence in self._scheduler.sequences])
+            self._device.set_tables([(one.table, one.ring) if one else ((), ()) for one in self._scheduler.sequences])
         return len(victims)
 
     def _compute(self, params: Params, chunk: Chunk) -> None:
-        copies = [
-            (self._shard(row.owner), *copy)
-            for row in chunk.rows
-            for copy in row.owner.copies  # only before the first chunk
-        ]
-        if copies:
-            self._device.copy(copies)
-        for row in chunk.rows:
-            row.owner.copies = ()
+        owners = [row.owner for row in chunk.rows]
+        # Only before an owner's first chunk.
+        self._device.copy([(self._shard(owner), *copy) for owner in owners for copy in owner.copies])
+        self._device.copy_rings([(self._shard(owner), *copy) for owner in owners for copy in owner.ring_copies])
+        for owner in owners:
+            owner.copies = owner.ring_copies = ()
         self._device.prefill(params, chunk.fresh, chunk.bucket, [self._prefill_row(row) for row in chunk.rows])
 
     def _prefill_row(self, row: Row) -> requests.PrefillRow:
@@ -120,7 +118,8 @@ class Work:
             before = self._open[owner.id].before
             assert before is not None
             tokens, logits = np.concatenate([np.frombuffer(owner.prompt, np.int32), before.tokens]), None
-        return requests.PrefillRow(tokens[row.start : end], row.start, self._shard(owner), owner.table, logits)
+        tokens = tokens[row.start : end]
+        return requests.PrefillRow(tokens, row.start, self._shard(owner), owner.table, logits, owner.ring)
 
     def _shard(self, owner: Prefix | Sequence) -> int:
         if isinstance(owner, Prefix):
@@ -129,13 +128,14 @@ class Work:
         return self._scheduler.shard_of(owner.slot)
 
     def _start(self, started: list[Start], version: Version) -> None:
-        inserts, restores, copies, now_s = [], [], [], self._clock()
+        inserts, restores, copies, ring_copies, now_s = [], [], [], [], self._clock()
         for start in started:
             sequence, one = start.sequence, self._open[start.sequence.id]
             assert sequence.slot is not None
             request, before = one.add.request, one.before
             self._ledger.start(sequence.slot, one.add, now_s, version, before)
             made = [(self._shard(sequence), *copy) for copy in start.copies]
+            ring_copies += [(self._shard(sequence), *copy) for copy in start.ring_copies]
             if before is None:
                 assert start.logit_row is not None
                 copy = made[0] if made else (0, 0, self._sizes.shard_pages)
@@ -146,6 +146,7 @@ class Work:
                 (sequence.slot, before.tokens, float(before.logprobs[-1]), sequence.positions_wanted, request)
             )
         self._device.copy(copies)
+        self._device.copy_rings(ring_copies)
         self._set_masks([start.sequence for start in started], reset_others=True)
         self._device.restore(restores)
         self._device.insert(inserts)
@@ -241,8 +242,11 @@ class Work:
         add, result = self._ledger.take(slot, ended, end_s)
         result = self._with_experts(slot, add, result)
         kept = None
-        # A KV cache of mixed versions is not reused.
-        if add.request.keep and all(run.version == version for run in result.completion.versions):
+        sequence = self._scheduler.sequences[slot]
+        assert sequence is not None
+        whole = self._sizes.keeps_window(sequence.sampled - len(result.completion.tokens))
+        # A KV cache of mixed versions is not reused, nor one whose last window was overwritten behind a stop string.
+        if add.request.keep and whole and all(run.version == version for run in result.completion.versions):
             kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
         self._scheduler.release(slot, kept)
         del self._open[add.request.id]

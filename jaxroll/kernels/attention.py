@@ -194,15 +194,13 @@ def paged(
     tables: Int[Array, "B J"],
     starts: Int[Array, " B"],
     reach: Int[Array, " blocks"],
-    begin: Int[Array, " blocks"] | None = None,
     window: int = 0,
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    The rows form equal, consecutive blocks; of block i only the pages from begin[i] (0 without `begin`) to reach[i] - 1
-    are read (see `beginning` and `reach`). All blocks use the same operations, and a page beyond the end of a row or
-    before its window adds exact zeros. So a row's result does not depend, to the bit, on the lengths of other rows, its
-    slot or its pages.
+    The rows form equal, consecutive blocks; of block i only the first reach[i] pages are read (see `reach`). All blocks
+    use the same operations, and a page beyond the end of a row or before its window adds exact zeros. So a row's result
+    does not depend, to the bit, on the lengths of other rows, its slot or its pages.
     """
     B, T, N, H = q.shape
     K, U = keys.shape[0], keys.shape[2]
@@ -213,8 +211,7 @@ def paged(
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
         at = jnp.minimum(i * rows, B - rows)  # the last block may overlap the previous one and compute rows twice
         here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
-        chunks = 0 if begin is None else begin[i] // pages, -(-reach[i] // pages)
-        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), chunks, window)
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages), window)
         return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
 
     nothing = jnp.zeros(wide.shape, jnp.float32)
@@ -228,10 +225,10 @@ def _block(
     values: Float[Array, "K P U H"],
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
-    chunks: tuple[int | Int[Array, ""], Int[Array, ""]],
+    chunks: Int[Array, ""],
     window: int,
 ) -> Float[Array, "K R G T H"]:
-    """The rows of one block over their chunks of pages from chunks[0] to chunks[1] - 1, in float32."""
+    """The rows of one block over their first `chunks` chunks of pages, in float32."""
     K, R, G, T, H = wide.shape
     pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
     C = pages * keys.shape[2]
@@ -255,7 +252,7 @@ def _block(
 
     each = (K, R, G * T)
     nothing = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros((*each, H), jnp.float32)
-    _, total, out = jax.lax.fori_loop(*chunks, chunk, nothing)
+    _, total, out = jax.lax.fori_loop(0, chunks, chunk, nothing)
     return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
 
 
@@ -281,14 +278,24 @@ def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, block
     return (last + queries - 1) // page_tokens + 1
 
 
-def beginning(
-    starts: Int[Array, "*shards B"], window: int, page_tokens: int, blocks: int = 1
-) -> Int[Array, " blocks"] | None:
-    """The first page within the `window` of any row of each block; None without a window. Rows at -1 have none."""
-    if not window:
-        return None
-    first = jnp.where(starts < 0, jnp.iinfo(jnp.int32).max, jnp.maximum(starts - window + 1, 0))
-    return jnp.min(_members(first, blocks), axis=(0, -1)) // page_tokens
+def window_pages(window: int, queries: int, page_tokens: int) -> int:
+    """The largest number of pages that `queries` consecutive queries see within a `window` above 0."""
+    return (window + queries - 3) // page_tokens + 2
+
+
+def within(
+    tables: Int[Array, "*shards B J"], starts: Int[Array, "*shards B"], window: int, queries: int, page_tokens: int
+) -> tuple[Int[Array, "*shards B j"], Int[Array, "*shards B"]]:
+    """The pages that each row's queries see within `window`, and the position of the first query counted from there.
+
+    Without a window, or with one as long as the table, both are as given. A row at -1 stays there.
+    """
+    count = window_pages(window, queries, page_tokens) if window else tables.shape[-1]
+    if count >= tables.shape[-1]:
+        return tables, starts
+    first = jnp.maximum(starts - window + 1, 0) // page_tokens
+    seen = jnp.minimum(first[..., None] + jnp.arange(count), tables.shape[-1] - 1)
+    return jnp.take_along_axis(tables, seen, axis=-1), starts - first * page_tokens
 
 
 def _members(values: Int[Array, "*shards B"], blocks: int) -> Int[Array, "D blocks rows"]:

@@ -2,6 +2,10 @@
 
 S slots are in D shards of S/D slots, as the rules shard slots over the mesh. A shard has its own P pages of U tokens,
 so that no decode step reads another device's pages. Page numbers are relative to the shard.
+
+Layers with a sliding window may have *rings* instead: R consecutive pages, of which page j % R holds the tokens of page
+j of the sequence. A token overwrites one that is R·U positions before it, which no later query sees. So these layers
+need memory for the window and not for the whole sequence. The last column of a table is then the number of the ring.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +29,31 @@ from jaxroll.sharding import Layout, Rules, sharding
 LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 
 
+class LayerPools(NamedTuple):
+    """The pools of a layer, in which its pages have the numbers from `first` to `first` + `pages` - 1."""
+
+    keys: Float[Array, "D K P U H"]
+    values: Float[Array, "D K P U H"]
+    first: int | Int[Array, ""]
+    pages: int
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys (already rotated) and values of each layer, in the compute dtype.
+    """Keys (already rotated) and values in the compute dtype: a pool for each layer.
 
     `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`). With
-    `joint` layers above 1 (layers in a loop), one pool has the pages of all of them: page p of layer n is p + n·P.
+    layers in a loop, `joint` has the layers of each pool, which has the pages of all of them: page p of its n-th layer
+    is p + n·P. With a `ring` (R) above 0, the layers with a window have rings; they have the last of joint pools.
     """
 
     keys: tuple[Float[Array, "D K P U H"], ...]
     values: tuple[Float[Array, "D K P U H"], ...]
     experts: Int[Array, "D 1 P U X"] | None = None
-    joint: int = field(default=1, metadata={"static": True})
+    joint: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
+    ring: int = field(default=0, metadata={"static": True})
+    in_rings: tuple[bool, ...] = field(default=(), metadata={"static": True})  # of each pool; empty without rings
 
     @property
     def shards(self) -> int:
@@ -45,40 +61,70 @@ class KVCache:
         return self.keys[0].shape[0]
 
     @property
-    def pages(self) -> int:
-        """P, the number of pages of one shard."""
-        return self.keys[0].shape[2] // self.joint
-
-    @property
     def page_tokens(self) -> int:
         """U, the number of tokens of a page."""
         return self.keys[0].shape[3]
 
-    def of(self, layer: int | Array, tables: Array) -> tuple[Array, Array, Array]:
-        """The pools of keys and values of a layer, and `tables` by the numbers of pages there."""
-        if len(self.keys) == 1:
-            return self.keys[0], self.values[0], tables + layer * self.pages if self.joint > 1 else tables
-        assert isinstance(layer, int)
-        return self.keys[layer], self.values[layer], tables
+    def pools_of_rings(self) -> list[Array]:
+        """The pools of keys and values that have rings."""
+        both = zip(self.keys + self.values, 2 * self.in_rings, strict=True) if self.ring else ()
+        return [pool for pool, ringed in both if ringed]
 
-    def with_layer(self, layer: int | Array, keys: Array, values: Array) -> KVCache:
+    def ring_of(self, window: int) -> int:
+        """R for a layer with this window; 0 for one without a ring."""
+        return self.ring if window else 0
+
+    def tables(self, window: int, tables: Int[Array, "*rows J1"]) -> Int[Array, "*rows J"]:
+        """The pages of the layers with this window, relative to the first page of a layer."""
+        if not self.ring:
+            return tables
+        ring, pages = tables[..., -1:], tables.shape[-1] - 1
+        return ring * self.ring + jnp.arange(pages) % self.ring if window else tables[..., :-1]
+
+    def of(self, layer: int | Array, window: int) -> LayerPools:
+        """The pools of a layer, which has this window."""
+        at = self._pool(layer, window)
+        keys, values = self.keys[at], self.values[at]
+        if not self.joint:
+            return LayerPools(keys, values, 0, keys.shape[2])
+        layers = self.joint[at]
+        ranks = [layers.index(one) if one in layers else 0 for one in range(max(layers) + 1)]
+        rank = layer if len(self.joint) == 1 else jnp.array(ranks)[layer]
+        pages = keys.shape[2] // len(layers)
+        return LayerPools(keys, values, rank * pages, pages)
+
+    def with_layer(self, layer: int | Array, window: int, keys: Array, values: Array) -> KVCache:
         """The cache with other pools of a layer."""
-        at = 0 if len(self.keys) == 1 else layer
-        assert isinstance(at, int)
+        at = self._pool(layer, window)
         put = lambda pools, new: (*pools[:at], new, *pools[at + 1 :])  # noqa: E731
         return replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
+    def _pool(self, layer: int | Array, window: int) -> int:
+        if self.joint:
+            return len(self.joint) - 1 if self.ring_of(window) else 0
+        assert isinstance(layer, int)
+        return layer
+
     def map(self, change: Callable[..., Array], *others: KVCache) -> KVCache:
-        """The cache with `change(pool, layers, *pools of others)` for each pool, which has pages of so many layers."""
+        """The cache with `change(pool, layers, ring, *pools of others)` for each pool.
+
+        A pool has the pages of so many layers, in rings of `ring` pages (0: no rings).
+        """
+        counts = [len(layers) for layers in self.joint] or [1] * len(self.keys)
+        rings = [self.ring * one for one in self.in_rings] or [0] * len(self.keys)
 
         def each(pools: tuple[Array, ...], *of: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tuple(change(pool, self.joint, *rest) for pool, *rest in zip(pools, *of, strict=True))
+            rows = zip(pools, counts, rings, *of, strict=True)
+            return tuple(change(*row) for row in rows)
 
+        experts = None
+        if self.experts is not None:
+            experts = change(self.experts, 1, 0, *(other.experts for other in others))
         return replace(
             self,
             keys=each(self.keys, *(other.keys for other in others)),
             values=each(self.values, *(other.values for other in others)),
-            experts=None if self.experts is None else change(self.experts, 1, *(other.experts for other in others)),
+            experts=experts,
         )
 
 
@@ -89,28 +135,45 @@ def shards_of(slots: int, mesh: Mesh, rules: Rules) -> int:
 
 
 def abstract(
-    spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, *, experts: bool = False
+    spec: ModelSpec,
+    shards: int,
+    pages: int,
+    page_tokens: int,
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    experts: bool = False,
+    ring: int = 0,
+    rings: int = 0,
 ) -> KVCache:
     """The cache as ShapeDtypeStructs with shardings, for ahead-of-time compilation and memory estimates.
 
-    With `experts`, it has room for recorded choices.
+    With `experts`, it has room for recorded choices. With a `ring` above 0, layers with a window have `rings` rings of
+    that many pages in each shard.
     """
 
-    def pool(heads: int, width: int, dtype: np.dtype, joint: int = 1) -> Any:  # abstract leaves replace arrays
-        shape = (shards, heads, joint * pages, page_tokens, width)
+    def pool(heads: int, width: int, dtype: np.dtype, pages: int) -> Any:  # abstract leaves replace arrays
+        shape = (shards, heads, pages, page_tokens, width)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, LOGICAL, rules, shape))
 
-    joint = spec.layers if spec.scan else 1
-    leaves = (pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype), joint),) * (spec.layers // joint)
-    recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec)) if experts else None
-    return KVCache(leaves, leaves, recorded, joint)
+    windowed = [bool(ring and window) for window in spec.each_window]
+    every = [(layer,) for layer in range(spec.layers)]
+    if spec.scan:
+        kinds = (tuple(layer for layer in range(spec.layers) if windowed[layer] == kind) for kind in (False, True))
+        every = [layers for layers in kinds if layers]
+    in_rings = [windowed[layers[0]] for layers in every]
+    of_layer = {False: pages, True: rings * ring}
+    leaves = tuple(
+        pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype), len(layers) * of_layer[one])
+        for layers, one in zip(every, in_rings, strict=True)
+    )
+    recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec), pages) if experts else None
+    return KVCache(leaves, leaves, recorded, tuple(every) if spec.scan else (), ring, tuple(in_rings) if ring else ())
 
 
-def empty(
-    spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, *, experts: bool = False
-) -> KVCache:
-    """A cache of zeros, created sharded."""
-    like = abstract(spec, shards, pages, page_tokens, mesh, rules, experts=experts)
+def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, **how: Any) -> KVCache:
+    """A cache of zeros, created sharded; `how` is as for `abstract`."""
+    like = abstract(spec, shards, pages, page_tokens, mesh, rules, **how)
     lie = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()
 
@@ -134,12 +197,18 @@ def filled(
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
+    ring: int = 0,
 ) -> Float[Array, "D K P U H"]:
-    """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; other tokens are dropped."""
+    """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; other tokens are dropped.
+
+    With a `ring`, tokens that later ones would overwrite are dropped, too.
+    """
     (K, P, U), J, T = pool.shape[1:4], tables.shape[1], new.shape[1]
     positions = starts[:, None] + jnp.arange(T)
     place = jnp.minimum(positions // U, J - 1)
     written = (jnp.arange(T) < lengths[:, None]) & (positions < J * U)
+    if ring:
+        written &= jnp.arange(T) >= lengths[:, None] - ring * U
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
     heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: explicit heads, see `appended`
     at = shards[:, None, None], heads, tokens(page), tokens(positions % U)
@@ -152,14 +221,33 @@ def begun(
     shards: Int[Array, " R"],
     tables: Int[Array, "R J"],
     lengths: Int[Array, " R"],
+    ring: int = 0,
 ) -> Float[Array, "D K P U H"]:
     """`filled` from position 0 on, by whole pages; the rest of the last page is undefined."""
     (K, P, U), (R, T) = pool.shape[1:4], new.shape[:2]
     pages = -(-T // U)
     new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
     new = new.reshape(R, pages, U, K, -1).transpose(0, 3, 1, 2, 4)
-    page = jnp.where(jnp.arange(pages) * U < lengths[:, None], tables[:, :pages], P)
+    used = -(-lengths[:, None] // U)
+    written = jnp.arange(pages) < used
+    if ring:
+        written &= jnp.arange(pages) >= used - ring
+    page = jnp.where(written, tables[:, :pages], P)
     return pool.at[shards[:, None, None], jnp.arange(K)[:, None], page[:, None]].set(new, mode="drop")
+
+
+def extended(
+    pool: Float[Array, "D K P U H"],
+    new: Float[Array, "R T K H"],
+    shards: Int[Array, " R"],
+    tables: Int[Array, "R J"],
+    starts: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+) -> Float[Array, "R K J U H"]:
+    """A copy of each row's pages of `tables`, with its new tokens at positions starts[r], starts[r] + 1, …"""
+    rows = jnp.arange(len(tables))
+    pages = pool[shards[:, None], :, tables].swapaxes(1, 2)
+    return filled(pages, new, rows, jnp.broadcast_to(jnp.arange(tables.shape[1]), tables.shape), starts, lengths)
 
 
 def copied(
@@ -176,6 +264,18 @@ def copied(
     shards, targets = jnp.tile(shards, layers), of_every_layer(pool, layers, targets)
     sources = of_every_layer(pool, layers, jnp.minimum(sources, pool.shape[2] // layers - 1))
     return pool.at[shards, :, targets].set(pool[shards, :, sources], mode="drop")
+
+
+def ring_copied(cache: KVCache, shard: Int[Array, ""], source: Int[Array, ""], target: Int[Array, ""]) -> KVCache:
+    """The cache with the tokens of ring `source` in ring `target` of the shard."""
+
+    def change(pool: Array, layers: int, ring: int) -> Array:
+        if not ring:
+            return pool
+        each = jnp.arange(ring)
+        return copied(pool, jnp.broadcast_to(shard, (ring,)), source * ring + each, target * ring + each, layers)
+
+    return cache.map(change)
 
 
 def of_every_layer(pool: Float[Array, "D K P U H"], layers: int, pages: Int[Array, " R"]) -> Int[Array, " LR"]:

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
-from jaxroll.kernels.attention import SharedRows, beginning, blocks, paged, reach
+from jaxroll.kernels.attention import SharedRows, blocks, paged, reach, within
 from jaxroll.kernels.choice import XLA
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
-from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, filled
+from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, extended, filled
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation, summing
 from jaxroll.models.moe import Load, Routing
@@ -213,7 +213,7 @@ def prefill_with_experts(
     attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], Layers, Layers, Int[Array, "R T 1 X"] | None]:
     """`prefill`, and the records of the chosen experts (`moe.recorded`; None for a model without experts)."""
-    grow = lambda held, _, k, v: ((*held[0], k), (*held[1], v))  # noqa: E731
+    grow = lambda held, _layer, _window, k, v: ((*held[0], k), (*held[1], v))  # noqa: E731
     last, (keys, values), experts = prefill_into(
         spec, params, ((), ()), grow, tokens, lengths, layout=layout, attention=attention
     )
@@ -224,14 +224,14 @@ def prefill_into(
     spec: ModelSpec,
     params: Params,
     held: Any,
-    keep: Callable[[Any, Layer, Array, Array], Any],
+    keep: Callable[[Any, Layer, int, Array, Array], Any],
     tokens: Int[Array, "R T"],
     lengths: Int[Array, " R"],
     *,
     layout: Layout | None = None,
     attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], Any, Int[Array, "R T 1 X"] | None]:
-    """As `prefill_with_experts`, but keys and values go into `held` by `keep(held, layer, keys, values)`.
+    """As `prefill_with_experts`, but keys and values go into `held` by `keep(held, layer, window, keys, values)`.
 
     With layers in a loop, `held` is carried from layer to layer, so its shape may not change.
     """
@@ -239,7 +239,7 @@ def prefill_into(
     causal = {window: placed.rows(attention, T, None, layout, window) for window in sorted(set(spec.each_window))}
 
     def attend(held: Any, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return causal[window](q, k, v), keep(held, layer, k, v)
+        return causal[window](q, k, v), keep(held, layer, window, k, v)
 
     decoder = outer(spec, params)
     x, held, experts = through(
@@ -264,27 +264,33 @@ def extend(
     continues after its cached tokens.
     """
     decoder, T = outer(spec, params), tokens.shape[1]
-    far = reach(pages.starts, T, cache.page_tokens)
-    passed = {window: beginning(pages.starts, window, cache.page_tokens) for window in spec.each_window}
+    U, windows = cache.page_tokens, set(spec.each_window)
+    own = {window: cache.tables(window, pages.tables) for window in windows}
+    near = {window: within(own[window], pages.starts, window, T, U) for window in windows}
 
     def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-        keys, values, tables = held.of(layer, pages.tables)
-        keys, values = (
-            filled(pool, new, pages.shards, tables, pages.starts, lengths) for pool, new in ((keys, k), (values, v))
-        )
-        held = held.with_layer(layer, keys, values)
-        if held.shards > 1 and held.joint > 1:  # the pages of other layers are not gathered
-            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=layer * held.pages, slice_size=held.pages, axis=2)
-            keys, values, tables = cut(keys), cut(values), pages.tables
-        everywhere = tables + pages.shards[:, None] * keys.shape[2]
-        one = _one_pool(keys), _one_pool(values)
-        return paged(q, *one, everywhere, pages.starts, far, passed[window], window), held
+        (keys, values, first, count), ring = held.of(layer, window), held.ring_of(window)
+        (tables, starts), new = near[window], ((keys, k), (values, v))
+        far, at = reach(starts, T, U), {"shards": pages.shards, "lengths": lengths}
+        put = partial(filled, tables=own[window] + first, starts=pages.starts, ring=ring, **at)
+        held = held.with_layer(layer, window, *(put(pool, one) for pool, one in new))
+        if ring:  # the last of the new tokens overwrite what the first of them see, so these see a copy
+            copy = partial(extended, tables=tables + first, starts=starts, **at)
+            keys, values = (_one_pool(copy(pool, one)) for pool, one in new)
+            return paged(q, keys, values, jnp.arange(tables.size).reshape(tables.shape), starts, far, window), held
+        keys, values, *_ = held.of(layer, window)
+        if held.shards > 1 and held.joint:  # the pages of other layers are not gathered
+            cut = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=2)
+            keys, values, first = cut(keys), cut(values), 0
+        everywhere = tables + first + pages.shards[:, None] * keys.shape[2]
+        return paged(q, _one_pool(keys), _one_pool(values), everywhere, starts, far, window), held
 
     positions = pages.starts[:, None] + jnp.arange(T)
     start = _pinned(decoder.embedded(tokens), layout)
     x, held, chosen = through(spec, params, decoder, start, positions, cache, attend, layout)
     if held.experts is not None and chosen is not None:
-        held = replace(held, experts=filled(held.experts, chosen, pages.shards, pages.tables, pages.starts, lengths))
+        tables = cache.tables(0, pages.tables)
+        held = replace(held, experts=filled(held.experts, chosen, pages.shards, tables, pages.starts, lengths))
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), constrained(held, layout)
 
 
@@ -310,27 +316,29 @@ def decode(
     # Slots of each shard sorted by length: a block reads as many pages as its longest slot has.
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, tables = (ordered(x, order) for x in (tokens, positions, tables))
-    here, where = split(tables), split(positions)
-    far = reach(where, 1, cache.page_tokens, count)
-    passed = {window: beginning(where, window, cache.page_tokens, count) for window in spec.each_window}
+    where, U, windows = split(positions), cache.page_tokens, set(spec.each_window)
+    own = {window: cache.tables(window, split(tables)) for window in windows}
+    near = {window: within(own[window], where, window, 1, U) for window in windows}
     fused = None if attention == XLA else placed.pages(attention, layout)
 
     def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
         # Pools are updated by one token: since the cache is donated, nothing is copied.
-        keys, values, tables = held.of(layer, here)
+        keys, values, first, _ = held.of(layer, window)
         keys, values = (
-            jax.vmap(appended)(pool, split(new[:, 0]), tables, where) for pool, new in ((keys, k), (values, v))
+            jax.vmap(appended)(pool, split(new[:, 0]), own[window] + first, where)
+            for pool, new in ((keys, k), (values, v))
         )
         if fused:
-            out = fused(split(q), keys, values, tables, where, far)
+            out = fused(split(q), keys, values, own[window] + first, where, reach(where, 1, U))
         else:
-            over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None, None))
-            out = over_shards(split(q), keys, values, tables, where, far, passed[window])
-        return out.reshape(q.shape), held.with_layer(layer, keys, values)
+            tables, starts = near[window]
+            over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
+            out = over_shards(split(q), keys, values, tables + first, starts, reach(starts, 1, U, count))
+        return out.reshape(q.shape), held.with_layer(layer, window, keys, values)
 
     start = decoder.embedded(tokens[:, None])
     x, held, chosen = through(spec, params, decoder, start, positions[:, None], cache, attend, layout)
-    held = replace(held, experts=_with_record(cache.experts, chosen, split, here, where))
+    held = replace(held, experts=_with_record(cache.experts, chosen, split, cache.tables(0, split(tables)), where))
     x = ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(held, layout)
 
@@ -359,13 +367,11 @@ def decode_contiguous(
     def attend(held: _Both, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, _Both]:
         assert isinstance(layer, int)
         (pages, side), new = held, (split(k[:, 0]), split(v[:, 0]))
-        keys, values, tables = pages.of(layer, here)
-        keys, values = (
-            jax.vmap(appended)(pool, one, tables, where) for pool, one in ((keys, new[0]), (values, new[1]))
-        )
+        keys, values, *_ = pages.of(layer, window)
+        keys, values = (jax.vmap(appended)(pool, one, here, where) for pool, one in ((keys, new[0]), (values, new[1])))
         side = dense.with_token(side, layer, *new, where)
         out = dense.attend(side, layer, split(q), where, last, window).reshape(q.shape)
-        return out, (pages.with_layer(layer, keys, values), side)
+        return out, (pages.with_layer(layer, window, keys, values), side)
 
     start = decoder.embedded(tokens[:, None])
     x, (held, side), chosen = through(spec, params, decoder, start, positions[:, None], (cache, side), attend, layout)

@@ -165,6 +165,7 @@ def engine_programs(
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
     chosen = device.choose_kernels(spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention)
+    sizes = device.with_rings(sizes, spec, chosen)
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
 
     def found() -> Iterator[Described]:

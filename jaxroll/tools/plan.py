@@ -148,12 +148,13 @@ def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
     mesh, name = _mesh(config.sampler.mesh, topology)
     programs, described = aot.engine_programs(config, spec, mesh, largest_only=True)
     state, params = programs.state, aot.served_params(spec, programs)
+    rings = aot.device_bytes(state.cache.pools_of_rings())
     resident = {
         "parameters": aot.device_bytes(params),
         "arriving parameters": aot.device_bytes(params),
-        "KV pool": aot.device_bytes((state.cache, state.side)),
-    }
-    resident["slots"] = aot.device_bytes(state) - resident["KV pool"]
+        "KV pool": aot.device_bytes((state.cache, state.side)) - rings,
+    } | ({"KV rings": rings} if rings else {})
+    resident["slots"] = aot.device_bytes(state) - resident["KV pool"] - rings
     return Role("sampler", mesh.size, name, resident, described)
 
 
@@ -440,7 +441,7 @@ def _sampler_change(config: Config, memory: Mapping[str, int], limit: float, nee
     free = 0.98 * limit - (needed - pool)
     longest = math.ceil(episode_tokens(config) / aot.page_tokens(config))
     pages = engine.cache_pages or (engine.slots * longest + engine.mesh.shards * max(2 * engine.prefill_rows, 16))
-    fitting = int(pages * free / pool) // engine.mesh.shards * engine.mesh.shards
+    fitting = int(pages * free / pool) // engine.mesh.shards * engine.mesh.shards if pool else 0
     if fitting >= engine.mesh.shards * (longest + 1):
         return Change(
             "sampler.cache_pages",

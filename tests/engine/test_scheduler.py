@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from jaxroll.engine.requests import Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import BlockAllocator, Chunk, Limits, Prefix, Row, Sequence, bucket_of
 
@@ -21,11 +23,36 @@ def words(tokens: bytes) -> list[int]:
     return [int.from_bytes(tokens[i : i + 4], "little") for i in range(0, len(tokens), 4)]
 
 
+class Rings:
+    """A model of the rings of one shard: tokens by ring and position, each in place of one that is R·U before it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes, self.cells = sizes, [[(-1, -1)] * (sizes.ring * U) for _ in range(sizes.rings)]
+
+    def write(self, ring: list[int], position: int, token: int) -> None:
+        for one in ring:
+            self.cells[one][position % len(self.cells[one])] = position, token
+
+    def begin(self, ring: list[int], tokens: list[int]) -> None:
+        """As the program for fresh prompts: by whole pages, with anything behind the last token."""
+        for position in range(-(-len(tokens) // U) * U):
+            self.write(ring, position, tokens[position] if position < len(tokens) else -1)
+
+    def check(self, ring: list[int], tokens: list[int]) -> None:
+        """The next token sees its whole window before itself."""
+        for one in ring:
+            for position in range(max(len(tokens) - self.sizes.window + 1, 0), len(tokens)):
+                assert self.cells[one][position % len(self.cells[one])] == (position, tokens[position])
+
+
 class Memory:
     """A model of the device: cells hold (weights, token); a decode writes the last token and samples the next."""
 
-    def __init__(self, scheduler: Scheduler, pages: int, rng: random.Random) -> None:
+    def __init__(self, scheduler: Scheduler, pages: int, rng: random.Random, sizes: Sizes | None = None) -> None:
         self.scheduler, self.rng, self.weights = scheduler, rng, 0
+        self.sizes = sizes or Sizes(4, 28, 2, 4, (4, 8), 1, 0, U)
+        self.rings = [Rings(self.sizes) for _ in range(scheduler.shards)]
+        self.saved_rings: dict[int, list] = {}
         self.cells = [[[None] * U for _ in range(pages)] for _ in range(scheduler.shards)]
         self.drawn: dict[int, list[int]] = {}
         self.limits: dict[int, int] = {}
@@ -37,15 +64,17 @@ class Memory:
     def cell(self, shard: int, table, position: int):
         return self.cells[shard][table[position // U]], position % U
 
-    def copy(self, shard: int, copies) -> None:
+    def copy(self, shard: int, copies, ring_copies) -> None:
         for source, target in copies:
             self.cells[shard][target] = list(self.cells[shard][source])
+        for source, target in ring_copies:
+            self.rings[shard].cells[target] = list(self.rings[shard].cells[source])
 
     def copy_before(self, chunk: Chunk) -> None:
         for owner in (row.owner for row in chunk.rows):
             shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
-            self.copy(shard, owner.copies)
-            owner.copies = ()
+            self.copy(shard, owner.copies, owner.ring_copies)
+            owner.copies = owner.ring_copies = ()
 
     def compute(self, row: Row, fresh: bool) -> None:
         owner = row.owner
@@ -55,17 +84,25 @@ class Memory:
         for position in range(row.start):
             page, at = self.cell(shard, owner.table, position)
             assert page[at] == (self.weights, tokens[position]), "a chunk reads what is not there"
-        for position in range(row.start, row.start + row.count):
+        end = row.start + row.count
+        self.rings[shard].check(owner.ring, tokens[: row.start])
+        if fresh:
+            self.rings[shard].begin(owner.ring, tokens[:end])
+        for position in range(row.start, end):
             page, at = self.cell(shard, owner.table, position)
             page[at] = (self.weights, tokens[position])
+            self.rings[shard].write(owner.ring, position, tokens[position])
         if isinstance(owner, Prefix):
             self.logits[owner.row] = (self.weights, owner.tokens[: 4 * (row.start + row.count)])
 
     def fill(self) -> None:
         scheduler = self.scheduler
         for sequence in scheduler.admit():
+            shard = scheduler.shard_of(sequence.slot)
             for page, cells in zip(sequence.table, self.saved.pop(sequence.id), strict=False):
-                self.cells[scheduler.shard_of(sequence.slot)][page] = list(cells)
+                self.cells[shard][page] = list(cells)
+            for ring, cells in zip(sequence.ring, self.saved_rings.pop(sequence.id), strict=True):
+                self.rings[shard].cells[ring] = cells
         for chunk in scheduler.prefill_chunks(busy=bool(scheduler.running)):
             assert 1 <= len(chunk.rows) <= LIMITS["rows"]
             self.copy_before(chunk)
@@ -74,7 +111,7 @@ class Memory:
                 self.compute(row, chunk.fresh)
         for start in scheduler.start_rows():
             sequence = start.sequence
-            self.copy(scheduler.shard_of(sequence.slot), start.copies)
+            self.copy(scheduler.shard_of(sequence.slot), start.copies, start.ring_copies)
             if not sequence.sampled:
                 assert self.logits[start.logit_row] == (self.weights, sequence.prompt)
                 self.started.append(sequence.id)
@@ -85,6 +122,8 @@ class Memory:
         for victim in scheduler.grow(steps):
             held = -(-victim.sequence.positions_wanted // U)
             self.saved[victim.sequence.id] = [list(self.cells[victim.shard][page]) for page in victim.table[:held]]
+            rings = self.rings[victim.shard].cells
+            self.saved_rings[victim.sequence.id] = [list(rings[ring]) for ring in victim.ring]
         written = []
         for sequence in scheduler.running:
             drawn, shard = self.drawn[sequence.id], scheduler.shard_of(sequence.slot)
@@ -94,6 +133,9 @@ class Memory:
                 position = sequence.prompt_tokens + len(drawn) - 1
                 page, at = self.cell(shard, sequence.table, position)
                 page[at] = (self.weights, drawn[-1])
+                self.rings[shard].write(sequence.ring, position, drawn[-1])
+                for ahead in range(self.rng.randrange(self.sizes.draft + 1)):  # drafted tokens that are rejected
+                    self.rings[shard].write(sequence.ring, position + 1 + ahead, -1)
                 written.append((shard, sequence.table[position // U], at, sequence.id))
                 drawn.append(self.rng.randrange(1000))
             self.whole(sequence, shard)
@@ -108,19 +150,23 @@ class Memory:
         for position in range(len(tokens) - 1):
             page, at = self.cell(shard, sequence.table, position)
             assert page[at] is not None and page[at][1] == tokens[position]
+        self.rings[shard].check(sequence.ring, tokens[:-1])
 
     def release(self, keep: bool) -> None:
         for sequence in self.scheduler.running:
             if len(self.drawn[sequence.id]) >= self.limits[sequence.id]:
                 drawn = self.drawn.pop(sequence.id)
                 self.done[sequence.id] = drawn
+                later = self.rng.randrange(len(drawn))  # tokens behind the end of a stop string
+                whole = self.sizes.keeps_window(later)
+                kept = sequence.prompt + text(*drawn[: len(drawn) - later - 1])
                 # Only tokens under one version may be kept; here all of a page's cells tell.
                 cells = [
                     self.cell(self.scheduler.shard_of(sequence.slot), sequence.table, p)
                     for p in range(sequence.positions_wanted)
                 ]
                 pure = all(page[at][0] == self.weights for page, at in cells)
-                self.scheduler.release(sequence.slot, sequence.prompt + text(*drawn[:-1]) if keep and pure else None)
+                self.scheduler.release(sequence.slot, kept if keep and pure and whole else None)
 
 
 def check_pages(scheduler: Scheduler) -> None:
@@ -139,6 +185,11 @@ def check_pages(scheduler: Scheduler) -> None:
                     holders[page] += 1
         assert holders == [pages.reference_count(page) for page in range(pages.count)]
         assert pages.free == holders.count(0)
+    for shard, rings in enumerate(scheduler.rings if scheduler.rings[0].count else ()):
+        sequences = [one for one in scheduler.sequences if one and scheduler.shard_of(one.slot) == shard]
+        prefixes = [one for one in scheduler.prefixes.all() if one.shard == shard]
+        used = [ring for one in (*sequences, *prefixes) for ring in one.ring]
+        assert len(used) == len(sequences) + len(prefixes) == len(set(used)) == rings.count - rings.free
     rows = [prefix.row for prefix in scheduler.prefixes.all() if prefix.row is not None]
     assert sorted(rows + scheduler.prefixes.rows) == list(range(6))
 
@@ -147,12 +198,15 @@ def check_pages(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize("seed", range(40))
 def test_every_token_is_where_its_table_says_in_any_history(seed: int, reserve: bool, shards: int) -> None:
+    """Its last window is in its ring, too, if the engine has rings."""
     rng = random.Random(f"{seed} {reserve} {shards}")
     slots = 4
     most = 28  # tokens of the longest request: seven pages
     pages = slots // shards * 7 + 6 if reserve else 8 + rng.randrange(4)
-    scheduler = Scheduler(slots, shards, pages, 6, Limits(**LIMITS, reserve=reserve))
-    memory = Memory(scheduler, pages, rng)
+    sizes = Sizes(slots, most, 2, 4, (4, 8), 1, 0, U, logit_rows=rng.randrange(1, 7), shards=shards)
+    sizes = replace(sizes, window=rng.randrange(12) if seed % 4 else 0, draft=rng.randrange(3))
+    scheduler = Scheduler(slots, shards, pages, 6, Limits(**LIMITS, reserve=reserve), sizes.rings)
+    memory = Memory(scheduler, pages, rng, sizes)
     prompts = [text(*(rng.randrange(50) for _ in range(rng.randrange(1, 20)))) for _ in range(6)]
     added = aborted = 0
     gone: set[int] = set()
@@ -170,12 +224,14 @@ def test_every_token_is_where_its_table_says_in_any_history(seed: int, reserve: 
                 aborted += id in running
                 memory.drawn.pop(id, None)
                 memory.saved.pop(id, None)
+                memory.saved_rings.pop(id, None)
         if rng.random() < 0.08:
             policy = rng.choice(["keep_kv", "reprefill", "restart"])
             scheduler.swap_weights(running=policy != "keep_kv", forget_tokens=policy == "restart")
             memory.weights += 1
             if policy != "keep_kv":
                 memory.saved.clear()
+                memory.saved_rings.clear()
             if policy == "restart":
                 memory.drawn.clear()
         memory.fill()

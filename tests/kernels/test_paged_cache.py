@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxroll.kernels import attention
-from jaxroll.kernels.attention import beginning, blocks, paged, reach
+from jaxroll.kernels.attention import blocks, paged, reach, window_pages, within
 
 N, K, H, U, J = 4, 2, 8, 8, 9
 loop = jax.jit(paged)
@@ -75,21 +75,33 @@ def test_a_block_reads_no_further_than_its_own_longest_row():
     np.testing.assert_array_equal(looped(poisoned, starts, 2), clean)
 
 
-def test_a_window_reads_only_its_own_pages():
-    """Pages before the window of every row of a block have no effect, even NaN; the bits are those of all pages."""
-    window, starts = 9, np.array([J * U - 1, 66, 70, 69, 41, 45, -1, 50])
-    given, begin = problem(8), beginning(jnp.asarray(starts), window, U, 2)
-    assert begin.tolist() == [7, 4]  # pages, read in chunks of 4
-    assert beginning(jnp.asarray(starts), 0, U) is None
-    spoilt = given["tables"][:, :4].ravel()
-    spoilt = spoilt[spoilt > 0]  # page 0 fills the last chunk of a table
-    poisoned = given | {"values": given["values"].at[:, spoilt].set(np.nan)}
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_window_reads_only_the_pages_of_its_own_row(queries):
+    """Other pages have no effect, even NaN, although the rows of a block are far apart."""
+    window, starts = 9, np.array([J * U - queries, 3, 66, 40, 17, 0, -1, 50])
+    given, count = problem(8, queries), window_pages(window, queries, U)
+    tables, near = within(given["tables"], jnp.asarray(starts), window, queries, U)
+    assert tables.shape == (8, count) and count == 1 + (queries + 1) // 2 and near[6] == -1
     attend = jax.jit(functools.partial(paged, window=window))
-    how = {"starts": starts, "reach": reach(jnp.asarray(starts), 1, U, 2)}
-    found, whole = np.asarray(attend(**poisoned, **how, begin=begin)), np.asarray(attend(**given, **how))
+    whole = attend(**given, starts=starts, reach=reach(jnp.asarray(starts), queries, U, 2))
+    spoilt = np.setdiff1d(given["tables"], np.append(tables, 0))  # page 0 fills the last chunk of a table
+    poisoned = given | {"values": given["values"].at[:, spoilt].set(np.nan)}
+    found = np.asarray(attend(**poisoned | {"tables": tables}, starts=near, reach=reach(near, queries, U, 2)))
     seen = starts >= 0
-    np.testing.assert_array_equal(found[seen], whole[seen])
-    assert np.isfinite(found).all() and np.isnan(np.asarray(attend(**poisoned, **how))[seen]).any()
+    np.testing.assert_allclose(found[seen], np.asarray(whole)[seen], atol=2e-6)
+    assert np.isfinite(found).all()
+
+
+def test_tables_stay_as_they_are_without_a_window_or_with_a_long_one():
+    tables, starts = problem(2)["tables"], jnp.array([J * U - 1, 30])
+    for window in (0, J * U):
+        assert within(tables, starts, window, 1, U) == (tables, starts)
+
+
+def test_a_window_has_as_many_pages_as_the_queries_can_see():
+    for window, queries, page in ((1, 1, 1), (1, 1, 8), (8, 1, 8), (9, 1, 8), (10, 1, 8), (5, 4, 3), (2, 1, 8)):
+        seen = [(start + queries - 1) // page - (start - window + 1) // page + 1 for start in range(50, 50 + page)]
+        assert window_pages(window, queries, page) == max(seen)
 
 
 def test_reach_is_the_most_of_all_shards_and_zero_for_idle_rows():

@@ -68,7 +68,7 @@ def test_pages_are_copied_within_their_shard_and_the_page_past_the_end_is_not_wr
 def test_an_empty_cache_is_split_over_shards_of_slots_and_heads():
     held = cache.empty(NANO, 2, 8, 16, MESH, sharding.SAMPLER)
     assert len(held.keys) == len(held.values) == NANO.layers
-    assert held.keys[0].shape == (2, 2, 8, 16, 8) and (held.shards, held.pages, held.page_tokens) == (2, 8, 16)
+    assert held.keys[0].shape == (2, 2, 8, 16, 8) and (held.shards, held.page_tokens) == (2, 16)
     assert held.keys[0].addressable_shards[0].data.shape == (1, 1, 8, 16, 8)
     assert not held.keys[0].any()
     assert cache.abstract(NANO, 2, 8, 16, MESH, sharding.SAMPLER).keys[0].sharding == held.keys[0].sharding

@@ -36,9 +36,10 @@ def generated(spec: ModelSpec, values: params.Params, tokens: jax.Array) -> tupl
     like = cache.abstract(spec, 1, 16, 4, ONE, sharding.SAMPLER, experts=spec.experts > 0)
     held = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
-    def keep(held: cache.KVCache, layer, k, v) -> cache.KVCache:
-        keys, new, own = held.of(layer, tables)
-        return held.with_layer(layer, fill(keys, k, tables=own), fill(new, v, tables=own))
+    def keep(held: cache.KVCache, layer, window, k, v) -> cache.KVCache:
+        keys, new, first, _ = held.of(layer, window)
+        put = functools.partial(fill, tables=held.tables(window, tables) + first, ring=held.ring_of(window))
+        return held.with_layer(layer, window, put(keys, k), put(new, v))
 
     first, held, _ = transformer.prefill_into(spec, values, held, keep, tokens[:, :11], lengths)
     chunk = jnp.stack([tokens[0, 11:18], tokens[1, 8:15]])
