@@ -26,6 +26,8 @@ Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T
 
 _QUERIES = ("rows", None, "query_heads", "head_dim")
 _KEYS = ("rows", None, "key_heads", "head_dim")
+_TOKENS = ("rows", "tokens", "heads", "head_dim")  # queries outside attention
+_GATHERED = ("rows", None, "kv_heads", "head_dim")  # keys and values of whole rows
 _ROWS = ("rows", None)
 _SLOTS = ("slots", None, None, "heads", "head_dim")
 _POOL = ("slots", "kv_heads", None, "tokens", "head_dim")
@@ -46,16 +48,21 @@ def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Lay
 
 
 def exchanged(attend: Attend, layout: Layout | None) -> Attend:
-    """`attend` for tokens that are divided over the mesh axis sequence: during attention, the heads are instead."""
+    """`attend` for tokens that are divided over the mesh axis sequence.
+
+    If sequence and tensor together divide the query heads, an all-to-all exchanges tokens for heads and back.
+    Otherwise queries stay divided over their tokens, and keys and values are gathered.
+    """
     if layout is None or layout.mesh.shape["sequence"] == 1:
         return attend
+    parts = layout.mesh.shape["sequence"] * layout.mesh.shape["tensor"]
 
-    def over_heads(q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (layout.constrain(x, of) for x, of in ((q, _QUERIES), (k, _KEYS), (v, _KEYS)))
-        out = layout.constrain(attend(q, k, v), _QUERIES)
-        return layout.constrain(out, ("rows", "tokens", "heads", "head_dim"))
+    def over_parts(q: Array, k: Array, v: Array) -> Array:
+        queries, keys = (_TOKENS, _GATHERED) if q.shape[2] % parts else (_QUERIES, _KEYS)
+        q, k, v = (layout.constrain(x, of) for x, of in ((q, queries), (k, keys), (v, keys)))
+        return layout.constrain(layout.constrain(attend(q, k, v), queries), _TOKENS)
 
-    return over_heads
+    return over_parts
 
 
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:

@@ -211,7 +211,6 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
     # vocabulary may be replicated (fewer key-value heads than devices is common); query heads and hidden may not.
     for axis, size, what, count in (
         ("tensor", mesh.tensor, "query heads", spec.heads),
-        ("sequence", mesh.sequence, f"query heads of each of {mesh.tensor} tensor shards", spec.heads // mesh.tensor),
         ("tensor", mesh.tensor, "hidden units", spec.hidden),
         ("fsdp", mesh.fsdp, "of width", spec.width),
         ("expert", mesh.expert, "experts", spec.experts or 1),

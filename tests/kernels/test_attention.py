@@ -1,11 +1,15 @@
 """The XLA form of attention against the one that loops, in value and gradient."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll.kernels import attention
+from jaxroll import sharding
+from jaxroll.config import MeshConfig
+from jaxroll.kernels import attention, placed
 
 
 def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2, head_dim=8):
@@ -66,3 +70,27 @@ def test_a_token_sees_its_own_segment_up_to_itself():
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(seen[0], np.array(expected, bool))
     np.testing.assert_array_equal(attention.visible(5), np.tril(np.ones((1, 5, 5), bool)))
+
+
+@pytest.mark.parametrize(("kv_heads", "window"), [(1, 0), (2, 7)])
+def test_tokens_of_queries_are_divided_where_heads_cannot_be(kv_heads: int, window: int) -> None:
+    """Four heads on a mesh of 2 × 4: keys are gathered, values and gradients are those of one device."""
+    layout = sharding.Layout(sharding.build(MeshConfig(tensor=2, sequence=4)), sharding.LEARNER)
+    q, k, v, _ = problem(queries=32, keys=32, kv_heads=kv_heads)
+    segments = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 2, 2, 2]], 8, axis=1))  # across the parts of a row, and padding
+
+    def gradients(layout: sharding.Layout | None):
+        attend = placed.exchanged(placed.rows("xla", 32, segments, layout, window), layout)
+        weigh = (segments > 0)[..., None, None]
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(weigh * attend(*x) ** 2), argnums=(0, 1, 2)))
+
+    found, expected = (jax.tree.leaves(gradients(where)(q, k, v)) for where in (layout, None))
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    part = layout.sharding(("rows", "tokens", "heads", "head_dim"), q.shape)
+    of_keys = layout.sharding(("rows", "tokens", "kv_heads", "head_dim"), k.shape)
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x, at in ((q, part), (k, of_keys), (v, of_keys))]
+    text = gradients(layout).lower(*given).compile().as_text()
+    assert "all-gather" in text and "all-to-all" not in text
+    scores = set(re.findall(r"f32\[2,\d,\d,(\d+),32\]", text))
+    assert scores == {"8"}, "the queries of one device"

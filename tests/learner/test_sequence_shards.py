@@ -81,6 +81,15 @@ def test_gradients_and_statistics_are_those_of_one_device(programs, changes):
         np.testing.assert_allclose(divided[name], want, rtol=0, atol=1e-5 * scale, err_msg=name)
 
 
+@pytest.mark.soak
+def test_gradients_are_those_of_one_device_where_heads_cannot_be_divided(programs):
+    """Four query heads over 2 × 4 devices: keys and values are gathered."""
+    one, divided = (gradients(programs(mesh)) for mesh in (MeshConfig(), MeshConfig(tensor=2, sequence=4)))
+    for name, want in one.items():
+        scale = max(1e-6, float(np.abs(want).max()))
+        np.testing.assert_allclose(divided[name], want, rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
 def test_a_device_holds_its_part_of_the_tokens_and_of_the_parameters(programs):
     made = programs(DIVIDED)
     batch = made.placed(streams(made.recipe))["tokens"]
