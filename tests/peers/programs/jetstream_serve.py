@@ -2,17 +2,21 @@
 
     python jetstream_serve.py FOLDER
 
-FOLDER has weights.npz and work.json (eos, serving, prompts, max_tokens, seed); the server's socket is made there.
+FOLDER has weights.npz and work.json (eos, serving, prompts, max_tokens, seed); the server's socket is made there. A
+`vocabulary` of work.json replaces that of the size nano.
 The last line has for each prompt the tokens through the orchestrator (one engine for prefill and decoding), and the
 tokens and text through the server (one engine for prefill, one for decoding); and the tokens of the sampling engine,
 whose slots are filled in reverse order.
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -58,14 +62,14 @@ class Work:
         self.given = json.loads((folder / "work.json").read_text())
         with np.load(folder / "weights.npz") as file:
             self.weights = dict(file)
-        self.prompts = [np.array(prompt, np.int32) for prompt in self.given["prompts"]]
+        self.prompts = [np.array(prompt, np.int32) for prompt in self.given.get("prompts", ())]
+        spec = families.spec("nano")
+        self.spec = dataclasses.replace(spec, vocab_size=self.given.get("vocabulary", spec.vocab_size))
 
     def engine(self, **drawing) -> jetstream.JetStreamEngine:
         serving = jetstream.Serving(**self.given["serving"], **drawing)
         words, mesh = Words(self.given["eos"]), sharding.build(MeshConfig())
-        return jetstream.JetStreamEngine(
-            families.spec("nano"), mesh, sharding.SAMPLER, words, lambda: self.weights, serving
-        )
+        return jetstream.JetStreamEngine(self.spec, mesh, sharding.SAMPLER, words, lambda: self.weights, serving)
 
     def requests(self, as_text: bool) -> list[jetstream_pb2.DecodeRequest]:
         kinds = jetstream_pb2.DecodeRequest
@@ -107,17 +111,24 @@ async def asked(work: Work, address: str) -> list[tuple[list[int], str]]:
         return await asyncio.gather(*(streamed(stub.Decode(request)) for request in work.requests(True)))
 
 
-def served(work: Work, folder: Path) -> list[tuple[list[int], str]]:
-    """Tokens and texts of all prompts at once through JetStream's gRPC server, on a Unix socket, not a TCP port."""
+@contextmanager
+def serving(work: Work, folder: Path) -> Iterator[str]:
+    """The address of JetStream's gRPC server over `work`, on a Unix socket, not a TCP port."""
     jetstream.current_orchestrator()
     make = lambda devices: work.engine(temperature=0.0)  # noqa: E731
     config = config_lib.ServerConfig(("cpu=1",), ("cpu=1",), (), (make,), (make,))
     server_lib._HOST = "unix"
     server = server_lib.run(str(folder / "socket"), config, jax.devices()[:1] * 2)
     try:
-        return asyncio.run(asked(work, f"unix:{folder / 'socket'}"))
+        yield f"unix:{folder / 'socket'}"
     finally:
         server.stop()
+
+
+def served(work: Work, folder: Path) -> list[tuple[list[int], str]]:
+    """Tokens and texts of all prompts at once through JetStream's gRPC server."""
+    with serving(work, folder) as address:
+        return asyncio.run(asked(work, address))
 
 
 def sampled(work: Work) -> list[list[int]]:
