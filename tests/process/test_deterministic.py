@@ -61,3 +61,31 @@ def test_a_synchronous_run_has_the_bits_of_one_without_a_virtual_clock(tmp_path)
     synchronous = ("--config.schedule.alpha=0", "--config.evaluator.every=0")
     first, second = (trained(tmp_path / str(len(words)), 0, *synchronous, *words) for words in ((), (ON_A_CLOCK,)))
     assert first == second
+
+
+DELAYED = "--config.task.env=tests.harness.envs.random_delay:random_delay"
+"""Its delays are random on the virtual clock too, so that every run has another order of events."""
+
+
+def test_with_intervals_the_number_of_samplers_and_random_delays_change_no_bit(tmp_path):
+    """HTS-RL: a token of interval k is sampled with the weights of interval k − 1, and its randomness is the member's.
+
+    The control has the same delays and an age bound of 1.
+    """
+    slow = ("--config.sampler.slots=2", "--config.sampler.decode_chunk=2")  # generation is slower than training
+    words = (DELAYED, ON_A_CLOCK, "--config.evaluator.every=0", *slow)
+    found = {}
+    for samplers in (1, 2, 4):
+        several = (f"--config.sampler.count={samplers}", "--config.schedule.mode=interval")
+        found[samplers] = trained(tmp_path / str(samplers), 1, *words, *several)
+    one = found[1]
+    assert any(step["grad_norm"] for step in one["steps"]), "it learns something"
+    for samplers, other in found.items():
+        for name, value in one.items():
+            assert other[name] == value, f"{name} of a run with {samplers} samplers"
+    step_of = {group: step for step, group in one["claims"]}
+    for (group, _), (_, _, versions) in one["trajectories"].items():
+        assert [version for version, _ in versions] == [max(step_of[group] - 1, 0)], "one interval old"
+    ahead = ("--config.sampler.count=2", "--config.schedule.alpha=1")
+    first, second = (trained(tmp_path / f"control {n}", 1, *words, *ahead) for n in range(2))
+    assert first["trajectories"] != second["trajectories"], "the control: delays change the version of a token"
