@@ -95,6 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("process", "soak")):
             item.add_marker(pytest.mark.filterwarnings("error", _LATE_WRITE), append=False)
+    if bare := sorted({str(item.path) for item in items if item.get_closest_marker("process")} - _found(items)):
+        raise pytest.UsageError(f"make test would skip them: write pytest.mark.process in {', '.join(bare)}")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.relative_to(_ROOT / "tests").parts[0] not in _LONG_FIRST)
 
@@ -104,6 +106,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Workers of pytest-xdist take files in the order of collection: were the last ones long, one worker would wait for the
 # other. Most time goes to these folders, which compile; the last are `transfer` and `ui`.
 _LONG_FIRST = ("engine", "learner", "models", "roles", "tools")
+
+
+def _found(items: list[pytest.Item]) -> set[str]:
+    """Files whose text has the mark of tests with processes, by which `pytest_ignore_collect` finds them."""
+    return {str(path) for path in {item.path for item in items} if b"mark.process" in path.read_bytes()}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
