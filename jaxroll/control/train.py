@@ -39,7 +39,6 @@ from jaxroll.metrics import JsonlTracker
 from jaxroll.report import record, summary, trackers
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.session import EngineSession, RoleSpec
-from jaxroll.roles.store import PromptsHere
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.sim import network as virtual_time
@@ -198,6 +197,8 @@ class Deterministic(World):
     """
 
     def __init__(self, args: RoleArgs, pool: ScoringPool, metrics: JsonlTracker, stop: threading.Event) -> None:
+        from jaxroll.roles.store import PromptsHere
+
         network = Network(CLOCK.rpc_s)
         super().__init__(args.config, args.run_dir, lambda: PromptsHere(args), metrics, network, KEEP_BYTES)
         self.stop, self._pool = stop, pool
