@@ -296,7 +296,7 @@ CASES: dict[str, Case] = {
     "a rope without a context": (
         folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5,
                                                            "original_max_position_embeddings": 8}}), PATH,
-        "model.rope_scaling.low", "1.0", "less than high"),
+        "model.rope_scaling.low", "1.0", "Use less than 0.5"),
     "a text model that is a list": (
         folder(config={"model_type": "gemma3", "text_config": [1]}), PATH, "config.json text_config", "[1]", "object"),
     "a rope base that is no number": (
