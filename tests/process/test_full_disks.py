@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxroll.run_paths import RunPaths
 from tests.harness.cluster import disks
-from tests.harness.train_process import ROOT, SMALL, Train, assert_sound, last_step
+from tests.harness.train_process import ROOT, SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 STEPS, FULL_MB = 40, 96
@@ -42,7 +43,7 @@ def disk_for(what: str, base: Path) -> Iterator[tuple[disks.Disk, Path, tuple[st
         yield disk, run, words, env
 
 
-@pytest.mark.parametrize("what", ["checkpoints", "logs", "transfer", "cache", "run"])
+@pytest.mark.parametrize("what", ["checkpoints", "logs", "tb", "transfer", "cache", "run"])
 def test_a_disk_that_is_full_for_a_while(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run continues when there is room again, or it ends with the cause and `--resume` completes it."""
     with disk_for(what, tmp_path) as (disk, run, words, env):
@@ -52,25 +53,45 @@ def test_a_disk_that_is_full_for_a_while(what: str, tmp_path: Path, monkeypatch:
             monkeypatch.setenv(name, value)
         with Train(run, *WORDS, *words) as first:
             first.until_step(5)
-            disk.fill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                first.process.wait(8)
-            disk.free()
-            code = first.finish()
+            filled_for_a_while(first, disk)
+            assert_completed(first, disk)
         assert what != "cache" or any(path.name.startswith("jit_") for path in disk.path.iterdir()), "another cache"
-        rows = first.rows
-        if code:
-            said = first.output.read_text()
-            assert "MB are free at" in said and str(disk.path) in said and "Traceback" not in said, said
-            with Train(run, resume=True) as second:
-                assert second.finish() == 0, second.logs()
-            rows, second.rows = rows + second.rows, rows + second.rows
-            assert_sound(second, steps=STEPS, alpha=1)
-        else:
-            assert_sound(first, steps=STEPS, alpha=1)
-        command = [sys.executable, "-m", "jaxroll", "checkpoints", str(run), "--verify"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stdout
+
+
+def test_a_disk_that_is_full_when_the_warm_start_is_written(tmp_path: Path) -> None:
+    """Neither a part of the warm start nor an untrained model is taken for it."""
+    words = (*UNEQUAL_MESHES, "--config.evaluator.every=0", "--config.sft.steps=60", *WORDS[len(SMALL) :])
+    with disks.small_disk(tmp_path / "run", FULL_MB) as disk, Train(tmp_path / "run", *words) as first:
+        first.until(lambda rows: any("warm start step" in row.get("text", "") for row in rows), "the warm start")
+        filled_for_a_while(first, disk)
+        assert_completed(first, disk)
+        assert RunPaths(tmp_path / "run").warm_start_done.exists()
+
+
+def filled_for_a_while(train: Train, disk: disks.Disk) -> None:
+    """Fill the disk for eight seconds, or until the run ends."""
+    disk.fill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        train.process.wait(8)
+    disk.free()
+
+
+def assert_completed(first: Train, disk: disks.Disk) -> None:
+    """Assert that the run, or its resumption after an end that names the disk, trains all steps, and is sound."""
+    run, code = first.run_dir, first.finish()
+    rows = first.rows
+    if code:
+        said = first.output.read_text()
+        assert "MB are free at" in said and str(disk.path) in said and "Traceback" not in said, said
+        with Train(run, resume=True) as second:
+            assert second.finish() == 0, second.logs()
+        rows, second.rows = rows + second.rows, rows + second.rows
+        assert_sound(second, steps=STEPS, alpha=1)
+    else:
+        assert_sound(first, steps=STEPS, alpha=1)
+    command = [sys.executable, "-m", "jaxroll", "checkpoints", str(run), "--verify"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "run"])

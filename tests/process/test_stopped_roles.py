@@ -19,14 +19,25 @@ LEASE_S = 4.0
 WORDS = (*UNEQUAL_MESHES, "--config.sft.steps=0", "--config.evaluator.every=5", "--config.schedule.steps=100000",
          "--config.learner.checkpoint_every=4", f"--config.store.lease_s={LEASE_S:g}",
          "--config.store.rpc_deadline_s=3", "--config.supervisor.backoff_s=0.1")  # fmt: skip
+ONE_DEVICE = ("--config.learner.mesh.fsdp=1", "--config.sampler.mesh.tensor=1")
 
 
-def test_every_process_may_be_stopped_for_longer_than_its_lease(free_run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("sampler", "store", "learner", "evaluator", "supervisor"), ()),
+        (("actor", "feeder"), ("--config.placement.actors=1", "--config.evaluator.every=0", *ONE_DEVICE)),
+    ],
+    ids=["roles", "with an actor"],
+)
+def test_every_process_may_be_stopped_for_longer_than_its_lease(
+    free_run_dir: Path, names: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     """SIGSTOP for twice the lease, one process after the other: the run continues and no process is restarted."""
     pause = threading.Event()
-    with Train(free_run_dir, *WORDS) as train:
+    with Train(free_run_dir, *WORDS, *words) as train:
         train.until_step(6)
-        for name in ("sampler", "store", "learner", "evaluator", "supervisor"):
+        for name in names:
             process = psutil.Process(train.process.pid) if name == "supervisor" else train.role(name)
             ended = len(train.query("SELECT 1 FROM log WHERE kind = 'lease_ended'"))
             process.send_signal(signal.SIGSTOP)

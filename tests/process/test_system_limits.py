@@ -9,11 +9,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.faults import machine
 from benchmarks.faults.verdict import lost_puts, read_journal
 from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.envs import talkative
@@ -56,6 +58,37 @@ def test_a_role_at_a_limit_of_the_system(role: str, limit: str, free_run_dir: Pa
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
         assert train.report()["restarts"] <= 2
+
+
+@contextlib.contextmanager
+def no_more_tasks(process: psutil.Process) -> Iterator[None]:
+    """The process can start neither threads nor processes."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(machine.no_more_tasks(process))
+        except machine.Refused as reason:  # it needs a cgroup of pids, as root is not bound by RLIMIT_NPROC
+            pytest.skip(str(reason))
+        yield
+
+
+def test_roles_that_can_start_neither_threads_nor_processes(free_run_dir: Path) -> None:
+    """One role after the other, its child processes killed: it copes, or dies and is restarted; no other role dies."""
+    roles = ("sampler", "learner", "store")
+    with Train(free_run_dir, *TINY, "--config.learner.mesh.fsdp=1", "--config.sampler.mesh.tensor=1") as train:
+        train.until_step(2)
+        for role in roles:
+            victim, others = train.role(role), {train.role(name).pid for name in roles if name != role}
+            with no_more_tasks(victim):
+                for child in victim.children():
+                    child.kill()
+                train.rows += train._rows.rows()
+                at = last_step(train.rows)
+                train.until(lambda rows, at=at: last_step(rows) >= at + 5, f"steps with a {role} without new tasks")
+            assert all(psutil.pid_exists(pid) for pid in others), "another role died"
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        assert train.report()["restarts"] <= 2 * len(roles)
 
 
 @pytest.mark.parametrize("role", ["sampler", "learner", "store"])
