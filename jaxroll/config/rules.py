@@ -26,7 +26,7 @@ from jaxroll.config.derived import (
 from jaxroll.config.parsing import check_bounds, nearest
 from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplerConfig, SamplingConfig
-from jaxroll.config.section_rules import FILES, check_algorithm, check_clock, check_flushes, check_prompts, task_parts
+from jaxroll.config.section_rules import FILES, check_algorithm, check_flushes, check_places, check_prompts, task_parts
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Supports
 
@@ -59,7 +59,7 @@ def check(config: Config) -> None:
         _check_learner,
         check_algorithm,
         check_flushes,
-        check_clock,
+        check_places,
         _check_ranges,
         check_rewards,
         _check_deadlines,

@@ -43,8 +43,14 @@ def _check_agent(config: Config) -> None:
         raise ConfigError("learner.routing_replay", True, reason, "Set it to False.")
 
 
-def check_clock(config: Config) -> None:
-    """Refuse with a virtual clock what another process or machine answers; then check the relays."""
+def check_places(config: Config) -> None:
+    """Check what runs elsewhere: answers of other processes under a virtual clock, and relays."""
+    _check_clock(config)
+    _check_relay(config)
+
+
+def _check_clock(config: Config) -> None:
+    """Refuse with a virtual clock what another process or machine answers."""
     agent, port, run = config.task.agent, config.sampler.http_port, "run.deterministic"
     waits = sorted(term.label for term in terms(config.task.reward, config.task.reward_args) if term.kind in REMOTE)
     for key, value, none, refused in (
@@ -61,7 +67,6 @@ def check_clock(config: Config) -> None:
                 f"with {run} all roles are one process, whose clock waits for no other",
                 f"Set it to {none}, or {run} to False.",
             )
-    _check_relay(config)
 
 
 def _check_relay(config: Config) -> None:
