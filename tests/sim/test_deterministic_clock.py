@@ -46,11 +46,11 @@ def test_results_of_threads_arrive_in_the_order_of_the_calls() -> None:
 def test_calls_of_one_instant_run_at_once() -> None:
     meeting = threading.Barrier(2)
 
-    async def job() -> None:
+    async def job() -> list[int]:
         threads = OrderedThreads(2)
-        await asyncio.gather(*(threads.call(lambda: meeting.wait(10), 60.0, "step") for _ in range(2)))
+        return await asyncio.gather(*(threads.call(lambda: meeting.wait(10), 60.0, "step") for _ in range(2)))
 
-    network.run(job())  # with one call at a time the barrier would break
+    assert sorted(network.run(job())) == [0, 1], "with one call at a time the barrier breaks"
 
 
 @pytest.mark.parametrize(("waits", "first"), [(True, "thread"), (False, "timer")])
