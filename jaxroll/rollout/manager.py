@@ -297,6 +297,7 @@ T = TypeVar("T")
 BLOCKED_S = 60.0
 _WATCH_EVERY_S = 1.0
 _START_S = 20.0  # in which a thread has started, also on a machine that swaps
+_NO_MEMORY = 10  # callbacks of a loop that had no memory, after which the process ends
 _FRAMES = 12  # of the blocked thread, for its error
 
 
@@ -312,7 +313,8 @@ class LoopThread:
         self._name, self._blocked_s, self._closing = name, blocked_s, threading.Event()
         self._jobs: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._lock = threading.Lock()
-        self._alive_s = time.monotonic()
+        self._alive_s, self._no_memory = time.monotonic(), 0
+        self.loop.set_exception_handler(self._on_error)
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name=f"{name}-loop-watch", daemon=True).start()
@@ -362,6 +364,20 @@ class LoopThread:
             cause = f"its event loop ended: {described(error)}"
         if not self._closing.is_set():
             self._fail(f"{self._name}: {cause}")
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Report the error, and end the process if callbacks of the loop have no memory again and again.
+
+        Errors of tasks, which are foreign code, do not count.
+        """
+        if "handle" in context and isinstance(context.get("exception"), MemoryError):
+            self._no_memory += 1
+            if self._no_memory >= _NO_MEMORY:
+                try:
+                    print(f"{self._name}: MemoryError in {_NO_MEMORY} callbacks of the event loop", flush=True)
+                finally:
+                    os._exit(EXIT_FAILURE)
+        loop.default_exception_handler(context)
 
     def _watch(self) -> None:
         """Fail the jobs when the loop has not answered for `blocked_s`.

@@ -126,3 +126,31 @@ def test_a_process_ends_whose_main_thread_starts_a_thread_that_never_runs() -> N
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "learner: the thread late did not start, as if out of memory\n")
+
+
+@pytest.mark.parametrize(("callbacks", "code"), [(9, 0), (10, 1)])
+def test_a_process_ends_whose_loop_has_no_memory_again_and_again(callbacks: int, code: int) -> None:
+    """As a learner did not: its loop could not read the byte that wakes it, and tried again without end."""
+    program = f"""
+import asyncio, gc
+from jaxroll.rollout.manager import LoopThread
+def callback():
+    raise MemoryError
+async def task():
+    raise MemoryError
+async def job():
+    for _ in range(20):
+        asyncio.ensure_future(task())  # its error is never fetched
+    for _ in range({callbacks}):
+        asyncio.get_running_loop().call_soon(callback)
+    await asyncio.sleep(0.01)
+    gc.collect()
+    await asyncio.sleep(0.01)
+LoopThread("learner").start(job()).result({DEADLINE_S})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("learner: MemoryError in 10 callbacks" in done.stdout) == bool(code)
+    assert done.stderr.count("never retrieved") == 20, "errors of tasks are reported and do not count"
