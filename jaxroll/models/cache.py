@@ -206,9 +206,7 @@ def filled(
     (K, P, U), J, T = pool.shape[1:4], tables.shape[1], new.shape[1]
     positions = starts[:, None] + jnp.arange(T)
     place = jnp.minimum(positions // U, J - 1)
-    written = (jnp.arange(T) < lengths[:, None]) & (positions < J * U)
-    if ring:
-        written &= jnp.arange(T) >= lengths[:, None] - ring * U
+    written = lasting(T, lengths, ring * U) & (positions < J * U)
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
     heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: explicit heads, see `appended`
     at = shards[:, None, None], heads, tokens(page), tokens(positions % U)
@@ -228,12 +226,17 @@ def begun(
     pages = -(-T // U)
     new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
     new = new.reshape(R, pages, U, K, -1).transpose(0, 3, 1, 2, 4)
-    used = -(-lengths[:, None] // U)
-    written = jnp.arange(pages) < used
-    if ring:
-        written &= jnp.arange(pages) >= used - ring
-    page = jnp.where(written, tables[:, :pages], P)
+    page = jnp.where(lasting(pages, -(-lengths // U), ring), tables[:, :pages], P)
     return pool.at[shards[:, None, None], jnp.arange(K)[:, None], page[:, None]].set(new, mode="drop")
+
+
+def lasting(count: int, used: Int[Array, " R"], places: int) -> Bool[Array, "R count"]:
+    """True for the first used[r] of `count` items of row r; with `places` above 0 only for the last ones that have one.
+
+    The others may not be written: which of two writes to one place remains is undefined.
+    """
+    each, used = jnp.arange(count), used[:, None]
+    return (each < used) & (each >= used - places) if places else each < used
 
 
 def extended(

@@ -194,3 +194,9 @@ def test_a_ring_is_written_by_the_last_tokens_of_a_chunk_only() -> None:
     filled = np.asarray(jax.jit(cache.filled, static_argnums=6)(pool, new, zero, tables, zero, length, ring))
     assert filled[0, 0, 4].ravel().tolist() == [13, 14, 9] and filled[0, 0, 5].ravel().tolist() == [10, 11, 12]
     assert not begun[0, 0, :4].any() and not filled[0, 0, :4].any()
+
+
+def test_what_a_ring_has_no_place_for_is_not_written() -> None:
+    """On a CPU the last of two writes to one place remains, so the values above would be right without this."""
+    of = lambda used, places: np.flatnonzero(cache.lasting(8, np.array([used]), places)[0]).tolist()  # noqa: E731
+    assert of(5, 3) == [2, 3, 4] and of(2, 3) == [0, 1] and of(0, 3) == [] and of(5, 0) == [0, 1, 2, 3, 4]
