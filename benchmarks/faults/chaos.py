@@ -10,9 +10,10 @@ stop: the run is interrupted, resumed with a few more steps to train, and must c
 - every step is durable, and the run ended by itself only after a fault that may end it (a full disk, for instance);
 - no group is unaccounted for; no group was claimed for two steps; a step that was trained again had the same claim and
   the same result, bit for bit; no token older than `schedule.alpha` was trained;
-- each put that the store acknowledged is stored with its bytes, or its group ended for a reason; each checkpoint that
-  it acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal acknowledgements in a
-  folder next to the run's;
+- each put that the store acknowledged was trained (the learner received its bytes in the claim of a durable step), is
+  kept for a later step, or its group ended for the reason that the log states; `puts` counts them by outcome. Each
+  checkpoint that it acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal
+  acknowledgements in a folder next to the run's;
 - no fault was skipped three times and never injected;
 - `jaxroll replay` and `jaxroll checkpoints --verify` find nothing;
 - prompts were issued in the order of an undisturbed run.
@@ -308,7 +309,15 @@ def main(words: Sequence[str] | None = None) -> int:
         "lives": run.lives,
         **{
             key: found.get(key)
-            for key in ("steps_wanted", "steps_trained_again", "rewinds", "dead", "prompts_issued", "acknowledged_puts")
+            for key in (
+                "steps_wanted",
+                "steps_trained_again",
+                "rewinds",
+                "dead",
+                "prompts_issued",
+                "acknowledged_puts",
+                "puts",
+            )
         },
         "wall_s": round(time.monotonic() - began, 1),
         "hardware": hardware(),

@@ -18,9 +18,12 @@ from benchmarks.faults.run import Run
 from jaxroll import wire
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.report.record import checks
+from jaxroll.store.core import events as ev
 
 Row = dict[str, Any]
+Key = tuple[int, int, int]  # group, member, attempt
 ENDED = ("TRIMMED", "EXPIRED", "DEAD")
+LOST = "LOST"
 SAME = (
     "groups",
     "loss",
@@ -39,11 +42,13 @@ def facts(run: Run, steps: int) -> Row:
     replayed, replay_error = run.asked("replay", str(run.run_dir), "--json")
     _, verify_error = run.asked("checkpoints", str(run.run_dir), "--verify", "--json")
     with contextlib.closing(sqlite3.connect(run.run_dir / "store.db", timeout=30.0)) as db:
+        puts, lost = put_outcomes(db, journal)
         found = {
             "steps": db.execute("SELECT COUNT(*) FROM claims WHERE durable_lineage IS NOT NULL").fetchone()[0],
             "conservation": conservation(db),
             "unexplained": [gid for (gid,) in db.execute(_UNEXPLAINED)],
-            "lost": [*lost_puts(db, journal), *lost_checkpoints(db, journal)],
+            "puts": puts,
+            "lost": [*lost, *lost_checkpoints(db, journal)],
             "issued": [index for (index,) in db.execute(_ISSUED)],
             "rewinds": db.execute("SELECT COUNT(*) FROM lineages").fetchone()[0] - 1,
             "dead": db.execute("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'").fetchone()[0],
@@ -63,12 +68,14 @@ def facts(run: Run, steps: int) -> Row:
         "replay_clean": not replay_error and replayed is not None and not replayed["violations"],
         "prompts_issued": len(issued),
         "prompts_out_of_order": out_of_order(issued, run.run_dir),
-        "acknowledged_puts": len({tuple(r["key"]) for r in journal if r["kind"] == "put" and r["answer"] == "OK"}),
+        "acknowledged_puts": len({tuple(r["key"]) for r in journal if r["kind"] == "put" and _acknowledged(r)}),
         "errors": [error for error in (report_error, replay_error, verify_error) if error],
         "promises": [] if report is None else violated_invariants(report, config),
     }
 
 
+_DURABLE = "SELECT group_id FROM claim_groups JOIN claims USING (lineage, step) WHERE durable_lineage IS NOT NULL"
+_ENDINGS = "SELECT group_id, body FROM log WHERE kind IN ('expired', 'died')"
 _UNEXPLAINED = "SELECT id FROM groups WHERE state IN ('EXPIRED', 'DEAD') AND reason = ''"
 _ISSUED = "SELECT prompt_index FROM groups WHERE reissue_of IS NULL ORDER BY id"
 
@@ -114,28 +121,66 @@ def conservation(db: sqlite3.Connection) -> int:
     return issued - there
 
 
-def lost_puts(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:
-    """Acknowledged members that are not stored as put and whose group did not end for a reason."""
-    members = {
+def put_outcomes(db: sqlite3.Connection, journal: Sequence[Row]) -> tuple[Counter[str], list[str]]:
+    """The number of acknowledged members by outcome, and the lost ones as text.
+
+    A member was `trained` if the learner received its bytes in the claim of a durable step; it is `kept` if its group
+    is open or claimed and its bytes are on disk; it `ended` with its group, for the reason that the log states (that of
+    the table where old parts of the log are deleted). Everything else is lost.
+    """
+    stored = {
         (g, m, a): digest for g, m, a, digest in db.execute("SELECT group_id, member, attempt, digest FROM members")
     }
     groups = {gid: (state, reason) for gid, state, reason in db.execute("SELECT id, state, reason FROM groups")}
     alive = f"SELECT id FROM groups WHERE state NOT IN {ENDED}"
     rows = db.execute(f"SELECT group_id, member, body FROM payloads WHERE group_id IN ({alive})")
     bodies = {(group, member): wire.digest(body) for group, member, body in rows}
-    lost = []
-    for row in journal:
-        if row["kind"] != "put" or not row["finished"] or row["answer"] != "OK":
-            continue
-        key = tuple(row["key"])
+    durable, received = {gid for (gid,) in db.execute(_DURABLE)}, received_members(journal)
+    (oldest,) = db.execute("SELECT COALESCE(MIN(position), 1) FROM log").fetchone()
+    endings = {gid: wire.decode(body, ev.Event).reason for gid, body in db.execute(_ENDINGS)}  # type: ignore[union-attr]
+
+    def outcome(key: Key, digest: str) -> str:
+        """The outcome of a member; that of a lost one begins with LOST."""
         state, reason = groups.get(key[0], ("no such group", ""))
-        if members.get(key) != row["digest"]:
-            lost.append(f"member {key}: not in the table ({state})")
-        elif state not in ENDED and bodies.get(key[:2]) != row["digest"]:
-            lost.append(f"member {key}: its bytes are missing, its group is {state}")
-        elif state in ("EXPIRED", "DEAD") and not reason:
-            lost.append(f"member {key}: its group is {state} without a reason")
-    return lost
+        if stored.get(key) != digest:
+            return f"{LOST}: not in the table ({state})"
+        if state in ("EXPIRED", "DEAD"):
+            cause = endings.get(key[0], reason if oldest > 1 else "")
+            if not cause or cause != reason:
+                return f"{LOST}: its group is {state} for the reason {reason!r}, in the log {cause!r}"
+            return f"ended {state}: {cause}" if state == "EXPIRED" else f"ended {state}"
+        if state not in ENDED:
+            return "kept" if bodies.get(key[:2]) == digest else f"{LOST}: its bytes are missing, its group is {state}"
+        if key[0] in durable and digest in received[key]:
+            return "trained"
+        return f"{LOST}: its group is {state}, and the learner did not receive it for a durable step"
+
+    put: dict[Key, str] = {
+        tuple(row["key"]): row["digest"] for row in journal if row["kind"] == "put" and _acknowledged(row)
+    }
+    outcomes = {key: outcome(key, digest) for key, digest in put.items()}
+    lost = [f"member {key}{text.removeprefix(LOST)}" for key, text in outcomes.items() if text.startswith(LOST)]
+    return Counter(text for text in outcomes.values() if not text.startswith(LOST)), lost
+
+
+def lost_puts(db: sqlite3.Connection, journal: Sequence[Row]) -> list[str]:
+    """The acknowledged members that are lost, as text: see `put_outcomes`."""
+    return put_outcomes(db, journal)[1]
+
+
+def received_members(journal: Iterable[Row]) -> defaultdict[Key, set[str]]:
+    """The digests of each member in the learner's claims, as it was before stale tokens were masked."""
+    found: defaultdict[Key, set[str]] = defaultdict(set)
+    for row in journal:
+        if row["kind"] == "claim":
+            for group, members in row["groups"]:
+                for member, attempt, *digests in members:
+                    found[group, member, attempt].add(digests[-1])
+    return found
+
+
+def _acknowledged(row: Row) -> bool:
+    return row["finished"] and row["answer"] == "OK"
 
 
 def lost_checkpoints(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:

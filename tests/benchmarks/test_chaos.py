@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from jaxroll import wire
+from jaxroll.store.core import events as ev
 from jaxroll.store.log import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,17 +57,26 @@ def test_each_planted_violation_is_found_and_no_other(load, key: str) -> None:
 
 
 def database() -> sqlite3.Connection:
-    """Group 0 is claimed with member 0, group 1 expired with member 0, group 2 is missing."""
+    """Group 0 is claimed with member 0, 1 and 3 ended with theirs, 2 was trained with its."""
     db = sqlite3.connect(":memory:")
     db.executescript(schema.TABLES)
     groups = "INSERT INTO groups (id, question_hash, prompt_index, state, reason, size, reissues, issued_unix_s)"
     db.execute(f"{groups} VALUES (0, 'a', 5, 'CLAIMED', '', 2, 0, 0.0)")
-    db.execute(f"{groups} VALUES (1, 'b', 6, 'EXPIRED', 'too old', 2, 0, 0.0)")
-    for group in (0, 1):
+    db.execute(f"{groups} VALUES (1, 'b', 6, 'EXPIRED', 'stale', 2, 0, 0.0)")
+    db.execute(f"{groups} VALUES (2, 'c', 7, 'TRIMMED', '', 2, 0, 0.0)")
+    db.execute(f"{groups} VALUES (3, 'd', 8, 'DEAD', 'member 1: 3 DATA failures: no', 2, 0, 0.0)")
+    for group in (0, 1, 2, 3):
         member = "INSERT INTO members (group_id, member, state, attempt, digest) VALUES (?, 0, 'finished', 1, ?)"
         db.execute(member, (group, wire.digest(b"body")))
     db.execute("INSERT INTO payloads VALUES (0, 0, ?)", (b"body",))
     db.execute("INSERT INTO lineages VALUES (0, NULL, 0, 0.0), (1, 0, 10, 0.0)")
+    claims = "INSERT INTO claims (lineage, step, shuffle_seed, groups, durable_lineage, unix_s)"
+    db.execute(f"{claims} VALUES (0, 0, 0, 1, 0, 0.0)")
+    db.execute("INSERT INTO claim_groups VALUES (0, 0, 0, 2)")
+    for event in (ev.Expired(1, "stale"), ev.Died(3, "member 1: 3 DATA failures: no")):
+        kind = type(event).__struct_config__.tag
+        log = "INSERT INTO log (unix_s, kind, body, group_id) VALUES (0.0, ?, ?, ?)"
+        db.execute(log, (kind, wire.encode(event), event.group))
     return db
 
 
@@ -74,17 +84,47 @@ def put(group: int, body: bytes = b"body", answer: str = "OK") -> dict[str, Any]
     return {"kind": "put", "key": [group, 0, 1], "finished": True, "answer": answer, "digest": wire.digest(body)}
 
 
-def test_acknowledged_puts_are_looked_for(load) -> None:
-    lost = load("benchmarks.faults.verdict").lost_puts
+def claim(group: int, body: bytes = b"body", masked: bytes = b"") -> dict[str, Any]:
+    members = [[0, 1, wire.digest(masked or body), wire.digest(body)]]
+    return {"kind": "claim", "step": 0, "groups": [[group, members]]}
+
+
+def test_acknowledged_puts_are_counted_by_outcome(load) -> None:
+    outcomes = load("benchmarks.faults.verdict").put_outcomes
+    journal = [put(0), put(1), put(2), put(2), claim(2, masked=b"masked"), put(3), put(9, answer="SURPLUS")]
+    found = {"kept": 1, "ended EXPIRED: stale": 1, "ended DEAD": 1, "trained": 1}
+    assert outcomes(database(), journal) == (found, []), "a member put twice counts once, a refused one not at all"
+
+
+@pytest.mark.parametrize(
+    ("changes", "journal", "found"),
+    [
+        ((), [put(9)], "not in the table (no such group)"),
+        ((), [put(0, b"other")], "not in the table (CLAIMED)"),
+        (("UPDATE payloads SET body = x'00'",), [put(0)], "its bytes are missing"),
+        (("UPDATE groups SET reason = ''",), [put(1)], "EXPIRED for the reason ''"),
+        (("DELETE FROM log",), [put(1)], "EXPIRED for the reason 'stale', in the log ''"),
+        (("UPDATE groups SET reason = 'lineage' WHERE id = 1",), [put(1)], "'lineage', in the log 'stale'"),
+        (("UPDATE groups SET state = 'EXPIRED', reason = 'stale' WHERE id = 2",), [put(2)], "in the log ''"),
+        ((), [put(2)], "the learner did not receive it for a durable step"),
+        ((), [put(2), claim(2, b"boby")], "did not receive it"),
+        (("UPDATE claims SET durable_lineage = NULL",), [put(2), claim(2)], "did not receive it"),
+        (("DELETE FROM log WHERE group_id = 3",), [put(3)], "DEAD for the reason"),
+    ],
+)
+def test_each_way_to_lose_an_acknowledged_put_is_found(load, changes, journal, found: str) -> None:
     db = database()
-    assert lost(db, [put(0), put(1)]) == []
-    assert lost(db, [put(2, answer="SURPLUS")]) == [], "nothing was promised"
-    assert [text[:16] for text in lost(db, [put(2)])] == ["member (2, 0, 1)"]
-    assert "not in the table" in lost(db, [put(0, b"other")])[0]
-    db.execute("UPDATE payloads SET body = ?", (b"boby",))
-    assert "its bytes are missing" in lost(db, [put(0)])[0]
-    db.execute("UPDATE groups SET reason = ''")
-    assert "without a reason" in lost(db, [put(1)])[0]
+    for sql in changes:
+        db.execute(sql)
+    (lost,) = load("benchmarks.faults.verdict").lost_puts(db, journal)
+    assert lost.startswith("member (") and found in lost
+
+
+def test_a_pruned_log_leaves_the_cause_to_the_table(load) -> None:
+    db = database()
+    db.execute("UPDATE log SET position = position + 90")
+    db.execute("DELETE FROM log WHERE group_id = 1")
+    assert load("benchmarks.faults.verdict").put_outcomes(db, [put(1)]) == ({"ended EXPIRED: stale": 1}, [])
 
 
 def test_durable_checkpoints_are_ancestors_of_the_last_weights(load) -> None:

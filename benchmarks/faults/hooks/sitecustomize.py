@@ -61,11 +61,24 @@ class Journal:
 
 def journal_acknowledgements(module):
     """Wrap the calls of StoreClient whose answers acknowledge something: put, claim, ack, durable."""
+    from msgspec.structs import replace
+
     from jaxroll import wire
-    from jaxroll.records import Finished
+    from jaxroll.records import UNMARKED, Finished
 
     client, journal = module.StoreClient, Journal(os.environ["CHAOS_JOURNAL"])
     put, claim, ack, durable = client.put, client.claim, client.ack, client.durable
+
+    def received(member):
+        """A member of a claim: number, attempt, digest, and the digest that it had before stale tokens were masked."""
+        digest = before = wire.digest(wire.encode(member))
+        segments = member.outcome.segments
+        if any(one.sampled.size for one in segments):
+            whole = tuple(
+                replace(one, loss_mask=one.sampled, sampled=UNMARKED) if one.sampled.size else one for one in segments
+            )
+            before = wire.digest(wire.encode(replace(member, outcome=replace(member.outcome, segments=whole))))
+        return [member.member, member.attempt, digest, before]
 
     async def journaled_put(self, member):
         answer = await put(self, member)
@@ -75,10 +88,7 @@ def journal_acknowledgements(module):
 
     async def journaled_claim(self, lineage, step, *words, **options):
         found = await claim(self, lineage, step, *words, **options)
-        groups = [
-            [group.group, [[m.member, m.attempt, wire.digest(wire.encode(m))] for m in group.members]]
-            for group in found.groups
-        ]
+        groups = [[group.group, [received(m) for m in group.members]] for group in found.groups]
         journal.write(kind="claim", step=found.step, lineage=found.lineage, groups=groups)
         return found
 
