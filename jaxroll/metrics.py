@@ -369,6 +369,7 @@ class _Stats(_Known):
     tokens_aborted: Count | None = None
     tokens_aborted_done: Count | None = None
     answers_rejected: dict[str, Count] | None = None
+    env_faults: dict[str, Count] | None = None
     scoring_failed: dict[str, Count] | None = None
     scoring_remote: dict[str, Count] | None = None
 

@@ -20,6 +20,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import activity, trajectory
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.report.record import best_checkpoint, store_pid
+from jaxroll.report.summary import counts_by_reason
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import resting, unreliable, waits
 from jaxroll.store.core.machine import replay
@@ -274,7 +275,7 @@ def main(
 
 
 def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
-    """Bottleneck of the latest steps, best checkpoint, joins and leaves, by the metric rows; None or [] if unknown."""
+    """Facts from the metric rows: bottleneck, best checkpoint, joins and leaves, faults of environments by cause."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
         rows = metrics.read(RunPaths(run_dir).metrics)
         found = activity.bottleneck(activity.latest(rows), config)
@@ -282,8 +283,9 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
             "bottleneck": asdict(found) if found else None,
             "best_checkpoint": best_checkpoint(run_dir, config),
             "joins_and_leaves": _joins_and_leaves(rows, time.time()),
+            "env_faults": counts_by_reason(rows, "env_faults") or {},
         }
-    return {"bottleneck": None, "best_checkpoint": None, "joins_and_leaves": []}
+    return {"bottleneck": None, "best_checkpoint": None, "joins_and_leaves": [], "env_faults": {}}
 
 
 def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
@@ -301,7 +303,7 @@ def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Fac
 
 def _run_sections(f: Facts) -> list[Section]:
     return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f),
-            _holders(f), _joins(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
+            _faults(f), _holders(f), _joins(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
 def _now(f: Facts) -> Section:
@@ -420,6 +422,12 @@ def _failures(f: Facts) -> Section:
         for row in f["failures"]["last"]
     ]
     return Section(f"failures: {kinds}" if kinds else "", ("ago", "member", "kind", "error"), rows)
+
+
+def _faults(f: Facts) -> Section:
+    """Misbehaviour of environments that may leave the outcome of the member as it is."""
+    rows = [(number(count), short(cause, 80)) for cause, count in f.get("env_faults", {}).items()]
+    return Section("faults of environments", ("times", "cause"), rows, right=frozenset({0}))
 
 
 def _holders(f: Facts) -> Section:

@@ -308,7 +308,7 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
-        "env_closes_failed": counts.closes_failed, **executors.counts(),
+        "env_faults": dict(asked.faults), **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -44,16 +46,26 @@ Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
 CLOSE_LIMIT_S = 10.0
 CANCEL_GRACE_S = 5.0  # for a cancelled call to end; after that it is abandoned
+CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
 
 @dataclass
 class EnvCallCounts:
-    """Environment calls since the start: all, repeated, over their time limit, deaf to cancellation (abandoned)."""
+    """Environment calls since the start: all, repeated, over their time limit, deaf to cancellation (abandoned).
+
+    `faults` counts misbehaviour that may leave the outcome of its member as it is, such as a failed close, by cause.
+    """
 
     calls: int = 0
     retries: int = 0
     overdue: int = 0
     abandoned: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add_fault(self, cause: str) -> None:
+        """Count one fault. Causes that differ in numbers only are one cause."""
+        cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
+        self.faults[cause if cause in self.faults or len(self.faults) < CAUSES else "other causes"] += 1
 
 
 class EnvironmentCalls:

@@ -105,13 +105,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Episode counts since the start: finished, failed by kind, and the sums of their reward parts.
-
-    `closes_failed` counts environments whose close raised or took too long.
-    """
+    """Episode counts since the start: finished, failed by kind, and the sums of their reward parts."""
 
     finished: int = 0
-    closes_failed: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -203,7 +199,7 @@ class RolloutManager:
         try:
             await self._env_calls.close(env)
         except Exception as error:  # noqa: BLE001 - foreign code; the outcome is known already
-            self.counts.closes_failed += 1
+            self.env_calls.add_fault(f"close: {described(error)}")
             _LOG.warning("closing an environment failed: %s", described(error))
 
 

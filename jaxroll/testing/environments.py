@@ -257,7 +257,7 @@ class _Check:
             self._failed(play, env, outcome)
         if env is not None and env.close_error:
             self.add(f"close() raised {env.close_error}", self._where(play, env), "close must always succeed")
-        elif manager.counts.closes_failed:
+        elif manager.env_calls.faults:
             self.add("close() failed or took too long", self._where(play, env), "close must return at once")
         if env is not None and env.close_s > SLOW_CLOSE_S:
             self.add(

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
 from jaxroll.errors import Closed, InfraError
@@ -124,6 +125,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
         finally:
             await work.give_back()
             seen.update(work.counts() | episode_counts(manager, session.executors))
+            session.add_row({"t": unix_s(), "role": session.role, "kind": "stats", **seen})
 
     await session.run(lambda: asyncio.sleep(0), body)
 
@@ -177,7 +179,7 @@ def states(found: dict) -> Counter[str]:
 
 
 def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the questions are ordinary, and all of these are answered."""
     monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.5)
@@ -191,7 +193,11 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     assert found["conservation_residual"] == 0
     assert seen["puts_refused"] == seen["members_lost"] == 0
     assert seen["failed"]["INFRA"] >= 1 and seen["failed"]["DATA"] >= len(failing) - 1
-    assert seen["env_closes_failed"] == 2 * len(CLOSES)
+    closes = {cause: times for cause, times in found["env_faults"].items() if cause.startswith("close: ")}
+    assert len(closes) == len(CLOSES) and set(closes.values()) == {2}, found["env_faults"]
+    capsys.readouterr()
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert re.search(r"2\s+close: .*SystemExit", capsys.readouterr().out)
     assert seen["env_calls_abandoned"] >= 1
 
 

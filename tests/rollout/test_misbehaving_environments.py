@@ -145,7 +145,8 @@ def test_what_would_end_the_loop_in_close_takes_no_reward_away(what: str) -> Non
                 await found
 
     def counted(manager: RolloutManager) -> None:
-        assert manager.counts.closes_failed == 1
+        ((cause, times),) = manager.env_calls.faults.items()
+        assert cause.startswith("close: ") and times == 1
 
     bad, good = played(lambda name: Bad(), counted)
     assert isinstance(good.outcome, Finished) and isinstance(bad.outcome, Finished)
