@@ -118,7 +118,7 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
     try:
         child = lifeline.bind_from_env()
         overrides, rest = split_overrides(words)
-        top = parser()
+        top = parser(next((word for word in rest if not word.startswith("-")), ""))
         if rest and not rest[0].startswith("-") and rest[0] not in (known := subparsers(top)):
             near = difflib.get_close_matches(rest[0], known, n=1)
             hint = f"Did you mean `jaxroll {near[0]}`?" if near else "`jaxroll --help` lists the commands."
@@ -236,10 +236,9 @@ class _Top(argparse.ArgumentParser):
         return "\n".join([*lines, HELP])
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of every command."""
-    from jaxroll.control import launchers, propose, train
-
+def parser(named: str | None = None) -> argparse.ArgumentParser:
+    """The commands with their options. Options whose module takes long to load are only those of the command `named`;
+    None: of all."""
     top = _Top(
         prog="jaxroll",
         usage="jaxroll COMMAND [RUN] [OPTIONS]",
@@ -289,7 +288,6 @@ def parser() -> argparse.ArgumentParser:
     _eval_options(known["eval"])
     _serve_options(known["serve"])
     http_options(known["tinker-serve"], 8200)
-    train.tinker_options(known["tinker-serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
     for name, page in (("sim", "simulation"), ("place", "placement")):
@@ -301,9 +299,19 @@ def parser() -> argparse.ArgumentParser:
     )
     _sim_options(known["sim"])
     _plan_options(known["plan"])
-    propose.init_options(known["init"])
     _tls_options(known["tls"])
-    launchers.add_options(known["launch"])
+    if named in ("init", None):
+        from jaxroll.control import propose
+
+        propose.init_options(known["init"])
+    if named in ("launch", None):
+        from jaxroll.control import launchers
+
+        launchers.add_options(known["launch"])
+    if named in ("tinker-serve", None):
+        from jaxroll.control import train
+
+        train.tinker_options(known["tinker-serve"])
     return top
 
 

@@ -21,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, learner_names, model_folder
-from jaxroll.control import launchers, preflight, program, propose, run_dir, train
+from jaxroll.control import preflight, program, run_dir
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
@@ -32,6 +32,8 @@ _OF_WEIGHTS = {"generate": "generate", "eval": "evaluate", "serve": "serve"}  # 
 
 def run_train(options: argparse.Namespace) -> int:
     """`train`: start a new run, or continue one."""
+    from jaxroll.control import train
+
     if options.fork is not None and not options.resume:
         raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
     if options.insecure and options.host is None:
@@ -47,11 +49,11 @@ def run_train(options: argparse.Namespace) -> int:
         run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is not a run
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
-            return train.train(config, path, train.find_inventory(config), fork=options.fork, **exposed)
+            return train.train(config, path, program.find_inventory(config), fork=options.fork, **exposed)
     if options.run:  # before the config is checked: that may import a library for seconds
         run_dir.check_free(run_dir.checked(options.run))
     config = preflight.named_config(options)
-    inventory = train.find_inventory(config)  # also before
+    inventory = program.find_inventory(config)  # also before
     preflight.check(config)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
@@ -59,7 +61,7 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _checked_here(config: Config) -> None:
-    train.find_inventory(config)
+    program.find_inventory(config)
     preflight.check(config)
 
 
@@ -68,6 +70,8 @@ def run_role(options: argparse.Namespace) -> int:
     # `kill -USR1` prints where every thread is.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
     if getattr(options, "join", None):
+        from jaxroll.control import train
+
         return train.join(options, RUNS)
     args = role_args(options)
     if not options.child:
@@ -75,6 +79,8 @@ def run_role(options: argparse.Namespace) -> int:
     if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
     if options.command == COLOCATED and args.config.run.deterministic:
+        from jaxroll.control import train
+
         return train.deterministic(args)
     feeds = options.command == "feeder"  # in a child process of the store
     module = importlib.import_module(f"jaxroll.roles.{'store' if feeds else options.command}")
@@ -125,7 +131,7 @@ def run_offline(options: argparse.Namespace) -> int:
         return code
     if options.command != "sft" and not model_folder(config):
         _check_trained(path)
-    inventory = train.find_inventory(config)
+    inventory = program.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
@@ -159,6 +165,8 @@ def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
 
 def run_tinker(options: argparse.Namespace) -> int:
     """`tinker-serve`: a trainer and a sampler under the supervisor; or, as their child, one of them."""
+    from jaxroll.control import train
+
     model = _model_folder(options)
     return train.run_tinker(*(model or _config_and_run(options, "tinker")), options, of_model=model is not None)
 
@@ -171,7 +179,7 @@ def run_compile(options: argparse.Namespace) -> int:
         specs = program.compilers(
             config,
             path,
-            train.find_inventory(config),
+            program.find_inventory(config),
             python=sys.executable,
             cache_dir=program.default_cache_dir(path, os.environ),
             names=(name,),
@@ -363,6 +371,8 @@ def run_list(options: argparse.Namespace) -> None:
 
 def run_demo(options: argparse.Namespace) -> int:
     """`demo`."""
+    from jaxroll.control import train
+
     return train.demo(options.config, options.seed, options.overrides, options.words)
 
 
@@ -405,6 +415,8 @@ def run_tls(options: argparse.Namespace) -> None:
 
 def run_launch(options: argparse.Namespace) -> int:
     """`launch`: start the roles with an engine, or print what launch/*.sh runs."""
+    from jaxroll.control import launchers, train
+
     engine = launchers.engine_of(options)
     if engine == "local" and not options.dry_run:
         options.resume = options.fork = options.host = None
@@ -418,6 +430,16 @@ def run_launch(options: argparse.Namespace) -> int:
         return train.over_ssh(config, launchers.target_of(options), options.words)
     print(launchers.shown(config, engine, options))
     return 0
+
+
+def run_proposal(options: argparse.Namespace) -> None:
+    """`init` and `place`."""
+    from jaxroll.control import propose
+
+    if options.command == "place":
+        propose.run_place(options)
+    else:
+        propose.run_init(options, propose.asker())
 
 
 def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
@@ -458,8 +480,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "compile": run_compile,
     "sim": run_sim,
     "plan": run_plan,
-    "place": propose.run_place,
-    "init": lambda options: propose.run_init(options, propose.asker()),
+    **dict.fromkeys(("init", "place"), run_proposal),
     "config": run_config,
     "ui": run_ui,
     "report": run_report,

@@ -331,6 +331,13 @@ _TPU_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x0
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
+def find_inventory(config: Config) -> Inventory:
+    """The devices the run will use; ConfigError when its roles do not fit them."""
+    inventory = find(config.placement.platform)
+    check_inventory(config, inventory)
+    return inventory
+
+
 def find(platform: str, environ: Mapping[str, str] = os.environ) -> Inventory:
     """The devices that `platform` (auto, cpu, gpu, tpu) can use here; ConfigError when it is asked for and absent.
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
-import inspect
 import os
 import shutil
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -27,38 +24,19 @@ from jaxroll import lifeline
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import LEADERS, has_warm_start
-from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.config.rules import Inventory
 from jaxroll.control import launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
-from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.report import record, summary, trackers
-from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.roles.session import EngineSession, RoleSpec
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
-from jaxroll.sim import network as virtual_time
-from jaxroll.sim.costs import Cluster, LearnerCosts, SamplerCosts, TransferCosts
-from jaxroll.sim.network import Network, OrderedPool, OrderedThreads
-from jaxroll.sim.simulate import EPOCH_S
-from jaxroll.sim.world import World, in_place
 from jaxroll.store import client
-from jaxroll.store.log.commit_log import KEEP_BYTES
 from jaxroll.store.messages import Joined
-
-if TYPE_CHECKING:  # it loads JAX
-    from jaxroll.serving.engine_thread import EngineHost
-
-
-def find_inventory(config: Config) -> Inventory:
-    """The devices the run will use; ConfigError when its roles do not fit them."""
-    inventory = program.find(config.placement.platform)
-    check_inventory(config, inventory)
-    return inventory
 
 
 def train(
@@ -176,114 +154,13 @@ def own_command() -> str:
     return str(beside) if near.startswith("..") else near
 
 
-# --- A deterministic run: all roles on one thread and a virtual clock (`run.deterministic`)
-
-# Seconds of the virtual clock. They fix the order of events, and with it the version of every token; they are no
-# measurement. A training step takes as long as some dozens of decode steps, so that both overlap with α > 0.
-CLOCK = Cluster(
-    source="the clock of deterministic runs",
-    sampler=SamplerCosts(step_overhead_s=0.02, prefill_overhead_s=0.05),
-    learner=LearnerCosts(step_overhead_s=0.5, micro_batch_overhead_s=0.25),
-    transfer=TransferCosts(publish_s=0.05),
-)
-LIMIT_S = 10 * 365 * 86400.0
-
-
-class Deterministic(World):
-    """A run whose roles share a thread and a virtual clock. Use it as an asynchronous context manager.
-
-    Store, role loops, engines, trainer, environments, rewards and checkpoints are those of every run; replaced are the
-    network and the log on disk (`sim.world`), and time (`CLOCK`). While one part computes, the clock does not move.
-    """
-
-    def __init__(self, args: RoleArgs, pool: ScoringPool, metrics: JsonlTracker, stop: threading.Event) -> None:
-        from jaxroll.roles.store import PromptsHere
-
-        network = Network(CLOCK.rpc_s)
-        super().__init__(args.config, args.run_dir, lambda: PromptsHere(args), metrics, network, KEEP_BYTES)
-        self.stop, self._pool = stop, pool
-        self._threads = OrderedThreads(args.config.sampler.env_threads)
-        self._engines: list[tuple[EngineHost, asyncio.Future[None]]] = []
-
-    async def train(self) -> int:
-        """The exit code of the learner, after all roles have ended. The first error of a role is raised."""
-        from jaxroll.roles import colocated
-
-        training = self._learner()
-        for spec in colocated.role_specs(self.args):
-            self._role(spec)
-        waiting = {training, *self.jobs(), *(work for _, work in self._engines)}
-        while not training.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for job in done:
-                job.result()
-        if code := training.result():  # otherwise the run is closed, and the roles end by themselves
-            for session in self.sessions.values():
-                session.request_stop(at_once=True)
-        await self.settled()
-        for job in self.jobs():
-            job.result()
-        for host, work in self._engines:
-            host.stop()
-            await work
-        return code
-
-    def _role(self, spec: RoleSpec) -> None:
-        """Start a role with an engine."""
-        from jaxroll.roles import build
-        from jaxroll.serving.engine_thread import EngineProxy
-
-        loop, transport = asyncio.get_running_loop(), self.transport(spec.role)
-        session = EngineSession(spec.role, self.args, self._pool, loop, transport, self._threads)
-        session.parts = build.inference(
-            self.config, spec.role.partition("-")[0], spec.mesh, slots=spec.slots, weight_swap=spec.weight_swap,
-            token="", progress=session.progress,
-        )  # fmt: skip
-        session.proxy = EngineProxy(session.parts.host, loop)
-        self.sessions[spec.role] = session
-        self._engines.append((session.parts.host, asyncio.ensure_future(session.parts.host.run_on_loop(_step_s))))
-        playing = session.run(lambda: asyncio.sleep(0), lambda: spec.play(session))
-        self._born(spec.role, asyncio.ensure_future(playing), transport)
-
-    def _learner(self) -> asyncio.Future[int]:
-        """Start the learner; the future is its exit code."""
-        from jaxroll.roles import build, colocated, learner
-
-        config, kept = self.config, self.config.learner.checkpoints_kept
-        make = functools.partial(colocated.TimedTrainer, CLOCK.learner.train_s, asyncio.get_running_loop().time)
-        checkpoints = colocated.WrittenCheckpoints(self.args.paths.checkpoints, kept)
-        publisher = colocated.TimedPublisher(learner.transfer_config(config).dtype, CLOCK.transfer.publish_s)
-        transport, device = self.transport("learner"), ThreadPoolExecutor(1)  # Orbax needs a thread without a loop
-
-        async def on_device(job: Callable[[], Any]) -> Any:
-            found = device.submit(job).result()
-            return await found if inspect.isawaitable(found) else found
-
-        async def play() -> int:
-            session = learner.LearnerSession(
-                self.args, await self.client("learner", transport=transport), checkpoints, publisher,
-                lambda: build.trainer(config, make), stop=self.stop, on_device=on_device, on_thread=in_place,
-            )  # fmt: skip
-            try:
-                return await session.run()
-            finally:
-                await session.close()
-                await on_device(checkpoints.close)
-                publisher.close()
-                device.shutdown()
-
-        return self._born("learner", asyncio.ensure_future(play()), transport)
-
-
-def _step_s(before: EngineStats, after: EngineStats) -> float:
-    costs = CLOCK.sampler
-    calls, tokens = after.prefills - before.prefills, after.prefill_tokens - before.prefill_tokens
-    steps = after.decode_steps - before.decode_steps
-    return costs.prefill_s(tokens, calls) + steps * costs.step_s(after.active, 0.0)
+# --- A deterministic run (`run.deterministic`): all roles on one thread and a virtual clock
 
 
 def deterministic(args: RoleArgs) -> int:
     """Train the whole run in this process on a virtual clock; the exit code. ConfigError for a folder with a run."""
+    from jaxroll.sim import network, simulate, world  # no other run needs the simulation
+
     paths = args.paths
     if paths.database.exists() or any(paths.checkpoints.glob("*")):
         reason = "its log was in memory until its end, so the run in this folder cannot go on"
@@ -291,23 +168,24 @@ def deterministic(args: RoleArgs) -> int:
     if registry.place_of(args.config) == "process":
         reason = "the environment runs in processes, which a virtual clock does not wait for"
         raise ConfigError("run.deterministic", True, reason, "Let it declare place = 'thread', or set it to False.")
-    stop, pool = threading.Event(), registry.scoring_pool(args.config, args.run_dir, OrderedPool)
+    stop, pool = threading.Event(), registry.scoring_pool(args.config, args.run_dir, network.OrderedPool)
     pool.start()  # before JAX is loaded
-    run_dir.write(args.run_dir, run_dir.load(args.run_dir) | {"simulated": CLOCK.source, "created": EPOCH_S})
+    recorded = run_dir.load(args.run_dir)
+    run_dir.write(args.run_dir, recorded | {"simulated": world.CLOCK.source, "created": simulate.EPOCH_S})
     lifeline.on_stop(stop.set)
     metrics = JsonlTracker(paths.metrics)
 
     async def job() -> int:
         loop = asyncio.get_running_loop()
-        with simulated_unix(lambda: EPOCH_S + loop.time()):
-            async with Deterministic(args, pool, metrics, stop) as run:
+        with simulated_unix(lambda: simulate.EPOCH_S + loop.time()):
+            async with world.Deterministic(args, pool, metrics, stop) as run:
                 try:
                     return await run.train()
                 finally:
                     run.store.save(paths.database)
 
     try:
-        return virtual_time.run(job(), LIMIT_S, virtual_time.InPlaceLoop)
+        return network.run(job(), world.LIMIT_S, network.InPlaceLoop)
     finally:
         metrics.close()
         pool.close()
@@ -388,7 +266,7 @@ def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> 
     began = time.monotonic()
     config = configs.load(find_config(file, Path.cwd()), [f"run.seed={seed}", *overrides])
     preflight.check(config)
-    inventory = find_inventory(config)
+    inventory = program.find_inventory(config)
     with run_dir.new_unique_run(Path("runs"), NAME, config, argv, suffix=f"-seed{seed}") as path:
         run_dir.link(path, NAME)
         print(f"The demo runs in {path.parent.name}/{path.name} (seed {seed}).", flush=True)
@@ -469,7 +347,7 @@ def run_tinker(config: Config, path: Path, options: argparse.Namespace, *, of_mo
 
 def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> int:
     """Serve from the run folder `path` until a stop signal; 0 then, otherwise the exit code of the failure."""
-    inventory = find_inventory(config)
+    inventory = program.find_inventory(config)
     devices = program.device_env(config, inventory, program.visible_gpus())
     common = program.common_env(str(program.default_cache_dir(path, os.environ)))
     command = (sys.executable, "-m", "jaxroll", "tinker-serve", f"--run={path}", *options.passed_on)

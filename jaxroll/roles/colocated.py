@@ -11,7 +11,7 @@ a time; with α > 0 programs of both alternate.
 Stops: SIGTERM stops the learner, which finishes its step and checkpoints, and then the others. If one role fails, all
 end, and the process raises its error.
 
-With `run.deterministic` the same roles share one thread and a virtual clock (`control.train.Deterministic`); the parts
+With `run.deterministic` the same roles share one thread and a virtual clock (`sim.world.Deterministic`); the parts
 that take virtual time are here.
 """
 

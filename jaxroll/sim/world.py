@@ -10,30 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxroll.config import Config, RoleArgs, digest
+from jaxroll.engine.stats import EngineStats
+from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
 from jaxroll.records import Message, Task, Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.roles.session import EngineSession
+from jaxroll.roles.session import EngineSession, RoleSpec
 from jaxroll.roles.weights import WeightFollower
-from jaxroll.sim.network import LoopClock, MemoryServer, MemoryTransport, Network
+from jaxroll.sim.costs import Cluster, LearnerCosts, SamplerCosts, TransferCosts
+from jaxroll.sim.network import LoopClock, MemoryServer, MemoryTransport, Network, OrderedThreads
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.log import commit_log
-from jaxroll.store.log.commit_log import MemoryLog
+from jaxroll.store.log.commit_log import KEEP_BYTES, MemoryLog
 from jaxroll.store.server import server as store_server
 from jaxroll.store.server.keeper import Keeper
 from jaxroll.text.tokenizers import CharTokenizer
+
+if TYPE_CHECKING:  # it loads JAX
+    from jaxroll.serving.engine_thread import EngineHost
 
 T = TypeVar("T")
 TOKENIZER = CharTokenizer("ab ")
@@ -314,3 +322,109 @@ class World:
         self.sessions[role] = session
         job = asyncio.ensure_future(session.run(lambda: asyncio.sleep(0), lambda: play(session)))
         return self._born(role, job, transport)
+
+
+# --- A deterministic run: all roles on one thread and a virtual clock (`run.deterministic`)
+
+# Seconds of the virtual clock. They fix the order of events, and with it the version of every token; they are no
+# measurement. A training step takes as long as some dozens of decode steps, so that both overlap with α > 0.
+CLOCK = Cluster(
+    source="the clock of deterministic runs",
+    sampler=SamplerCosts(step_overhead_s=0.02, prefill_overhead_s=0.05),
+    learner=LearnerCosts(step_overhead_s=0.5, micro_batch_overhead_s=0.25),
+    transfer=TransferCosts(publish_s=0.05),
+)
+LIMIT_S = 10 * 365 * 86400.0
+
+
+class Deterministic(World):
+    """A run whose roles share a thread and a virtual clock. Use it as an asynchronous context manager.
+
+    Store, role loops, engines, trainer, environments, rewards and checkpoints are those of every run; replaced are the
+    network and the log on disk (by a `World`), and time (`CLOCK`). While one part computes, the clock does not move.
+    """
+
+    def __init__(self, args: RoleArgs, pool: ScoringPool, metrics: JsonlTracker, stop: threading.Event) -> None:
+        from jaxroll.roles.store import PromptsHere
+
+        network = Network(CLOCK.rpc_s)
+        super().__init__(args.config, args.run_dir, lambda: PromptsHere(args), metrics, network, KEEP_BYTES)
+        self.stop, self._pool = stop, pool
+        self._threads = OrderedThreads(args.config.sampler.env_threads)
+        self._engines: list[tuple[EngineHost, asyncio.Future[None]]] = []
+
+    async def train(self) -> int:
+        """The exit code of the learner, after all roles have ended. The first error of a role is raised."""
+        from jaxroll.roles import colocated
+
+        training = self._learner()
+        for spec in colocated.role_specs(self.args):
+            self._role(spec)
+        waiting = {training, *self.jobs(), *(work for _, work in self._engines)}
+        while not training.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+        if code := training.result():  # otherwise the run is closed, and the roles end by themselves
+            for session in self.sessions.values():
+                session.request_stop(at_once=True)
+        await self.settled()
+        for job in self.jobs():
+            job.result()
+        for host, work in self._engines:
+            host.stop()
+            await work
+        return code
+
+    def _role(self, spec: RoleSpec) -> None:
+        """Start a role with an engine."""
+        from jaxroll.roles import build
+        from jaxroll.serving.engine_thread import EngineProxy
+
+        loop, transport = asyncio.get_running_loop(), self.transport(spec.role)
+        session = EngineSession(spec.role, self.args, self._pool, loop, transport, self._threads)
+        session.parts = build.inference(
+            self.config, spec.role.partition("-")[0], spec.mesh, slots=spec.slots, weight_swap=spec.weight_swap,
+            token="", progress=session.progress,
+        )  # fmt: skip
+        session.proxy = EngineProxy(session.parts.host, loop)
+        self.sessions[spec.role] = session
+        self._engines.append((session.parts.host, asyncio.ensure_future(session.parts.host.run_on_loop(_step_s))))
+        playing = session.run(lambda: asyncio.sleep(0), lambda: spec.play(session))
+        self._born(spec.role, asyncio.ensure_future(playing), transport)
+
+    def _learner(self) -> asyncio.Future[int]:
+        """Start the learner; the future is its exit code."""
+        from jaxroll.roles import build, colocated, learner
+
+        config, kept = self.config, self.config.learner.checkpoints_kept
+        make = functools.partial(colocated.TimedTrainer, CLOCK.learner.train_s, asyncio.get_running_loop().time)
+        checkpoints = colocated.WrittenCheckpoints(self.args.paths.checkpoints, kept)
+        publisher = colocated.TimedPublisher(learner.transfer_config(config).dtype, CLOCK.transfer.publish_s)
+        transport, device = self.transport("learner"), ThreadPoolExecutor(1)  # Orbax needs a thread without a loop
+
+        async def on_device(job: Callable[[], Any]) -> Any:
+            found = device.submit(job).result()
+            return await found if inspect.isawaitable(found) else found
+
+        async def play() -> int:
+            session = learner.LearnerSession(
+                self.args, await self.client("learner", transport=transport), checkpoints, publisher,
+                lambda: build.trainer(config, make), stop=self.stop, on_device=on_device, on_thread=in_place,
+            )  # fmt: skip
+            try:
+                return await session.run()
+            finally:
+                await session.close()
+                await on_device(checkpoints.close)
+                publisher.close()
+                device.shutdown()
+
+        return self._born("learner", asyncio.ensure_future(play()), transport)
+
+
+def _step_s(before: EngineStats, after: EngineStats) -> float:
+    costs = CLOCK.sampler
+    calls, tokens = after.prefills - before.prefills, after.prefill_tokens - before.prefill_tokens
+    steps = after.decode_steps - before.decode_steps
+    return costs.prefill_s(tokens, calls) + steps * costs.step_s(after.active, 0.0)

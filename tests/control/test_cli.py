@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -163,6 +164,19 @@ def test_errors_of_a_role_become_exit_codes(
 def test_every_command_of_the_parser_has_a_function() -> None:
     (action,) = (a for a in cli.parser()._actions if a.dest == "command")
     assert set(action.choices) == set(commands.COMMANDS)  # type: ignore[arg-type]
+
+
+def test_help_and_roles_load_no_module_of_other_commands() -> None:
+    script = (
+        "import sys\n"
+        "from jaxroll.control import cli\n"
+        "cli.parser('store')\n"
+        "assert 'jaxroll.config' not in sys.modules, 'options load the config'\n"
+        "from jaxroll.control import commands\n"
+        "heavy = ('jaxroll.sim', 'rich', *(f'jaxroll.control.{name}' for name in ('train', 'launchers', 'propose')))\n"
+        "assert not {*heavy} & {*sys.modules}, {*heavy} & {*sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_the_name_of_the_parent_does_not_reach_grandchildren(monkeypatch: pytest.MonkeyPatch) -> None:
