@@ -259,6 +259,11 @@ def sampler_names(config: Config) -> tuple[str, ...]:
     return tuple(f"sampler-{index}" for index in range(config.sampler.count))
 
 
+def with_a_sampler(config: Config) -> Config:
+    """`config` with one sampler at least: the first that joins, if the run starts with none."""
+    return replace(config, sampler=replace(config.sampler, count=max(1, config.sampler.count)))
+
+
 def engines(config: Config) -> int:
     """Number of engines that receive the learner's weights: those of samplers and evaluator."""
     return len(roles_with_devices(config)) - len(learner_names(config))
@@ -298,7 +303,7 @@ def rollouts_per_step(config: Config) -> int:
 
 
 def lease_holders(config: Config) -> int:
-    """Number of processes that lease members: actors, or samplers in a run without actors."""
+    """Number of processes that lease members at the start: actors, or samplers in a run without actors."""
     return len(actor_names(config) or sampler_names(config))
 
 
@@ -334,8 +339,12 @@ def flush_tokens(config: Config) -> int:
 
 
 def actor_members(config: Config, samplers: int) -> int:
-    """Maximum episodes that an actor runs concurrently: an equal share of those of all samplers, rounded up."""
-    return math.ceil(samplers * sampler_members(config) / config.placement.actors)
+    """Maximum episodes that an actor runs concurrently: an equal share of those of all samplers, rounded up.
+
+    It is at least a group, also where few samplers are left: an actor leases whole groups. 0 without samplers.
+    """
+    share = math.ceil(samplers * sampler_members(config) / config.placement.actors)
+    return max(share, config.schedule.members_per_group) if samplers else 0
 
 
 def memory_fractions(config: Config) -> dict[str, float]:

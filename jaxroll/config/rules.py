@@ -126,7 +126,7 @@ def _check_unread(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     age_limiter(config)
-    if schedule.rolling_updates and schedule.rolling_updates >= config.sampler.count:
+    if schedule.rolling_updates and 0 < config.sampler.count <= schedule.rolling_updates:
         raise ConfigError(
             "schedule.rolling_updates",
             schedule.rolling_updates,
@@ -283,7 +283,7 @@ def _check_shapes(config: Config) -> None:
 def _check_actors(config: Config) -> None:
     """True if there is work enough for so many actors: each must hold a whole group."""
     actors, group = config.placement.actors, config.schedule.members_per_group
-    count, each = config.sampler.count, sampler_members(config)
+    count, each = max(1, config.sampler.count), sampler_members(config)  # the first that joins, if all join later
     most = count * each // group
     if actors > most:
         raise ConfigError(
@@ -296,15 +296,15 @@ def _check_actors(config: Config) -> None:
 
 def _check_colocated(config: Config) -> None:
     """Refuse options that need separate processes together with one process for all roles."""
-    placement = config.placement
-    for key, value, none in (("learner_hosts", placement.learner_hosts, 1), ("actors", placement.actors, 0)):
-        if placement.colocated and value != none:
-            raise ConfigError(
-                f"placement.{key}",
-                value,
-                "placement.colocated has one process for all that use devices",
-                f"Set it to {none}, or placement.colocated to False.",
-            )
+    placement, count = config.placement, config.sampler.count
+    for key, value, refused, allowed in (
+        ("placement.learner_hosts", placement.learner_hosts, placement.learner_hosts > 1, "1"),
+        ("placement.actors", placement.actors, placement.actors > 0, "0"),
+        ("sampler.count", count, count < 1, "1 or more"),  # none can join
+    ):
+        if placement.colocated and refused:
+            reason = "placement.colocated has one process for all that use devices"
+            raise ConfigError(key, value, reason, f"Set it to {allowed}, or placement.colocated to False.")
     if config.transfer.channel == "device" and not placement.colocated:
         raise ConfigError(
             "transfer.channel",

@@ -280,8 +280,8 @@ class SamplingConfig:
 class SamplerConfig:
     """Samplers: number, mesh, static shapes of the engine, environment executors."""
 
-    # Number of samplers.
-    count: PositiveInt = 1
+    # Number of samplers that the run starts with. 0: all of them join later (docs/machines.md).
+    count: NonNegativeInt = 1
     # Mesh of each sampler.
     mesh: MeshConfig = field(default_factory=MeshConfig)
     # Sequences decoded at the same time.

@@ -20,7 +20,7 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
-from jaxroll.config.derived import COLOCATED, learner_names, model_folder
+from jaxroll.config.derived import COLOCATED, learner_names, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
 from jaxroll.control.child import run_foreground
 from jaxroll.errors import ConfigError
@@ -175,11 +175,12 @@ def run_compile(options: argparse.Namespace) -> int:
     """`compile`: the programs of one role, here when we are the child, else in a child with that role's devices."""
     config, path = _config_and_run(options, options.command)
     name = "sampler-0" if options.role == "sampler" else options.role
+    placed = with_a_sampler(config) if options.role == "sampler" else config
     if not options.child:
         specs = program.compilers(
-            config,
+            placed,
             path,
-            program.find_inventory(config),
+            program.find_inventory(placed),
             python=sys.executable,
             cache_dir=program.default_cache_dir(path, os.environ),
             names=(name,),
@@ -259,7 +260,7 @@ def run_plan(options: argparse.Namespace) -> int:
         from jaxroll.tools import plan
 
         folder = program.default_cache_dir(RUNS / "plan", os.environ) / "plan"
-        return plan.main(config, topology, folder, as_json=options.json)
+        return plan.main(with_a_sampler(config), topology, folder, as_json=options.json)
     env = chips.tpu_environment() if topology.platform != "cpu" else program.cpu_env(topology.count)
     return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
 

@@ -162,12 +162,13 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
     check_scratch(request)
     head = ["#!/bin/bash", f"#SBATCH --job-name={program.name}", "#SBATCH --signal=B:TERM@60"]
     head += [f"#SBATCH --partition={request.queue}"] if request.queue else []
-    for number, role in enumerate(program.roles):
+    roles = [role for role in program.roles if role.count]  # no component may have 0 nodes
+    for number, role in enumerate(roles):
         head += ["#SBATCH hetjob"] if number else []
         head.append(f"#SBATCH --nodes={role.count * role.hosts} --ntasks-per-node=1 --cpus-per-task=4")
         if role.devices and request.accelerator:
             head.append(f"#SBATCH --gres={request.accelerator}:{role.devices}")
-    numbers = {role.name: number for number, role in enumerate(program.roles)}
+    numbers = {role.name: number for number, role in enumerate(roles)}
     body = [
         "set -uo pipefail",
         f"cd {shlex.quote(request.workdir)}",
@@ -194,7 +195,7 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
         END_JOBS,
         "trap 'end_jobs; exit 143' TERM",
     ]
-    for role in program.roles:
+    for role in roles:
         inner = f"export ROLE_INDEX=$SLURM_PROCID HOST_NAME=$SLURMD_NODENAME; {role.line()}"
         copies = role.count if role.name == "sampler" else 1
         nodes = role.hosts if role.name == "sampler" else role.count * role.hosts
@@ -224,7 +225,7 @@ def jobset(program: Program, request: Request) -> dict[str, str]:
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": ["learner"]},
             "failurePolicy": {"maxRestarts": program.restarts},
-            "replicatedJobs": [_replicated_job(program, role, request) for role in program.roles],
+            "replicatedJobs": [_replicated_job(program, role, request) for role in program.roles if role.count],
         },
     }
     return {"jobset.yaml": _yaml(manifest)}

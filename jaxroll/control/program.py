@@ -417,8 +417,8 @@ def place_alone(role: str, args: RoleArgs) -> None:
     cache_dir = default_cache_dir(args.run_dir, os.environ)
     env = common_env(str(cache_dir))
     inventory = find(args.config.placement.platform)
-    name = f"{role}-0" if role == "sampler" else role
-    devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
+    known = roles_with_devices(args.config) | device_processes(args.config)
+    devices = args.config.sampler.mesh.devices if role == "sampler" else known.get(role)
     if devices is None:
         env |= cpu_env()
     elif inventory.platform == "cpu":

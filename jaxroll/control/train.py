@@ -23,7 +23,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import LEADERS, has_warm_start
+from jaxroll.config.derived import LEADERS, has_warm_start, with_a_sampler
 from jaxroll.config.rules import Inventory
 from jaxroll.control import launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
@@ -79,6 +79,8 @@ def train(
             )
             code = _supervise([warm, *compilers], path, config, view, leader="sft")
         if code == 0:
+            if not config.sampler.count:
+                view.say(f"No sampler is started; each one joins: jaxroll sampler --join={path}")
             leader = next(spec.name for spec in specs if spec.name in LEADERS)
             code = _supervise(specs, path, config, view, leader=leader)
     finally:
@@ -347,8 +349,8 @@ def run_tinker(config: Config, path: Path, options: argparse.Namespace, *, of_mo
 
 def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> int:
     """Serve from the run folder `path` until a stop signal; 0 then, otherwise the exit code of the failure."""
-    inventory = program.find_inventory(config)
-    devices = program.device_env(config, inventory, program.visible_gpus())
+    served = with_a_sampler(config)
+    devices = program.device_env(served, program.find_inventory(served), program.visible_gpus())
     common = program.common_env(str(program.default_cache_dir(path, os.environ)))
     command = (sys.executable, "-m", "jaxroll", "tinker-serve", f"--run={path}", *options.passed_on)
     specs = [

@@ -83,10 +83,10 @@ def _window_full(rows: Sequence[Row]) -> bool:
 
 
 def _room(config: Mapping[str, Any], steps: float) -> bool:
-    """True if the samplers hold what a learner that never waits takes in `steps` steps."""
+    """True if the samplers of the start, or one, hold what a learner that never waits takes in `steps` steps."""
     schedule, sampler = config["schedule"], config["sampler"]
     each = schedule["group_size"] + schedule.get("redundant_members", 0)
-    held = sampler.get("count", 1) * (sampler.get("concurrent_episodes") or sampler["slots"] + GROUPS_AHEAD * each)
+    held = (sampler.get("count") or 1) * (sampler.get("concurrent_episodes") or sampler["slots"] + GROUPS_AHEAD * each)
     return steps * schedule["groups_per_step"] * each <= held
 
 

@@ -192,7 +192,9 @@ def simulated_rows(
 
 
 def _check_roles(config: Config, cluster: Cluster) -> None:
-    """Raise ConfigError for a failure of a role that the run does not have."""
+    """Raise ConfigError for a run without samplers, and for a failure of a role that the run does not have."""
+    if not config.sampler.count:
+        raise ConfigError("sampler.count", 0, "no sampler joins a simulated run", "Set it to 1 or more.")
     roles = ["learner", *sampler_names(config)]
     for failure in cluster.failures:
         if failure.role not in roles:
@@ -248,7 +250,7 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         "age_hist": dict(sorted(ages.items())),
         "learner_busy": sum(row["train_s"] for row in kept) / elapsed_s,
         "learner_wait": sum(row["wait_s"] for row in kept) / elapsed_s,
-        "sampler_busy": busy_s / elapsed_s / len(sampler_names(config)),
+        "sampler_busy": busy_s / elapsed_s / max(1, len(sampler_names(config))),
     }
     if cluster is not None:
         prices = [cluster.sampler_costs(index).price_per_hour for index in range(config.sampler.count)]

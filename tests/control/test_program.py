@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.config import EvaluatorConfig, LearnerConfig, MeshConfig, PlacementConfig
+from jaxroll.config import EvaluatorConfig, LearnerConfig, MeshConfig, PlacementConfig, RoleArgs
 from jaxroll.config.rules import Inventory
 from jaxroll.control import program, train
 from jaxroll.errors import ConfigError
@@ -248,6 +248,18 @@ def test_a_child_keeps_the_xla_flags_of_its_parent() -> None:
     assert program.child_env({"XLA_FLAGS": ""}, own) == own
     assert program.child_env({"XLA_FLAGS": "--a"}, {}) == {"XLA_FLAGS": "--a"}
     assert program.child_env({}, {"A": "1"}) == {"A": "1"}
+
+
+def test_a_sampler_that_joins_a_run_without_samplers_gets_the_devices_of_its_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(UNEQUAL, sampler=replace(UNEQUAL.sampler, count=0))
+    specs = program.build(config, tmp_path, Inventory("cpu"), python="python", cache_dir=tmp_path)
+    assert [spec.name for spec in specs] == ["store", "learner", "evaluator"]
+    environ = {"JAX_PLATFORMS": "cpu"}
+    monkeypatch.setattr(program.os, "environ", environ)
+    program.place_alone("sampler", RoleArgs(config, tmp_path, index=3))
+    assert "--xla_force_host_platform_device_count=2" in environ["XLA_FLAGS"]
 
 
 @pytest.mark.process

@@ -69,6 +69,22 @@ def test_the_files_are_the_golden_ones(capsys: pytest.CaptureFixture[str], name:
             assert yaml.safe_load(content), file
 
 
+@pytest.mark.parametrize("name", ["slurm", "jobset", "skypilot", "ray", "tpu_vm"])
+def test_a_run_without_samplers_starts_none_and_its_other_roles_as_before(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with_one = files(launched(capsys, *CASES[name]))
+    without = files(launched(capsys, *CASES[name], "--config.sampler.count=0"))
+    assert without.keys() == with_one.keys()
+    for file, text in without.items():
+        if file == "sampler.yaml":  # the task of one sampler, launched for each
+            assert text.count("--join=") == 1
+            continue
+        assert "--join=" not in text and ("--join=" in with_one[file] or name == "skypilot"), file
+        assert "--nodes=0" not in text and not re.search(r"(parallelism|completions): 0", text)
+        assert text.count("jaxroll learner") == with_one[file].count("jaxroll learner") > 0
+
+
 def closed(schema: Any) -> Any:
     """The schema as the API server applies it: a field that it does not name is a mistake."""
     if isinstance(schema, list):

@@ -114,6 +114,29 @@ def test_samplers_may_join_and_leave_at_any_time(tmp_path: Path, seed: int) -> N
     run(job(), 3600.0)
 
 
+def test_a_run_may_start_without_samplers_and_be_without_them_again(tmp_path: Path) -> None:
+    config = small()
+    config = replace(config, sampler=replace(config.sampler, count=0))
+
+    async def job() -> None:
+        async with VirtualRun(config, tmp_path) as at:
+            training = at.learner()
+            for index in range(3):
+                await asyncio.sleep(20.0)
+                assert not training.done() and holders(at) == set()
+                assert (await joined(at)).index == index
+                at.sampler(index, Behaviour(lambda key: 1.0))
+                if index < 2:
+                    await asyncio.sleep(8.0)
+                    await at.kill(f"sampler-{index}")
+                    await asyncio.sleep(config.store.lease_s)
+            assert await training == 0
+            assert [one.step for one in at.trained] == list(range(STEPS)) and at.trained[-1].at_s > 60.0
+            assert at.store.status()["conservation_residual"] == 0
+
+    run(job())
+
+
 @pytest.mark.parametrize(("drain_s", "finishes"), [(30.0, True), (1.0, False), (0.0, False)])
 def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_the_others(
     tmp_path: Path, drain_s: float, finishes: bool
@@ -294,3 +317,10 @@ def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypa
     ]
     assert [count for _, count in seen[1:]] == [actor_members(config, len(names)) for names, _ in seen[1:]]
     assert seen[1][1] < seen[2][1], "more samplers, more members"
+
+
+def test_an_actor_has_room_for_a_group_as_long_as_there_is_a_sampler() -> None:
+    """It leases whole groups: with less room it would lease none after most samplers have left."""
+    config = replace(small(), placement=PlacementConfig(actors=20))
+    group, found = config.schedule.members_per_group, [actor_members(config, count) for count in range(9)]
+    assert found[0] == 0 and found[1] == group < found[8] and found == sorted(found)

@@ -52,6 +52,12 @@ def config(**schedule: object) -> Config:
     return costs.checked(base)
 
 
+def test_a_run_whose_samplers_join_cannot_be_simulated() -> None:
+    none = configs.parse(configs.override(configs.to_dict(config()), ["sampler.count=0"]))
+    with pytest.raises(ConfigError, match="no sampler joins a simulated run"):
+        simulate.simulated_rows(none, CLUSTER, Path(), keep=False)
+
+
 def figures(config: Config, cluster: Cluster = CLUSTER) -> simulate.Figures:
     return simulate.simulate(config, cluster, Path(), keep=False)
 
