@@ -364,22 +364,26 @@ class Turns:
     """Wakes answers that have new tokens: a few in each pass of the event loop, and the clients in turn.
 
     A stream that is woken late has more tokens then, and sends them in one event. So the work of a pass is bounded,
-    however fast the engine is.
+    however fast the engine is. Answers that begin or end are woken before the others, because their clients wait for
+    them (RFC 8290 does so with new flows); at most half of a pass is for them while others wait.
     """
 
     AT_ONCE = 8
 
     def __init__(self) -> None:
-        self._waiting = FairQueue[Callable[[], object]](1)
+        self._urgent, self._others = (FairQueue[Callable[[], object]](1) for _ in range(2))
 
-    def wake(self, client: str, wake: Callable[[], object]) -> None:
+    def wake(self, client: str, wake: Callable[[], object], *, urgent: bool = False) -> None:
         """Call `wake` when it is the turn of `client`."""
-        self._waiting.put(client, 1, wake)
-        if len(self._waiting) == 1:
+        (self._urgent if urgent else self._others).put(client, 1, wake)
+        if len(self._urgent) + len(self._others) == 1:
             asyncio.get_running_loop().call_soon(self._pass)
 
     def _pass(self) -> None:
-        for _ in range(min(self.AT_ONCE, len(self._waiting))):
-            self._waiting.pop()()
-        if self._waiting:
+        for turn in range(self.AT_ONCE):
+            first, then = (self._urgent, self._others) if turn % 2 else (self._others, self._urgent)
+            if not (queue := first or then):
+                return
+            queue.pop()()
+        if self._urgent or self._others:
             asyncio.get_running_loop().call_soon(self._pass)

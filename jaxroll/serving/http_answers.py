@@ -187,7 +187,7 @@ class Arriving:
     """The new tokens of one request's answers, joined until it is the turn of its client."""
 
     def __init__(self, client: str, turns: Turns) -> None:
-        self._client, self._turns, self._asked = client, turns, False
+        self._client, self._turns, self._asked, self._urgent = client, turns, False, True
         self._turn = asyncio.get_running_loop().create_future()
         self._new: dict[int, list[Completion]] = {}
         self._error: BaseException | None = None
@@ -198,21 +198,22 @@ class Arriving:
             self._error = self._error or new
         else:
             self._new.setdefault(choice, []).append(new)
-        if not self._asked:
-            self._asked = True
-            self._turns.wake(self._client, self._wake)
+        ends = isinstance(new, BaseException) or bool(new.finish)
+        if not self._asked or (ends and not self._urgent):
+            self._asked, self._urgent = True, self._urgent or ends
+            self._turns.wake(self._client, self._wake, urgent=self._urgent)
 
     async def take(self) -> list[tuple[int, Completion]]:
         """The answers with new tokens: those of each since the last call, or its end. Raises the first error."""
         await self._turn
         self._turn = asyncio.get_running_loop().create_future()
-        self._asked, taken, self._new = False, self._new, {}
+        self._asked, self._urgent, taken, self._new = False, False, self._new, {}
         if self._error is not None:
             raise self._error
         return [(choice, joined(pieces)) for choice, pieces in taken.items()]
 
     def _wake(self) -> None:
-        if not self._turn.done():  # it is, if the request was cancelled
+        if self._asked and not self._turn.done():  # it is done, if the request was cancelled
             self._turn.set_result(None)
 
 

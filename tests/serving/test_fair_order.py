@@ -152,6 +152,40 @@ def test_streams_are_woken_a_few_at_a_time_and_the_clients_in_turn() -> None:
     run(check())
 
 
+def test_answers_that_begin_or_end_get_half_of_the_turns_while_others_wait() -> None:
+    async def check() -> None:
+        turns, woken = Turns(), list[str]()
+        for name in ("urgent", "other"):
+            for _ in range(40):
+                turns.wake(name, lambda name=name: woken.append(name), urgent=name == "urgent")
+        await asyncio.sleep(0)
+        assert Counter(woken) == {"urgent": Turns.AT_ONCE // 2, "other": Turns.AT_ONCE // 2}
+        while len(woken) < 80:
+            await asyncio.sleep(0)
+
+    run(check())
+
+
+def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answers() -> None:
+    async def check() -> None:
+        turns, others = Turns(), list[int]()
+        for number in range(1000):
+            turns.wake(f"other {number}", lambda number=number: others.append(number))
+        arriving = Arriving("a", turns)
+        arriving.add(0, PIECES[0])
+        assert await arriving.take() == [(0, PIECES[0])]
+        first = len(others)
+        arriving.add(0, PIECES[1])  # waits for its turn
+        waiting = asyncio.ensure_future(arriving.take())
+        while len(others) < 500:
+            await asyncio.sleep(0)
+        assert first <= Turns.AT_ONCE and not waiting.done()
+        arriving.add(0, END)
+        assert await waiting == [(0, END)] and len(others) <= 500 + 4 * Turns.AT_ONCE
+
+    run(check())
+
+
 def test_tokens_that_arrive_before_their_turn_are_sent_together() -> None:
     async def check() -> None:
         turns = Turns()
