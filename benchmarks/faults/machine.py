@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ SIZE_MB = 384
 _NEW_MOUNTS, _NEW_NETWORK = 0x20000, 0x40000000
 _PRIVATE, _RECURSIVE, _BIND, _REMOUNT, _READ_ONLY, _DETACH = 1 << 18, 1 << 14, 4096, 32, 1, 2
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
+_SEIZE, _INTERRUPT, _DETACH_TRACED, _ANY_THREAD = 0x4206, 0x4207, 17, 0x40000000
 _PIDS = Path("/sys/fs/cgroup/pids")
 
 
@@ -124,6 +125,31 @@ def limited(process: psutil.Process, resource: int, value: int) -> Iterator[None
     finally:
         with contextlib.suppress(psutil.Error):
             process.rlimit(resource, (soft, hard))
+
+
+@contextlib.contextmanager
+def threads_stopped(process: psutil.Process, names: Collection[str]) -> Iterator[None]:
+    """Stop the threads of a child with one of the `names` during the block. Raises Refused if it cannot.
+
+    The kernel stops them for a tracer (ptrace), which is the calling thread. The process can be waited for only after
+    the block.
+    """
+    libc, stopped = ctypes.CDLL(None, use_errno=True), []
+    try:
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            if (task / "comm").read_text().strip() in names:
+                for request in (_SEIZE, _INTERRUPT):
+                    if libc.ptrace(request, int(task.name), None, None) != 0:
+                        raise Refused(f"ptrace: {os.strerror(ctypes.get_errno())}")
+                stopped.append(int(task.name))
+        if not stopped:
+            raise Refused(f"no thread has one of the names {', '.join(names)}")
+        yield
+    finally:
+        for thread in stopped:
+            if libc.ptrace(_DETACH_TRACED, thread, None, None) != 0:
+                with contextlib.suppress(ChildProcessError):  # it has ended: its tracer must take note of that
+                    os.waitpid(thread, _ANY_THREAD)
 
 
 @contextlib.contextmanager

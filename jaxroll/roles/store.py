@@ -3,7 +3,7 @@
 Threads: the main thread runs the asyncio loop that serves all calls; a writer thread commits the log (`jaxroll.store`).
 Tasks: serve calls; read prompts ahead from the feeder; expire leases and report metrics by the clock.
 Waits for: prompts from the feeder; every other role connects to it.
-Stops: on SIGTERM, SIGINT or SIGHUP, or some time after the run is closed.
+Stops: on SIGTERM, SIGINT or SIGHUP, some time after the run is closed, or if its address is silent for a minute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,10 +23,13 @@ import msgspec
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, tokenizer_folder
-from jaxroll.errors import ConfigError, InfraError, JaxRollError
+from jaxroll.errors import EXIT_FAILURE, ConfigError, InfraError, JaxRollError
 from jaxroll.models import folders
 from jaxroll.records import Task
 from jaxroll.text import tokenizers
+
+CHECK_EVERY_S, CHECK_S, SILENT_CHECKS = 10.0, 10.0, 3  # of the store's own address: about a minute of silence
+SilenceCheck = Callable[[str, float], Awaitable[bool]]
 
 
 def main(args: RoleArgs) -> None:
@@ -35,12 +38,14 @@ def main(args: RoleArgs) -> None:
 
 
 async def _serve(args: RoleArgs) -> None:
+    from jaxroll.rpc.server import is_silent
     from jaxroll.store.server.server import serve  # the feeder starts without it
 
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write for example --store=127.0.0.1:7077.")
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.ensure_future(
         serve(
             args.config,
@@ -48,11 +53,12 @@ async def _serve(args: RoleArgs) -> None:
             feeder,
             host=host,
             port=int(port),
-            ready=_announce,
+            ready=address.set_result,
             insecure=args.insecure,
             vocab_size=Vocabulary(args.config, args.run_dir),
         )
     )
+    watching = asyncio.ensure_future(_watch(address, is_silent))
     stopping = False
 
     def stop() -> None:
@@ -69,6 +75,7 @@ async def _serve(args: RoleArgs) -> None:
     except asyncio.CancelledError:
         print("store: stopped", flush=True)
     finally:
+        watching.cancel()
         await feeder.close()
 
 
@@ -98,8 +105,35 @@ class Vocabulary:
         return folders.spec(self._config.model, text.vocab_size).vocab_size if text else 0
 
 
-def _announce(address: str) -> None:
-    print(f"store: serving on {address}", flush=True)
+async def _watch(serving_on: asyncio.Future[str], is_silent: SilenceCheck) -> None:
+    """Announce the address, and end this process with the cause when it is silent: gRPC could not stop in order.
+
+    Everything that the store has acknowledged is in its log.
+    """
+    print(f"store: serving on {(address := await serving_on)}", flush=True)
+    try:
+        await until_silent(address, is_silent)
+    except InfraError as error:
+        try:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(EXIT_FAILURE)
+
+
+async def until_silent(address: str, is_silent: SilenceCheck) -> None:
+    """Raise InfraError after `SILENT_CHECKS` silent connections in a row to the server at `address`.
+
+    gRPC reports nothing if the machine refuses it threads: connections are made and get no byte. `is_silent` checks one
+    for the seconds given. Checks are counted, not time, so that a process that was suspended does not end.
+    """
+    silent = 0
+    while silent < SILENT_CHECKS:
+        await asyncio.sleep(CHECK_EVERY_S)
+        silent = silent + 1 if await is_silent(address, CHECK_S) else 0
+    raise InfraError(
+        f"{address} accepts connections and has answered none for {silent * (CHECK_EVERY_S + CHECK_S):.0f} s: the "
+        "machine may have refused gRPC a thread. Raise its limits on processes and threads"
+    )
 
 
 # --- Feeder: reads prompts from the dataset for the store, in a child process of the store

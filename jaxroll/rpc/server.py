@@ -8,6 +8,7 @@ server that has failed is UNAVAILABLE and one without room RESOURCE_EXHAUSTED: c
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -44,6 +45,7 @@ class Caller:
     peer: str = ""
 
 
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113, 3.4
 Handler = Callable[[Caller, bytes], Awaitable[bytes]]
 
 
@@ -253,6 +255,28 @@ def _number(text: str | None) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) <= 12):
         raise _Refused(Code.INVALID_ARGUMENT, "jaxroll-bytes must be the number of bytes of the message")
     return int(text)
+
+
+async def is_silent(address: str, limit_s: float) -> bool:
+    """True if a server accepts a new connection and sends nothing for `limit_s`, or leaves it in the queue so long.
+
+    A gRPC server sends its settings at once; one with TLS refuses what is not TLS. False if no connection can be made.
+    """
+    host, _, port = address.rpartition(":")
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(_PREFACE)
+            await reader.read(1)
+    except TimeoutError:
+        return True
+    except (OSError, RuntimeError):  # a name cannot be looked up without a thread
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+    return False
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -1,0 +1,85 @@
+"""A store that accepts connections and answers none ends with that cause, so that its supervisor starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.faults import machine
+from jaxroll.errors import InfraError
+from jaxroll.lifeline import PARENT_ENV
+from jaxroll.roles import store as role
+from jaxroll.rpc.server import is_silent
+from jaxroll.sim.network import VirtualTimeLoop
+from tests.harness.cluster.cluster import CONFIG
+
+DEADLINE_S = 200.0
+STORE = """
+import sys
+from jaxroll.roles import store
+from tests.harness.cluster import scripted_store
+store.CHECK_EVERY_S, store.CHECK_S = 0.1, 0.7
+sys.exit(scripted_store.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "ended_s"),
+    [([False, True, True, False, True, True, True], 120.0), ([True, True, True], 60.0)],
+    ids=["recovers", "silent"],
+)
+def test_a_minute_of_silence_in_a_row_ends_the_store(answers: list[bool], ended_s: float) -> None:
+    left = iter(answers)
+
+    async def check(address: str, limit_s: float) -> bool:
+        silent = next(left)
+        await asyncio.sleep(limit_s if silent else 0.0)
+        return silent
+
+    loop = VirtualTimeLoop()
+    try:
+        with pytest.raises(InfraError, match=r"here:1 accepts connections and has answered none for 60 s"):
+            loop.run_until_complete(role.until_silent("here:1", check))
+        assert loop.time() == ended_s
+    finally:
+        loop.close()
+
+
+def test_a_server_that_is_gone_or_closes_the_connection_is_not_silent() -> None:
+    async def found() -> list[bool]:
+        gone = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        address = f"127.0.0.1:{gone.sockets[0].getsockname()[1]}"
+        closes = await is_silent(address, DEADLINE_S)
+        gone.close()
+        return [closes, await is_silent(address, DEADLINE_S)]
+
+    assert asyncio.run(found()) == [False, False]
+
+
+@pytest.mark.process
+def test_a_store_whose_grpc_has_no_threads_ends_with_the_cause(tmp_path: Path) -> None:
+    """The real role; the kernel stops the threads that gRPC accepts connections with."""
+    words = [sys.executable, "-c", STORE, "{}", "store", f"--config={CONFIG}", f"--run={tmp_path / 'run'}"]
+    environ = {**os.environ, PARENT_ENV: str(os.getpid())}
+    store = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    timer = threading.Timer(DEADLINE_S / 2, store.kill)
+    timer.start()
+    try:
+        assert store.stdout is not None and store.stderr is not None
+        address = store.stdout.readline().split()[-1]
+        assert not asyncio.run(is_silent(address, DEADLINE_S))
+        with machine.threads_stopped(psutil.Process(store.pid), {"event_engine", "lifeguard"}):
+            text = store.stderr.read()
+        assert f"error: {address} accepts connections and has answered none" in text
+        assert store.wait(DEADLINE_S) == 1
+    finally:
+        timer.cancel()
+        store.kill()
+        store.communicate()
