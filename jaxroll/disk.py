@@ -79,6 +79,17 @@ def remedy(error: BaseException, folder: Path) -> str:
     return f"{free}{also}, then start it again; no acknowledged data is lost."
 
 
+_MISFITS = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.EACCES, errno.EPERM})
+
+
+def misfit(error: OSError) -> str:
+    """The path, the reason and the remedy if `error` is due to what is at a path, which no retry changes; else ''."""
+    if error.errno not in _MISFITS or error.filename is None:
+        return ""
+    path = str(error.filename2 or error.filename)
+    return f"{path!r}: {error.strerror}. Move it away or change its permissions, then start again."
+
+
 # --- untrusted files: regular files of bounded size, parsed to a bounded depth
 #
 # Opening a named pipe waits for a writer, and reading a device may never end, so both are refused. Invalid content

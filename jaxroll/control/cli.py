@@ -145,9 +145,10 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
         return exit_code(error)
     except OSError as error:
         advice = disk.remedy(error, Path(str(error.filename or getattr(options, "run", None) or ".")))
-        if not advice:
+        text = f"{error}. {advice}" if advice else disk.misfit(error)
+        if not text:
             raise
-        print(f"error: {error}. {advice}", file=sys.stderr, flush=True)
+        print(f"error: {text}", file=sys.stderr, flush=True)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

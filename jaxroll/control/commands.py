@@ -118,7 +118,8 @@ def run_offline(options: argparse.Namespace) -> int:
         raise ConfigError("PROMPT", None, "no prompt given", f"Add one, as in `jaxroll generate {name} PROMPT`.")
     if options.command == "eval" and options.run and not options.child:
         _evaluate_model_folder(options)
-    config, path = _model_folder(options) or _config_and_run(options, options.command)
+    check = None if options.command == "sft" or options.child else _check_trained
+    config, path = _model_folder(options) or _config_and_run(options, options.command, check)
     if options.child:
         args = RoleArgs(config, path)
         if options.command != "sft":
@@ -129,8 +130,6 @@ def run_offline(options: argparse.Namespace) -> int:
         if not code:
             args.paths.warm_start_done.touch()
         return code
-    if options.command != "sft" and not model_folder(config):
-        _check_trained(path)
     inventory = program.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
@@ -160,7 +159,10 @@ def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
     path = _absolute(options.run)
     if RunPaths(path).run_file.exists() or not (path / "tokenizer.json").is_file():
         return None
-    return configs.of_model_folder(path), path
+    config = configs.of_model_folder(path)
+    if not options.child:  # it would find out after it has loaded JAX
+        preflight.check_model(config)
+    return config, path
 
 
 def run_tinker(options: argparse.Namespace) -> int:
@@ -201,11 +203,13 @@ def run_compile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_trained(path: Path) -> None:
+def _check_trained(path: Path, config: Config | None = None) -> None:
     """Refuse a run without weights here, rather than in a child that must load JAX first."""
     from jaxroll.learner import checkpoint_files
 
     paths = RunPaths(path)
+    if config is not None and model_folder(config):
+        return
     if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
         reason = "has neither checkpoints nor a warm start"
         raise ConfigError("RUN", str(path), reason, f"Train first: jaxroll train {os.path.relpath(path)} --resume")
@@ -443,23 +447,31 @@ def run_proposal(options: argparse.Namespace) -> None:
         propose.run_init(options, propose.asker())
 
 
-def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
-    """The config and the run folder that --config and --run name together."""
+def _config_and_run(
+    options: argparse.Namespace, name: str, check: Callable[[Path, Config], None] | None = None
+) -> tuple[Config, Path]:
+    """The config and the run folder that --config and --run name together; `check` may refuse an existing folder."""
     folder = options.run
     if options.config:
         config = preflight.runnable_config(options)
         preflight.check_role(options, config)
         if folder:
+            if check is not None:
+                check(run_dir.checked(folder), config)
             return config, run_dir.shared(folder, config, options.words)
+        if check is not None and not model_folder(config):
+            raise ConfigError("RUN", None, "no run named", "Name one that has trained, or a config with model.path.")
         return config, run_dir.create_unique(RUNS, name, config, options.words)
     if not folder:
-        raise ConfigError("RUN", None, "no run named", "Name an existing run, or give --config=FILE.")
+        raise ConfigError("RUN", None, "no run named", "Name one (`jaxroll list` shows them), or give --config=FILE.")
     if options.overrides:
         reason = "the run has its config already"
         raise ConfigError(options.overrides[0], folder, reason, "Give --config=FILE with overrides, or none.")
     path = run_dir.checked(folder)
     config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
     preflight.check_role(options, config)
+    if check is not None:
+        check(path, config)
     return config, path
 
 

@@ -47,6 +47,7 @@ from jaxroll.protocols import Progress
 from jaxroll.report import trackers
 from jaxroll.rpc import tls
 from jaxroll.store.core.admission import Settings
+from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import HFTokenizer
 
 # --- `jaxroll doctor`: installed dependencies, the features that missing ones disable, and how to install them
@@ -226,6 +227,12 @@ def check(config: Config, report: Progress | None = None) -> None:
         peft.check(config.learner, model)
 
 
+def check_model(config: Config) -> None:
+    """Raise ConfigError if the model, its weights or its tokenizer, each in a folder, cannot be read."""
+    text = tokenizers.build(config.tokenizer, "")
+    folders.check_weights(config.model, folders.spec(config.model, text.vocab_size))
+
+
 def _check_meshes(config: Config, model: ModelSpec) -> None:
     for role, mesh in meshes(config).items():
         families.check_mesh(model, mesh, f"{role}.mesh")
@@ -385,5 +392,5 @@ def check_role(options: argparse.Namespace, config: Config) -> None:
     if options.command != "actor":
         return
     if not config.placement.actors:
-        remedy = "Set it to how many actors there are, for every role of the run."
+        remedy = "Start the run, and every role of it, with --config.placement.actors=N."
         raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves", remedy)

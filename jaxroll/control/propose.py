@@ -20,7 +20,7 @@ from jaxroll import disk
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.control import preflight
 from jaxroll.data import sources
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders
 from jaxroll.policy.placement import Plan
 from jaxroll.sim import costs, place, simulate
@@ -377,14 +377,14 @@ def _with_plan(found: Hardware, path: Path) -> Hardware:
     """The hardware with the costs of a plan of one of its types, for the numbers of devices of that plan."""
     file = path.parent / found.plan
     try:
-        plan = json.loads(file.read_text(encoding="utf-8"))
+        plan = disk.read_json(file)
         speed, roles, programs = plan["speed"], plan["roles"], plan["programs"]
         prefill_s = max(row["least_s"] for row in programs if row["name"].startswith("prefill"))
         sampler = SamplerCosts(speed["decode_step_s"], prefill_s, all_slots=True)
         learner = LearnerCosts(micro_batch_overhead_s=speed["learner_s"] / speed["micro_batches"])
         sends = TransferCosts(latency_s=speed["transfer_s"])
         devices = {"sampler": roles["sampler"]["chips"], "learner": roles["learner"]["chips"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, DataError) as error:
         reason = f"is no plan that fits ({type(error).__name__}: {error})"
         raise ConfigError(f"{path}: plan", found.plan, reason, "Write it with `jaxroll plan --json`.") from error
     space = replace(found.search, sampler_devices=(devices["sampler"],), learner_devices=(devices["learner"],))

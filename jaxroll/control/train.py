@@ -20,7 +20,7 @@ import msgspec
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll import lifeline
+from jaxroll import disk, lifeline
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import LEADERS, has_warm_start, with_a_sampler
@@ -30,7 +30,7 @@ from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.envs import registry
-from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+from jaxroll.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.report import record, summary, trackers
 from jaxroll.rpc import protocol
@@ -224,8 +224,8 @@ def join(options: argparse.Namespace, runs: Path) -> int:
 
 def _store_address(shared: Path) -> str:
     try:
-        return RunPaths(shared).store_address.read_text(encoding="utf-8").strip()
-    except OSError as error:
+        return disk.read_text(RunPaths(shared).store_address).strip()
+    except (OSError, DataError) as error:
         remedy = "Start the run first, or give the address of its store."
         raise ConfigError("--join", str(shared), "no store has written its address here", remedy) from error
 

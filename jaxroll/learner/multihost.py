@@ -237,8 +237,8 @@ def _wait_for_address(file: Path) -> tuple[str, int]:
     """The address in `file`, once a process accepts connections there; the file may hold that of an earlier run."""
     deadline_s = time.monotonic() + JOIN_S
     while time.monotonic() < deadline_s:
-        host, _, port = (file.read_text(encoding="utf-8").strip() if file.exists() else "").rpartition(":")
-        if port:
+        host, _, port = (disk.read_text(file).strip() if file.is_file() else "").rpartition(":")
+        if port.isdecimal() and int(port) < 65536:
             with socket.socket() as probe:
                 probe.settimeout(_POLL_S)
                 if probe.connect_ex((host, int(port))) == 0:

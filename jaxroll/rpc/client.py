@@ -26,8 +26,8 @@ import grpc
 import grpc.aio
 import msgspec
 
-from jaxroll import wire
-from jaxroll.errors import ConfigError, DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
+from jaxroll import disk, wire
+from jaxroll.errors import ConfigError, DataError, DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.protocol import Envelope, error_of
@@ -49,6 +49,7 @@ _SENDING = "SendMessageOperation"  # in gRPC's debug string; its status is INTER
 _UNAUTHORIZED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 Metadata = tuple[tuple[str, str], ...]
 _UNREAD = (0, 0)
+_ADDRESS_BYTES = 4096
 _OVERDUE_S = 5  # a working gRPC is late by milliseconds
 _NO_MEMORY = "MemoryError"  # in gRPC's text for an exception of a handler
 _TOO_LARGE = "larger than max"  # in gRPC's text for a reply over this side's limit; the only exhaustion that is final
@@ -272,7 +273,10 @@ class GrpcTransport:
         found = path.stat()
         identity = (found.st_ino, found.st_mtime_ns)
         if identity != self._file:
-            self._target_written = path.read_text(encoding="utf-8").strip()
+            try:
+                self._target_written = disk.read_text(path, _ADDRESS_BYTES).strip()
+            except DataError as error:  # the server replaces the file as a whole, so waiting for it does not help
+                raise ConfigError(str(path), "", str(error), "Remove it; the server writes it again.") from error
             if not self._target_written:  # the server's machine failed before a sync; it writes it again
                 raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
             self._file = identity

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from jaxroll import errors
-from jaxroll.errors import ConfigError
+from jaxroll import disk, errors
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.run_paths import RunPaths
 
 _REFUSALS: dict[str, type[errors.StoreRefusal]] = {
@@ -215,6 +215,7 @@ def client_options(max_message_bytes: int) -> list[tuple[str, int]]:
 # instead of the secret: a machine with the sampler's token cannot call as the learner.
 
 TOKEN_VARIABLE = "JAXROLL_TOKEN"
+_SECRET_BYTES = 4096
 ROLES = frozenset({"sampler", "learner", "admin", "observer"})
 _ALIASES = {"actor": "sampler", "evaluator": "observer", "report": "observer", "supervisor": "admin", "store": "admin"}
 _ROLE_TOKEN = re.compile(rf"({'|'.join(sorted(ROLES))})\.[0-9a-f]{{64}}")
@@ -255,9 +256,15 @@ def load_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> s
 
 def _read(path: Path) -> str | None:
     if not path.is_file():
-        return None
+        if not os.path.lexists(path):
+            return None
+        remedy = "Remove it: `jaxroll train` makes a new one."  # without a secret every process would be admitted
+        raise ConfigError(str(path), "", "is not a file with a secret", remedy)
     keep_private(path)
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        text = disk.read_bytes(path, _SECRET_BYTES).decode(errors="replace").strip()
+    except DataError as error:
+        raise ConfigError(str(path), "", str(error), "Remove it: `jaxroll train` makes a new one.") from error
     if not text.isascii():
         raise ConfigError(
             str(path),

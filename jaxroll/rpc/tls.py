@@ -203,7 +203,7 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> M
     """The certificates of this process; None if there are none, and its connections are plain text."""
     named = environment.get(TLS_VARIABLE, "").strip()
     folder = Path(named) if named else RunPaths(run_dir).tls if run_dir is not None else None
-    if folder is None or not (named or folder.is_dir()):
+    if folder is None or not (named or os.path.lexists(folder)):
         return None
     if not (folder / CA).is_file():
         raise ConfigError(

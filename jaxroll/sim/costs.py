@@ -29,9 +29,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from jaxroll import wire
+from jaxroll import disk, wire
 from jaxroll.config import Config
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Finished, Member
 from jaxroll.report import record
 from jaxroll.run_paths import RunPaths
@@ -41,6 +41,7 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 NORMAL = statistics.NormalDist()
+_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -277,10 +278,10 @@ C = TypeVar("C", bound=Cluster)
 def load(path: Path, kind: type[C] = Cluster, remedy: str = "docs/simulation.md lists the keys of a cluster.") -> C:
     """The cluster that a TOML file describes. ConfigError if it cannot be read or has an unknown or wrong value."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(disk.read_text(path, _FILE_BYTES))
     except OSError as error:
         raise ConfigError("--cluster", str(path), f"cannot be read ({error.strerror})", "Name a TOML file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (DataError, ValueError, RecursionError) as error:
         raise ConfigError("--cluster", str(path), f"is no TOML: {error}", remedy) from error
     try:
         cluster = msgspec.convert(values, kind, str_keys=True)

@@ -1,28 +1,35 @@
 """Every command with every class of bad input: a one-line error with file or key, and a documented exit code.
 
 The damaged run is made by hand; no test here starts a process or JAX: commands whose work is done by child processes
-are refused before they start one, or get a stand-in. test_run_lock has runs that are in use, test_first_mistakes other
-mistakes.
+are refused before they start one, or get a stand-in. A role reads its run as always and connects to the store; the
+store serves and is stopped as soon as it does. test_run_lock has runs that are in use, test_first_mistakes other
+mistakes, test_bad_files other files.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import shutil
+import signal
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxroll.control import cli, commands, run_dir, train
+from jaxroll.config import RoleArgs
+from jaxroll.control import commands, program, train
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
+from jaxroll.roles import actor, colocated, session, store
+from jaxroll.store import client
+from jaxroll.store.client import StoreClient
+from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, too_large, writes
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
-Damage = Callable[[Path], object]
 
 # Commands that read a run; RUN is its folder. `checkpoints` and `list` read less and may not notice the damage.
 READERS: dict[str, list[str]] = {
@@ -49,43 +56,23 @@ READERS: dict[str, list[str]] = {
     "calibrate": ["sim", "calibrate", "RUN"],
     "ui": ["ui", "RUN"],
     "learner": ["learner", "RUN", "--index=7"],  # refused at the latest for this
-    "actor": ["actor", "RUN"],  # the config has none
+    "actor": ["actor", "RUN"],
+    "store": ["store", "RUN"],
+    "feeder": ["feeder", "RUN"],
+    "sampler": ["sampler", "RUN"],
+    "sampler --join": ["sampler", "--join=RUN"],
+    "evaluator": ["evaluator", "RUN"],
+    "colocated": ["colocated", "RUN"],
+    "tls": ["tls", "RUN"],
+    "sim": ["sim", "RUN", f"--config={SMOKE}", "--cluster=none.toml"],  # refused at the latest for this
+    "launch": ["launch", "RUN", f"--config={SMOKE}", "--config.schedule.nothing=1"],
+    "launch --dry-run": ["launch", "RUN", f"--config={SMOKE}", "--on=ssh", "--dry-run"],
 }
 # Commands that refuse the undamaged run too, for another reason.
 WHOLE = {"resume", "fork", "new run", "token", "generate", "eval", "serve", "weights export", "calibrate"}
-WHOLE |= {"learner", "actor"}
-
-
-def writes(name: str, data: bytes) -> Damage:
-    """Replace the run's file `name` by `data`."""
-
-    def damage(run: Path) -> None:
-        path = run / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        path.write_bytes(data)
-        path.chmod(0o600)
-
-    return damage
-
-
-def folder(name: str) -> Damage:
-    """Replace the run's file `name` by a folder."""
-
-    def damage(run: Path) -> None:
-        (run / name).unlink(missing_ok=True)
-        (run / name).mkdir()
-
-    return damage
-
-
-def loop(name: str) -> Damage:
-    """Replace the run's file `name` by a link to itself."""
-
-    def damage(run: Path) -> None:
-        (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(name)
-
-    return damage
+WHOLE |= {"learner", "sampler --join", "sim", "launch"}
+# Keys of the section `placement` without which a run does not have the role.
+PLACEMENT: dict[str, dict[str, object]] = {"actor": {"actors": 1}, "colocated": {"colocated": True}}
 
 
 def without(name: str) -> Damage:
@@ -149,16 +136,6 @@ def emptied(run: Path) -> None:
     run.mkdir()
 
 
-def too_large(name: str) -> Damage:
-    """Make the run's file `name` larger than any that JaxRoll writes."""
-
-    def damage(run: Path) -> None:
-        with (run / name).open("ab") as file:
-            file.truncate(run_dir.RUN_FILE_BYTES + 1)
-
-    return damage
-
-
 def checkpoint(**files: bytes) -> Damage:
     """Add a checkpoint whose writing was interrupted, or that was damaged: only these files, by name, are there."""
 
@@ -182,7 +159,6 @@ def interrupted(run: Path) -> None:
         file.write(b'{"kind": "step", "ste')
 
 
-DEEP = b'{"config":' + b"[" * 100_000
 DAMAGES: dict[str, Damage] = {
     "missing": no_run, "a file": a_file, "empty": emptied,
     "no run.json": without("run.json"), "run.json empty": writes("run.json", b""),
@@ -211,7 +187,22 @@ DAMAGES: dict[str, Damage] = {
     "heldout huge": too_large("heldout.json"), "interrupted": interrupted,
     "checkpoint empty": checkpoint(), "checkpoint junk": checkpoint(about=b"\xff{", state=b"\xff"),
     "checkpoint cut": checkpoint(about=b'{"position": 3, "arrays": {"params[\'a\']": ["float32", 4]}}'),
+    "run.json pipe": pipe("run.json"), "metrics pipe": pipe("metrics.jsonl"), "log pipe": pipe("store.db"),
 }  # fmt: skip
+# Damages of files that only roles read.
+ROLE_DAMAGES: dict[str, Damage] = {
+    "address folder": folder("store.addr"), "address loop": loop("store.addr"), "address pipe": pipe("store.addr"),
+    "address empty": writes("store.addr", b""), "address binary": writes("store.addr", bytes(range(256))),
+    "address words": writes("store.addr", b"no address"), "address port": writes("store.addr", b"a:99999999"),
+    "address huge": too_large("store.addr"), "address dead": writes("store.addr", b"127.0.0.1:1"),
+    "secret folder": folder("token"), "secret empty": writes("token", b""), "secret loop": loop("token"),
+    "secret huge": too_large("token"), "tls file": writes("tls", b"x"), "tls folder": folder("tls"),
+    "alphabet pipe": pipe("alphabet.json"),
+}  # fmt: skip
+# Taken for missing files, they would let the store admit every process, or send plain text.
+MUST_REFUSE = {"secret folder", "secret loop", "secret empty", "secret huge", "secret junk", "tls file", "tls folder"}
+ROLES = {"actor", "learner", "store", "feeder", "sampler", "sampler --join", "evaluator", "colocated", "tls", "token"}
+CONNECTED = {"store", "sampler", "evaluator", "colocated", "actor"}
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +210,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("whole") / "run", steps=3, steps_wanted=9)
 
 
-def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code and stderr of a command that must not raise."""
-    capsys.readouterr()
-    try:
-        code = cli.main(words)
-    except SystemExit as end:  # argparse
-        code = int(end.code or 0)
-    return code, capsys.readouterr().err
+def connects(args: RoleArgs) -> int:
+    """Connect to the run's store, as every role does first."""
+    options: dict[str, Any] = {"config_digest": args.config_digest, "patience_s": 0.01, "run_dir": args.run_dir}
+    address = args.store_address or args.paths.store_address
+    asyncio.run(StoreClient.connect(address, role="sampler", name="sampler-0", **options))
+    return 0
 
 
-SOAK = {"eval", "serve", "tinker-serve", "sft", "compile", "calibrate", "ui", "learner", "actor"}  # like the others
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the work of commands: child processes, engines, and a store that would serve until it is stopped."""
+    monkeypatch.setattr(commands, "run_foreground", lambda argv, env: 0)  # the child that would do the work
+    monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
+    monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
+    monkeypatch.setattr(program, "place_alone", lambda *_: None)  # it sets variables of this process
+    monkeypatch.setattr(store, "_announce", lambda address: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(store.FeederProcess, "next", lambda *_: asyncio.sleep(60.0))
+    monkeypatch.setattr(store, "feed", lambda args: store.PromptsHere(args) and 0)
+    monkeypatch.setattr(session, "main", lambda spec, args: connects(args))
+    monkeypatch.setattr(colocated, "main", connects)
+    monkeypatch.setattr(actor, "main", connects)
+    monkeypatch.setattr(client, "JOIN_S", 0.01)
+
+
+# They are like the others, or slow.
+SOAK = {"eval", "serve", "tinker-serve", "sft", "compile", "calibrate", "ui", "learner", "actor", "store", "feeder"}
+SOAK |= {"sampler --join", "evaluator", "colocated", "tls", "sim", "launch", "launch --dry-run"}
+SOAK |= {"report --json", "inspect --group"}
 
 
 @pytest.mark.parametrize(
@@ -239,13 +246,14 @@ def test_readers_of_a_damaged_run(
     command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "run_foreground", lambda argv, env: 0)  # the child that would do the work
-    monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
-    monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
+    stand_in(monkeypatch)
     wrong = []
-    for name, damage in {"nothing": lambda run: None, **DAMAGES}.items():
+    for name, damage in {"nothing": lambda run: None, **DAMAGES, **(ROLE_DAMAGES if command in ROLES else {})}.items():
         run = tmp_path / name.replace(" ", "-") / "run"
         shutil.copytree(whole, run)
+        if command in PLACEMENT:
+            placement = json.loads((run / "run.json").read_bytes())["config"]["placement"]
+            config_with(placement=placement | PLACEMENT[command])(run)
         damage(run)
         words = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out.jsonl")) for word in READERS[command]]
         try:
@@ -259,6 +267,8 @@ def test_readers_of_a_damaged_run(
             wrong.append(f"the undamaged run: ended with {code}: {err[:300]}")
         if code == EXIT_CONFIG and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
             wrong.append(f"{name}: wrote {err[:300]!r}")
+        if command in CONNECTED and name in MUST_REFUSE and code != EXIT_CONFIG:
+            wrong.append(f"{name}: was not refused ({code}: {err[:300]!r})")
     assert not wrong, "\n".join(wrong)
 
 

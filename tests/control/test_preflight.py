@@ -490,6 +490,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "rpc/protocol.py::right_of": CODE,
     "rpc/protocol.py": HERE,
     "rpc/protocol.py::check_exposure": HERE,
+    "rpc/client.py::GrpcTransport._written": HERE,
     "rpc/tls.py": HERE,
     "rpc/server.py::RawServer.bind": HERE,
     "algorithms/losses.py::loss": CODE,

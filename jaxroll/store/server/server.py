@@ -19,7 +19,7 @@ from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.config.derived import max_message_bytes, update_slot_s
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
@@ -265,8 +265,8 @@ class _Store:
 def _port_before(run_dir: Path) -> int:
     """The port of this run's previous store process; 0 if there was none."""
     try:
-        text = RunPaths(run_dir).store_address.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = disk.read_text(RunPaths(run_dir).store_address)
+    except (FileNotFoundError, DataError):  # the file is replaced
         return 0
     port = text.strip().rpartition(":")[2]
     return int(port) if port.isdecimal() and int(port) < 65536 else 0
