@@ -118,7 +118,7 @@ def run_offline(options: argparse.Namespace) -> int:
         raise ConfigError("PROMPT", None, "no prompt given", f"Add one, as in `jaxroll generate {name} PROMPT`.")
     if options.command == "eval" and options.run and not options.child:
         _evaluate_model_folder(options)
-    check = None if options.command == "sft" or options.child else _check_trained
+    check = None if options.command == "sft" or options.child else preflight.check_trained
     config, path = _model_folder(options) or _config_and_run(options, options.command, check)
     if options.child:
         args = RoleArgs(config, path)
@@ -201,18 +201,6 @@ def run_compile(options: argparse.Namespace) -> int:
     module.compile_programs(RoleArgs(config, path), Progress(name, tracker.log))
     tracker.close()
     return 0
-
-
-def _check_trained(path: Path, config: Config | None = None) -> None:
-    """Refuse a run without weights here, rather than in a child that must load JAX first."""
-    from jaxroll.learner import checkpoint_files
-
-    paths = RunPaths(path)
-    if config is not None and model_folder(config):
-        return
-    if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
-        reason = "has neither checkpoints nor a warm start"
-        raise ConfigError("RUN", str(path), reason, f"Train first: jaxroll train {os.path.relpath(path)} --resume")
 
 
 def run_config(options: argparse.Namespace) -> None:
@@ -343,7 +331,7 @@ def run_weights(options: argparse.Namespace) -> int:
         if options.direction == "import" and not (source / "config.json").is_file():
             raise ConfigError("HF_FOLDER", str(source), "holds no config.json", "Give a Hugging Face checkpoint.")
         if options.direction == "export" and RunPaths(source).run_file.is_file():
-            _check_trained(source)
+            preflight.check_trained(source)
         env = program.common_env(str(program.default_cache_dir(RUNS, os.environ))) | program.cpu_env()
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
     from jaxroll.tools import weights

@@ -46,6 +46,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.report import trackers
 from jaxroll.rpc import tls
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import Settings
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import HFTokenizer
@@ -231,6 +232,18 @@ def check_model(config: Config) -> None:
     """Raise ConfigError if the model, its weights or its tokenizer, each in a folder, cannot be read."""
     text = tokenizers.build(config.tokenizer, "")
     folders.check_weights(config.model, folders.spec(config.model, text.vocab_size))
+
+
+def check_trained(path: Path, config: Config | None = None) -> None:
+    """Refuse a run without weights here, rather than in a child that must load JAX first."""
+    from jaxroll.learner import checkpoint_files
+
+    paths = RunPaths(path)
+    if config is not None and model_folder(config):
+        return
+    if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
+        reason = "has neither checkpoints nor a warm start"
+        raise ConfigError("RUN", str(path), reason, f"Train first: jaxroll train {os.path.relpath(path)} --resume")
 
 
 def _check_meshes(config: Config, model: ModelSpec) -> None:

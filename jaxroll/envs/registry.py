@@ -74,7 +74,7 @@ def factory(name: str) -> Factory:
         _load(module, name)
     short = name.rpartition(":")[2]
     if short not in _FACTORIES:
-        remedy = f"{nearest(short, (*_FACTORIES, *ADAPTERS))} Others are named package.module:name."
+        remedy = f"{nearest(short, (*_FACTORIES, *ADAPTERS))} Others: package.module:name, registered there."
         raise ConfigError("task.env", name, "there is no such environment", remedy)
     return _FACTORIES[short]
 

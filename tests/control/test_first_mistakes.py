@@ -6,28 +6,49 @@ stand-in replaces the start of a run or of a child process: the tests check that
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import json
 import os
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.control import cli, commands, run_dir, train
+from jaxroll.control import cli, commands, program, run_dir, train
+from jaxroll.envs import registry
+from jaxroll.roles import actor, session, store
+from jaxroll.testing import environments
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
 CPU_S = 2.0
 TASK = "task.name"
+CLUSTER = "rpc_s = 1e-3\n[sampler]\nstep_overhead_s = 0.5\n"
+ENVIRONMENT = """
+from jaxroll.envs.calculator import Calculator
+from jaxroll.envs.registry import register
+register("Mistaken")(Calculator)
+"""
+HARDWARE = """
+[[devices]]
+name = "cpu"
+count = 4
+flops = 1e12
+bytes_per_s = 1e11
+[model]
+parameters = 1e6
+"""
 
-# The command (after `jaxroll`), texts that the answer must contain, and the remedy that it names ("" if this is not a
-# command); `{port}` is a port that another process uses.
+# The command (after `jaxroll`), texts that the answer must contain, and a command that follows the remedy it names.
 MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     # the command line
     ("trian --config=configs/smoke.py", ("trian", "jaxroll train"), "train --config=configs/smoke.py"),
@@ -58,8 +79,10 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train --config=configs/smoke.py --config.task.name=spel", (TASK, "spell_backward"),
      "train --config=configs/smoke.py --config.task.name=spell_backward"),
     ("train --config=configs/smoke.py --config.task.source=jsonl --config.task.path=none.jsonl", ("task", "none.jsonl"),
-     ""),
-    ("train --config=configs/smoke.py --config.model.path=no/model", ("model.path", "no/model"), ""),
+     "train --config=configs/smoke.py --config.task.source=jsonl --config.task.path=rows.jsonl"),
+    ("train --config=configs/smoke.py --config.model.path=no/model", ("model.path", "--config.model.path=FOLDER"),
+     "train --config=configs/smoke.py --config.model.path=model --config.tokenizer.kind=hf"
+     " --config.tokenizer.path=model --config.task.max_prompt_tokens=48 --config.sampler.prefill_buckets=48"),
     ("train --config=configs/smoke.py --config.placement.platform=gpu", ("placement.platform", "'cpu'"),
      "train --config=configs/smoke.py --config.placement.platform=cpu"),
     ("train --config=configs/smoke.py --config.placement.platform=tpu", ("placement.platform", "'auto'"),
@@ -68,7 +91,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("init mine --task=chain_sum", ("FILE", ".py"), "init mine.py --task=chain_sum"),
     ("init mine.py --hardware=gpu", ("--hardware", "gpu:8"), "init mine.py --hardware=gpu:8"),
     ("init mine.py --task=chain_sums", ("chain_sums",), "init mine.py --task=chain_sum"),
-    ("init mine.py --model=models/none", ("models/none", "config.json"), ""),
+    ("init mine.py --model=models/none", ("models/none", "config.json", "the folder of"), "init mine.py --model=model"),
     # plans
     ("plan --config=configs/smoke.py", ("--topology", "v5e:8x8"), "plan --config=configs/smoke.py --topology=v5e:8x8"),
     ("plan --config=configs/smoke.py --topology=v5e:3x3", ("--topology", "v5e:8x8"),
@@ -83,11 +106,14 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      ("sampler.mesh.tensor", "24", "16]"),
      "plan --config=configs/rlvr_qwen3_8b.py --topology=v5e:8x8 --config.sampler.mesh.tensor=16"),
     # simulations
-    ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), ""),
-    ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
-    ("sim calibrate old", ("too few",), ""),
-    ("place --config=configs/smoke.py", ("--cluster", "docs/placement.md"), ""),
-    ("place --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"), ""),
+    ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), "sim calibrate long"),
+    ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"),
+     "sim --config=configs/smoke.py --cluster=cluster.toml --config.schedule.steps=2"),
+    ("sim calibrate old", ("too few", "ten steps"), "sim calibrate long"),
+    ("place --config=configs/smoke.py", ("--cluster=FILE", "docs/placement.md"),
+     "place --config=configs/smoke.py --cluster=hardware.toml"),
+    ("place --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"),
+     "place --config=configs/smoke.py --cluster=hardware.toml"),
     # runs
     ("train old --config=configs/smoke.py", ("RUN", "old", "--resume"), "train old --resume"),
     ("train old", ("RUN", "old", "--resume"), "train old --resume"),
@@ -100,48 +126,81 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("report .", ("no run here", "jaxroll list"), "list ."),
     ("report nothing", ("nothing", "jaxroll list"), "list ."),
     ("ui nothing", ("RUNS", "nothing", "jaxroll list"), "list ."),
-    ("inspect begun", ("store.db", "no such log"), ""),
+    ("inspect begun", ("store.db", "no such log", "train begun --resume"), "train begun --resume"),
     ("inspect old --group=999", ("--group", "999", "0 to "), "inspect old --group=0"),
-    ("replay begun", ("store.db",), ""),
+    ("replay begun", ("store.db", "train begun --resume"), "train begun --resume"),
     ("export old", ("--parquet=FILE", "--jsonl=FILE"), "export old --jsonl=out.jsonl"),
     ("export old --parquet=out.parquet", ("pyarrow", "jaxroll[data]", "--jsonl"), "export old --jsonl=out.jsonl"),
     ("export old --jsonl=no/out.jsonl", ("no/out.jsonl", "folder"), "export old --jsonl=out.jsonl"),
     ("tls begun --token-of=sampler", ("has no token", "jaxroll tls RUN"), "tls begun"),
     # weights
     ("generate begun hello", ("begun", "train begun --resume"), "train begun --resume"),
-    ("generate begun", ("PROMPT",), ""),
-    ("generate", ("RUN",), ""),
+    ("generate begun", ("PROMPT", "jaxroll generate begun PROMPT"), "generate trained hello"),
+    ("generate", ("RUN", "jaxroll list"), "generate trained hello"),
     ("eval begun", ("begun", "train begun --resume"), "train begun --resume"),
     ("serve begun", ("begun", "train begun --resume"), "train begun --resume"),
-    ("serve", ("RUN",), ""),
-    ("tinker-serve", ("RUN",), ""),
-    ("tinker-serve begun --session-timeout=5", ("--session-timeout", "Use 20"), ""),
-    ("weights import configs out", ("configs", "config.json", "Hugging Face"), ""),
+    ("serve", ("RUN", "jaxroll list"), "serve trained"),
+    ("tinker-serve", ("RUN", "jaxroll list"), "tinker-serve trained"),
+    ("tinker-serve begun --session-timeout=5", ("--session-timeout", "Use 20"),
+     "tinker-serve begun --session-timeout=20"),
+    ("weights import configs out", ("configs", "config.json", "Hugging Face"), "weights import model out"),
     ("weights export begun out", ("begun", "checkpoints"), "train begun --resume"),
     ("weights", ("import|export",), "weights import --help"),
     # environments
-    ("env check nothing:here", ("nothing:here", "its module cannot be imported"), ""),
+    ("env check nothing:here", ("nothing:here", "its module cannot be imported", "in a folder from which"),
+     "env check mistaken_env:Mistaken"),
+    ("env check mistaken_env:Correct", ("mistaken_env", "Correct", "registered"), "env check mistaken_env:Mistaken"),
     ("env check", ("MODULE:NAME",), "env check --help"),
     # roles and machines
-    ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "0"), ""),
-    ("actor begun", ("placement.actors",), ""),
-    ("store begun --store=localhost", ("--store", "HOST:PORT"), ""),
+    ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "Use 0"),
+     "sampler --config=configs/smoke.py --run=r --index=0"),
+    ("actor begun", ("placement.actors", "--config.placement.actors=N"),
+     "actor --config=configs/smoke.py --run=r --config.placement.actors=1"),
+    ("store begun --store=localhost", ("--store", "--store=127.0.0.1:7077"), "store begun --store=127.0.0.1:0"),
     ("launch --config=configs/smoke.py", ("--on", "slurm"), "launch --config=configs/smoke.py --on=skypilot --dry-run"),
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's folder: a run `old` that has begun to train, `begun` that has not, `long` with twelve steps and
+    `trained` with weights, a model, rows, a cluster and an environment."""
+    made = tmp_path_factory.mktemp("prepared") / "home"
+    made.mkdir()
+    (made / "cluster.toml").write_text(CLUSTER)
+    (made / "configs").symlink_to(ROOT / "configs")
+    make_run(made / "old", steps=2, steps_wanted=9)
+    words = [f"--config={ROOT / 'configs' / 'smoke.py'}", f"--cluster={made / 'cluster.toml'}"]
+    assert cli.main(["sim", str(made / "long"), *words, "--config.schedule.steps=12"]) == 0
+    run_dir.create(made / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
+    values = run_dir.load(made / "begun")
+    run_dir.write(made / "old", values)  # a config of this version
+    shutil.copytree(made / "begun", made / "trained")
+    (made / "trained" / "warm").mkdir()
+    shutil.copytree(ROOT / "tests" / "golden" / "qwen3" / "tied", made / "model")
+    rows = [{"question": f"{index}+1", "answer": str(index + 1)} for index in range(99)]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (made / "hardware.toml").write_text(HARDWARE)
+    (made / "mistaken_env.py").write_text(ENVIRONMENT)
+    return made
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, with a run `old` that has begun to train and a run `begun` that has not."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    make_run(tmp_path / "old", steps=2, steps_wanted=9)
-    run_dir.create(tmp_path / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
-    values = run_dir.load(tmp_path / "begun")
-    run_dir.write(tmp_path / "old", values)  # a config of this version
-    monkeypatch.chdir(tmp_path)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path) -> Path:
+    """A copy of the user's folder, and stand-ins for what would start there."""
+    home = tmp_path / "home"
+    shutil.copytree(prepared, home, symlinks=True)
+    monkeypatch.chdir(home)
     monkeypatch.setattr(train, "train", lambda *_, **__: 0)
+    monkeypatch.setattr(train, "_serve_tinker", lambda *_: 0)
     monkeypatch.setattr(commands, "run_foreground", lambda *_: 0)
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: False)
+    for one in (session, actor):
+        monkeypatch.setattr(one, "main", lambda *_: 0)
+    monkeypatch.setattr(program, "place_alone", lambda *_: None)  # it sets variables of this process
+    monkeypatch.setattr(store, "_announce", lambda address: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(store.FeederProcess, "next", lambda *_: asyncio.sleep(60.0))
+    monkeypatch.setattr(environments, "report", checked)
     real = builtins.__import__
 
     def no_pyarrow(name: str, *args, **kwargs):
@@ -150,7 +209,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_pyarrow)
-    return tmp_path
+    return home
+
+
+def checked(name: str, config: str | None, *, overrides: Sequence[str], episodes: int) -> environments.Report:
+    """As `environments.report`, without the episodes, for which it starts a process."""
+    registry.factory(name)
+    environments.settings_for(name, config, overrides)
+    return environments.Report(name, episodes, ())
 
 
 def typed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -174,9 +240,8 @@ def test_a_mistake_is_answered_with_its_remedy_which_works(
     assert all(word in answer for word in words), answer
     assert "Traceback" not in answer and len(answer) < 2000
     assert sorted(path.name for path in home.iterdir()) == before, "a refused command leaves nothing behind"
-    if remedy:
-        code, answer = typed(remedy, capsys)
-        assert code == 0, answer
+    code, answer = typed(remedy, capsys)
+    assert code == 0, answer
 
 
 def test_the_demo_outside_a_checkout(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

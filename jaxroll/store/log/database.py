@@ -465,7 +465,8 @@ def _migrated_copy(connection: sqlite3.Connection) -> Iterator[sqlite3.Connectio
 def _opened(path: Path) -> sqlite3.Connection:
     """Open the database for reading; as immutable if it is complete and its folder cannot be written."""
     if not path.exists():
-        raise DataError(f"{path}: there is no such log; the store of a run makes it when it starts")
+        start = f"jaxroll train {os.path.relpath(path.parent)} --resume"
+        raise DataError(f"{path}: there is no such log. The store makes it when the run starts: {start}")
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; name the folder of a run")
     address = f"file:{quote(os.fsencode(path.absolute()))}?mode=ro"
