@@ -61,18 +61,30 @@ def shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedShard
 
 def init(spec: ModelSpec, key: PRNGKeyArray, mesh: Mesh, rules: Rules) -> Params:
     """Fresh parameters, created sharded; their values do not depend on the mesh."""
-    # One program creates every layer: a program for all of them compiles in a time that grows with their number.
     where, prefix = shardings(spec, mesh, rules), "layers.{:02d}."
-    of_layer = {name: where[prefix.format(0) + name] for name in _block_blueprint(spec)[1]}
-    rest = {name: sharding for name, sharding in where.items() if not name.startswith("layers.")}
+    of_layer = ((name, where[prefix.format(0) + name]) for name in _block_blueprint(spec)[1])
+    rest = ((name, sharding) for name, sharding in where.items() if not name.startswith("layers."))
     everywhere = replicated(mesh)
-    create = jax.jit(functools.partial(_created, Block, spec), out_shardings=(of_layer, everywhere))
+    create, outer = _creators(spec, tuple(of_layer), tuple(rest), everywhere)
     found, drawn = {}, jax.device_put(np.uint32(1), everywhere)  # the embedding draws first
     for number in range(spec.layers):
         layer, drawn = create(key, drawn)
         found |= {prefix.format(number) + name: value for name, value in layer.items()}
-    found |= jax.jit(functools.partial(_outer, spec), out_shardings=rest)(key, drawn)
+    found |= outer(key, drawn)
     return {name: found[name] for name in where}
+
+
+@functools.lru_cache(maxsize=32)
+def _creators(
+    spec: ModelSpec,
+    of_layer: tuple[tuple[str, NamedSharding], ...],
+    rest: tuple[tuple[str, NamedSharding], ...],
+    everywhere: NamedSharding,
+) -> tuple[Callable[..., tuple[Params, jax.Array]], Callable[..., Params]]:
+    """The programs that create a layer and the parameters outside the layers, the same for all models of one shape."""
+    # One program creates every layer: a program for all of them compiles in a time that grows with their number.
+    create = jax.jit(functools.partial(_created, Block, spec), out_shardings=(dict(of_layer), everywhere))
+    return create, jax.jit(functools.partial(_outer, spec), out_shardings=dict(rest))
 
 
 def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
