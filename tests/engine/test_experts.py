@@ -162,7 +162,7 @@ def test_the_experts_of_drafted_tokens_are_those_of_one_token_at_a_time(monkeypa
 def test_replay_keeps_the_sampler_s_experts_when_the_learner_would_choose_others() -> None:
     """After a change of the routers alone, replay changes only gates: the difference is far smaller than without."""
     wanted = requests(6)
-    done = results(engine(ONE, "xla", 18), wanted, weights())
+    done = results(engine(ONE, "dense", 0), wanted, weights())
     rng = np.random.default_rng(0)
     moved = {
         name: value + 0.02 * rng.normal(size=value.shape).astype(np.float32) if name.endswith("router") else value

@@ -88,7 +88,11 @@ def test_a_long_common_prompt_is_shared_in_whole_chunks(bench, assert_replayed):
 
 @pytest.mark.parametrize(
     ("mesh", "paged"),
-    [(MeshConfig(), "dense"), (MeshConfig(data=2, tensor=2), "dense"), (MeshConfig(data=2, tensor=2), "xla")],
+    [
+        (MeshConfig(), "dense"),
+        pytest.param(MeshConfig(data=2, tensor=2), "dense", marks=pytest.mark.soak),
+        (MeshConfig(data=2, tensor=2), "xla"),
+    ],
     ids=["one device, dense", "data=2,tensor=2, dense", "data=2,tensor=2, xla"],
 )
 def test_a_conversation_goes_on_where_it_stood(bench, assert_replayed, mesh, paged):

@@ -60,6 +60,21 @@ def make_claim() -> Callable[..., Claim]:
     return make
 
 
+@pytest.fixture(scope="session")
+def make_recipe() -> Callable[..., Any]:
+    """The recipe of a nano model under a config, without the arrays and programs of a trainer."""
+    from jaxroll import sharding
+    from jaxroll.learner.step import Recipe
+    from jaxroll.models import families
+    from jaxroll.sharding import Layout
+
+    def make(config: Config) -> Recipe:
+        spec = families.spec("nano", vocab_size=VOCAB, compute_dtype=config.model.dtype)
+        return Recipe.of(config, spec, Layout(sharding.build(config.learner.mesh), sharding.LEARNER))
+
+    return make
+
+
 FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was compiled for it and its first state
 
 

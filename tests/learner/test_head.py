@@ -26,11 +26,11 @@ CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 
 
 @pytest.fixture
-def programs(small_config, make_trainer):
+def programs(small_config, make_recipe):
     """The programs of a learner whose logits may take `logits_mb` on a device."""
 
     def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32", tokens: int = TOKENS) -> Programs:
-        recipe = make_trainer(small_config(micro_batch_rows=ROWS, row_tokens=tokens, mesh=mesh)).programs.recipe
+        recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=tokens, mesh=mesh))
         spec = dataclasses.replace(SPEC, compute_dtype=dtype)
         return Programs(dataclasses.replace(recipe, spec=spec, logits_mb=logits_mb))
 

@@ -29,12 +29,11 @@ def streams() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def programs(small_config, make_trainer):
+def programs(small_config, make_recipe):
     """The programs of a learner with `learner.remat`."""
 
     def make(remat: str) -> Programs:
-        config = small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, remat=remat)
-        recipe = make_trainer(config).programs.recipe
+        recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, remat=remat))
         return Programs(dataclasses.replace(recipe, spec=dataclasses.replace(SPEC, remat=recipe.spec.remat)))
 
     return make

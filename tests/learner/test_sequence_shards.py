@@ -23,11 +23,11 @@ DIVIDED = MeshConfig(fsdp=2, tensor=2, sequence=2)
 
 
 @pytest.fixture
-def programs(small_config, make_trainer):
+def programs(small_config, make_recipe):
     """The programs of a learner on `mesh`, with logits in parts of at most 1 / `parts`."""
 
     def make(mesh: MeshConfig, parts: int = 8, **changes) -> Programs:
-        made: Recipe = make_trainer(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, mesh=mesh)).programs.recipe
+        made: Recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, mesh=mesh))
         whole_mb = ROWS * TOKENS * SPEC.vocab_size * 4 / 2**20
         changes = {"spec": SPEC} | changes
         return Programs(dataclasses.replace(made, logits_mb=whole_mb / parts / mesh.devices, **changes))
