@@ -19,11 +19,14 @@ VOCAB = 24
 
 @pytest.fixture
 def small_config() -> Callable[..., Config]:
-    """A config for claims of `make_claim`; keyword arguments replace fields of its learner section."""
+    """A config for claims of `make_claim`; keyword arguments replace fields of its learner section.
+
+    Micro-batches have three rows a shard, because a program is compiled for each half of an even number.
+    """
 
     def make(alpha: float = 1.0, **learner: Any) -> Config:
         fields = {
-            "micro_batch_rows": 2,
+            "micro_batch_rows": 3 * learner.get("mesh", MeshConfig()).shards,
             "row_tokens": 64,
             "mesh": MeshConfig(),
             "learning_rate": 1e-2,

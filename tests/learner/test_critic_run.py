@@ -22,7 +22,7 @@ def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, 
         "learning_rate": 1e-4,
         "critic_learning_rate": 5e-3,
     }  # so that the policy, and with it the values to learn, hardly changes
-    config = small_config(micro_batch_rows=4, value_clip=0.0, **(PPO | slow))
+    config = small_config(value_clip=0.0, **(PPO | slow))
     trainer, claim = make_trainer(config), make_claim(age=1)
     policy, critic = jax.device_get((trainer.state.params, trainer.state.critic.params))
     assert critic.keys() - policy.keys() == {"value"} and critic["value"].shape == (trainer.spec.width, 1)
@@ -84,7 +84,7 @@ def test_a_member_without_trained_tokens_has_no_say():
 )
 def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lora, offload):
     """The critic and its moments come back, while the state that was saved is already donated."""
-    config = small_config(critic_offload=offload, micro_batch_rows=4, **PPO, **lora)
+    config = small_config(critic_offload=offload, **PPO, **lora)
     trainer = make_trainer(config)
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
@@ -104,7 +104,7 @@ def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lor
 
 
 def test_a_resume_on_another_mesh(tmp_path, small_config, make_claim, make_trainer):
-    trainer = make_trainer(small_config(micro_batch_rows=4, **PPO))
+    trainer = make_trainer(small_config(**PPO))
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(Version(0, 1), 1, trainer.state)
@@ -121,7 +121,7 @@ def test_a_resume_on_another_mesh(tmp_path, small_config, make_claim, make_train
 
 def test_the_policy_of_a_checkpoint_with_a_critic_is_found(tmp_path, small_config, make_claim, make_trainer):
     """`generate` and `eval` of a run restore its newest checkpoint; they are given the policy."""
-    trainer = make_trainer(small_config(micro_batch_rows=4, critic_offload=True, **PPO))
+    trainer = make_trainer(small_config(critic_offload=True, **PPO))
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(Version(0, 1), 1, trainer.state)

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxroll import sharding
 from jaxroll.config import LearnerConfig, MeshConfig
-from jaxroll.learner import minibatch
+from jaxroll.learner import minibatch, packing
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.critic import Critic
@@ -35,17 +35,17 @@ SPECS = {
 
 
 @pytest.fixture
-def programs(small_config, make_trainer):
+def programs(small_config, make_recipe):
     """The programs for a model on `mesh`, and the micro-batches of a claim."""
 
     def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None, lora: Lora | None = None):
-        trainer = make_trainer(small_config(micro_batch_rows=4, mesh=mesh or MeshConfig(), weight_decay=0.1))
+        config = small_config(mesh=mesh or MeshConfig(), weight_decay=0.1)
         routers = Routers(replay=False, loss=0.1, bias_rate=0.1) if spec.experts else None
-        made = Programs(dataclasses.replace(trainer.programs.recipe, spec=spec, routers=routers, lora=lora))
+        made = Programs(dataclasses.replace(make_recipe(config), spec=spec, routers=routers, lora=lora))
         if claim is None:
             return made
-        (samples,) = minibatch.prepare(claim, trainer.config).minibatches
-        batches = trainer.packed(samples)
+        (samples,) = minibatch.prepare(claim, config).minibatches
+        batches = packing.pack(samples, config.learner.row_tokens, packing.learner_buckets(config.learner))
         for batch in batches:
             batch.streams["share"] = (batch.streams["segment_ids"] > 0).astype(np.float32) / 300
         return made, [made.placed({name: batch.streams[name] for name in made.recipe.streams}) for batch in batches]
@@ -111,7 +111,7 @@ def test_adapters_and_a_critic_are_trained_as_with_single_layers(
     """Compared by the first moments, which are the clipped gradients; then the merged parameters."""
     found = []
     for scan in (False, True):
-        config = small_config(micro_batch_rows=4, max_grad_norm=0.05, scan_layers=scan, remat="layer", **options)
+        config = small_config(max_grad_norm=0.05, scan_layers=scan, remat="layer", **options)
         trainer = make_trainer(config)
         if trainer.critic:
             trainer = judging(trainer)  # of a head of zeros only the head itself has a gradient

@@ -19,7 +19,7 @@ from jaxroll.models import families, params
 from jaxroll.records import Version
 
 TARGETS = ("attn.q", "attn.o", "mlp.down")
-ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": TARGETS, "micro_batch_rows": 4}
+ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": TARGETS}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_gradients_are_the_dense_ones_projected(adapted, make_claim):
 
 
 def test_the_first_step_sees_the_model_that_the_run_starts_from(adapted, small_config, make_trainer, make_claim):
-    trainer, whole = adapted(), make_trainer(small_config(micro_batch_rows=4))
+    trainer, whole = adapted(), make_trainer(small_config())
     assert all(np.array_equal(trainer.params()[name], whole.state.params[name]) for name in whole.state.params)
     first, same = trainer.train(make_claim()), whole.train(make_claim())
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) and first["entropy"] == pytest.approx(same["entropy"])

@@ -202,7 +202,7 @@ def gradients(trainer, config, claim) -> dict[str, np.ndarray]:
 )
 def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_claim, make_trainer, mesh, algorithm):
     claim = make_claim(groups=6, size=5, age=1)
-    config = small_config(algorithm=algorithm, mesh=MESHES[mesh], micro_batch_rows=4)
+    config = small_config(algorithm=algorithm, mesh=MESHES[mesh])
     config = replace(config, schedule=replace(config.schedule, group_size=5))
     sharing_ = replace(config, learner=replace(config.learner, **SHARED))
     plain, once = make_trainer(config), make_trainer(sharing_)
@@ -238,7 +238,7 @@ def test_all_that_reads_rows_reads_shared_ones(small_config, make_claim, make_tr
     """Several steps, so that reference, critic and proximal policy are others than the trained one."""
     claims = [make_claim(step, age=1) for step in (1, 2, 3)]
     states = []
-    for more in ({}, SHARED):
+    for more in ({}, SHARED | {"micro_batch_rows": 12}):
         config = small_config(**learner, **more)
         trainer = make_trainer(config)
         rows = [trainer.train(claim) for claim in claims]
