@@ -7,11 +7,14 @@ the shape that it declares. A message that nests deeper than Python's stack rais
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import functools
 import hashlib
 import math
+import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Annotated, Any, TypeVar, overload
 
@@ -178,3 +181,58 @@ def _default(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
     if field.default_factory is not msgspec.NODEFAULT:
         return (msgspec.field(default_factory=field.default_factory),)
     return ()
+
+
+# --- Arrays as raw buffers: bytes that lie scattered in memory, to and from a socket
+
+_RUNS_PER_CALL = 1024  # IOV_MAX of Linux
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Scattered:
+    """A stream of bytes that lies in runs in memory, written or read without a copy (writev, readv).
+
+    The table of the runs is the system's array of `struct iovec`, so their number costs no time of Python. `arrays`
+    are kept alive, because the table has only their addresses.
+    """
+
+    def __init__(self, runs: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Take int64 [runs, 3] of `manifests.runs`, in any order; together they must fill the stream once."""
+        runs = runs[np.argsort(runs[:, 0], kind="stable")]
+        self._table, self._arrays = np.ascontiguousarray(runs[:, 1:]), tuple(arrays)
+        self._ends, self._done, self._first = np.cumsum(runs[:, 2]), 0, 0
+
+    def __len__(self) -> int:
+        """The number of bytes that are left."""
+        return int(self._ends[-1]) - self._done
+
+    def write(self, fd: int) -> int:
+        """Write to a socket that does not block; the number of bytes written. Errors as of os.writev."""
+        return self._call(_LIBC.writev, fd)
+
+    def read(self, fd: int) -> int:
+        """Read from a socket that does not block; the number of bytes read, 0 at its end. Errors as of os.readv."""
+        return self._call(_LIBC.readv, fd)
+
+    def skip(self, count: int) -> None:
+        """Remove the first `count` bytes."""
+        self._done += count
+        self._first = first = int(np.searchsorted(self._ends, self._done, side="right"))
+        if first < len(self._ends):
+            address, length = self._table[first].tolist()
+            left = int(self._ends[first]) - self._done
+            self._table[first] = address + length - left, left
+
+    def _call(self, call: Any, fd: int) -> int:
+        count = min(_RUNS_PER_CALL, len(self._ends) - self._first)
+        at = ctypes.c_void_p(self._table.ctypes.data + self._first * self._table.strides[0])
+        while True:
+            done = call(ctypes.c_int(fd), at, ctypes.c_int(count))
+            if done >= 0:
+                return done
+            if (error := ctypes.get_errno()) != errno.EINTR:
+                raise OSError(error, os.strerror(error))  # BlockingIOError and so on, by the number
+
+
+for _call in (_LIBC.writev, _LIBC.readv):
+    _call.restype = ctypes.c_ssize_t

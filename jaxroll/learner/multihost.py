@@ -47,7 +47,7 @@ from jaxroll.records import Claim, Version
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import Rules
-from jaxroll.transfer import channels
+from jaxroll.transfer import channel_device
 
 JOIN_S = 300  # from the arrival of the first process to that of the last
 SILENCE_S = 60  # without a heartbeat, after which a host counts as lost
@@ -428,9 +428,9 @@ def run_follower_steps(
             case "await_step":
                 trainer.await_step(running)
             case "publishable_params":
-                channels.begin(trainer.publishable_params(), dtype)
+                channel_device.begin(trainer.publishable_params(), dtype)
             case "base_params":
-                channels.begin(trainer.base_params(), dtype)
+                channel_device.begin(trainer.base_params(), dtype)
             case "write":
                 checkpoints.write(_version(command), command.position, trainer.state, command.text)
             case "read":

@@ -1,4 +1,4 @@
-"""The device channel: weights move within one process, from devices to devices.
+"""The device channel, where weights move from devices to devices within one process, and host snapshots of them.
 
 A published version is a copy on the learner's devices. An engine with the learner's shardings and dtype uses this copy;
 for other engines the devices exchange shards (`sharding.moved`, through the host only if an engine has devices that the
@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Container, Mapping
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxroll import sharding
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Version, VersionRef
+from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.manifest import Box, Hold, HostSnapshot, from_pieces
 
 NAME = "device"
 Params = Mapping[str, jax.Array]
@@ -129,3 +134,153 @@ def hand_over(
     leaves = tuple(manifests.Leaf(name, tuple(a.shape), a.dtype.name, (), ()) for name, a in sorted(params.items()))
     manifests.check(manifests.Manifest(published.version, leaves), shapes)
     return HandedOver(params, target, {name: np.dtype(shape.dtype) for name, shape in shapes.items()})
+
+
+# --- Host snapshots: immutable host copies of the parameters at one version
+#
+# A snapshot is taken in two steps on two threads: `begin` runs on the JAX thread and only dispatches (one jitted cast
+# and copy, then the device-to-host copies of all unique shards); `finish` waits for the bytes and may run on any
+# thread.
+#
+# When parameters are sharded over several processes, `begin` also waits: each leaf is gathered and copied to the host
+# of process 0, a few leaves at a time, so that no device ever holds two whole copies.
+
+GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """Device copies during their transfer to the host: per leaf its shape and the arrays of its unique local boxes.
+
+    `finish` removes them one by one, so that the device memory of each is freed as soon as it is on the host. Gathered
+    leaves are on the host already. On processes other than 0 there are no leaves.
+    """
+
+    leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
+
+
+def begin(params: Params, dtype: str) -> PendingCopy:
+    """Dispatch the copies. On return the caller may donate `params`, because the device executes the copy first.
+
+    All processes of a mesh must call this in the same order; process 0 gets all leaves, the others get none.
+    """
+    copies = manifests.copied(params, dtype)
+    leaves, gathering = {}, deque()
+    for name in sorted(copies):
+        copy = copies.pop(name)
+        whole = _gathered(copy)
+        leaves[name] = (whole.shape, _start_copy(name, whole))
+        if whole is not copy:
+            gathering.append(name)
+            if len(gathering) > GATHERED_LEAVES:
+                _finish_copy(leaves[gathering.popleft()][1])
+    for name in gathering:
+        _finish_copy(leaves[name][1])
+    return PendingCopy(leaves if jax.process_index() == 0 else {})
+
+
+def _gathered(array: jax.Array) -> jax.Array:
+    """`array`, resharded so that the devices of each process together hold all of it; unchanged if they do already.
+
+    Its sharding among the devices of a process does not change. Every process must call this in the same order.
+    """
+    held = array.sharding
+    if held.is_fully_addressable or not isinstance(held, NamedSharding) or not isinstance(held.mesh, Mesh):
+        return array
+    crossing = sharding.axes_across_processes(held.mesh)
+    parts = [sharding.without(part, crossing) for part in held.spec]
+    if parts == list(held.spec):
+        return array
+    return sharding.resharding(NamedSharding(held.mesh, PartitionSpec(*parts)))(array)
+
+
+def _start_copy(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
+    """The unique boxes of `whole` on this process; on process 0 their copies to the host are started."""
+    shards = {manifests.box_of(shard.index, whole.shape): shard.data for shard in whole.addressable_shards}
+    if not whole.is_fully_addressable and not manifests.covers_once(tuple(shards), whole.shape):
+        raise TransferError(f"leaf {name!r}: the {len(shards)} boxes of this process do not cover {whole.shape}")
+    if jax.process_index() == 0:
+        for data in shards.values():
+            data.copy_to_host_async()
+    return dict(shards)
+
+
+def _finish_copy(shards: dict[Box, jax.Array | np.ndarray]) -> None:
+    """Wait until the shards are on the host of process 0, and free their device memory."""
+    first = jax.process_index() == 0
+    for box, data in shards.items():
+        shards[box] = np.asarray(data) if first else np.empty(0, jax.block_until_ready(data).dtype)
+
+
+def finish(version: Version, pending: PendingCopy, hold: Hold | None = None) -> HostSnapshot:
+    """Wait until every byte is on the host and return the snapshot, in the memory of `hold`."""
+    # On CPU `np.asarray` is a view of the device copy's memory. That is safe: the copy is private to this snapshot, is
+    # never donated, and the numpy array keeps it alive.
+    pieces = {}
+    while pending.leaves:
+        name, (shape, shards) = pending.leaves.popitem()
+        pieces[name] = (shape, [(box, np.asarray(shards.pop(box))) for box in sorted(shards)])
+    return from_pieces(version, pieces, hold)
+
+
+def take(version: Version, params: Params, dtype: str, hold: Hold | None = None) -> HostSnapshot:
+    """The snapshot of `params` in `dtype` (float32 or bfloat16). Blocks until it is on the host."""
+    return finish(version, begin(params, dtype), hold)
+
+
+class VersionShelf:
+    """The newest `keep` snapshots, by version, `shared` with readers of this host if possible. A connection keeps the
+    snapshot that it uses alive."""
+
+    def __init__(self, keep: int, shared: channels.Shared | None = None) -> None:
+        self._keep, self._shared, self._lock = keep, shared, threading.Lock()
+        self._kept: dict[Version, HostSnapshot] = {}
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The pieces, in shared memory if there is any."""
+        return list(pieces) if self._shared is None else self._shared.hold(pieces)
+
+    def put(self, snapshot: HostSnapshot) -> None:
+        if self._shared is not None:
+            snapshot = self._shared.store(snapshot)
+        with self._lock:
+            self._kept.pop(snapshot.version, None)
+            self._kept[snapshot.version] = snapshot
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+
+    def get(self, version: Version) -> HostSnapshot | None:
+        with self._lock:
+            return self._kept.get(version)
+
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(self._kept)
+
+    def manifest(self, kept: HostSnapshot) -> channels.Buffers:
+        return channels.manifest_reply(kept.version, kept.encoded)
+
+    def slices(self, kept: HostSnapshot, slices: tuple[channels.Slice, ...], scatters: bool) -> channels.Buffers:
+        """The frames and bytes of `slices`, computed only when the reader is ready for them. Raises Refusal."""
+        for part in slices:
+            channels.check_slice(kept.manifest, part)
+        return _slices(kept, slices, scatters)
+
+    def located(self, kept: HostSnapshot, host: str) -> channels.SharedReply:
+        """The shared memory of `kept` for a reader on `host`; empty if there is none."""
+        return self._shared.located(kept, host) if self._shared else channels.SharedReply(kept.version)
+
+    def clear(self) -> None:
+        """Drop all snapshots; readers keep what they map."""
+        with self._lock:
+            self._kept.clear()
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _slices(kept: HostSnapshot, slices: tuple[channels.Slice, ...], scatters: bool) -> channels.Buffers:
+    for part in slices:
+        source, piece = kept.manifest.leaves[part.leaf].boxes[part.source], kept.pieces[part.leaf][part.source]
+        body = manifests.bits(piece)[(*manifests.within(part.box, source), ...)]
+        seen = manifests.of_box(body, part.box) if part.checked else None
+        yield from channels.chunk(kept.version, part.box, [(part.box, body)], scatters, seen)

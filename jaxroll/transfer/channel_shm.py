@@ -39,8 +39,8 @@ from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_tcp import TcpReader
-from jaxroll.transfer.channels import Deadline, HostSnapshot, LeafRead, SharedFile, SlicePart, ignore
-from jaxroll.transfer.manifest import Manifest
+from jaxroll.transfer.channels import Deadline, LeafRead, SharedFile, SlicePart, ignore
+from jaxroll.transfer.manifest import HostSnapshot, Manifest
 
 _NAME = "jaxroll-weights"
 _ALIGNMENT = 64  # of every piece: XLA on CPU uses such host memory without a copy

@@ -10,12 +10,13 @@ import errno
 import hmac
 import itertools
 import math
+import select
 import selectors
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,8 +29,20 @@ from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Buffers, Deadline, Refusal, Shared, Shelf, SlicePart, VersionShelf
-from jaxroll.transfer.manifest import HostSnapshot, Manifest
+from jaxroll.transfer.channel_device import VersionShelf
+from jaxroll.transfer.channels import (
+    Buffer,
+    Buffers,
+    Connection,
+    Deadline,
+    Refusal,
+    Request,
+    Scattered,
+    Shared,
+    Shelf,
+    SlicePart,
+)
+from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
 
 # --- Publishing end of the tcp channel: one thread without JAX serves host snapshots to any number of readers
 #
@@ -197,7 +210,7 @@ class Listener:
             return self._shelf.manifest(pinned)
         if isinstance(question, channels.AskShared):
             return iter((memoryview(channels.frame(self._shelf.located(pinned, question.host))),))
-        return self._shelf.slices(pinned, question.slices)
+        return self._shelf.slices(pinned, question.slices, connection.scatters)
 
     def _admit(self, question: channels.Question) -> None:
         if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
@@ -221,68 +234,6 @@ class Listener:
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.end()
-
-
-# --- one reader: a non-blocking socket, plain or under TLS
-#
-# Until its first question has been answered, a reader is untrusted, and only short questions are read.
-
-_READ_BYTES = 1 << 16
-_FIRST_QUESTION_BYTES = 1 << 16  # limit before the token is verified
-
-
-class Connection(channels.Outbox):
-    """One reader: the received bytes of its question, the buffers to send, and the iterator of further buffers."""
-
-    def __init__(self, sock: socket.socket, now_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """Wrap the accepted `sock`; under TLS, call `greet` first."""
-        super().__init__()
-        sock.setblocking(False)
-        self._plain = sock
-        self._secured = None if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self.sock: socket.socket = self._secured or sock
-        self.greeted, self.admitted = tls is None, False
-        self.opened_s = self.moved_s = now_s
-        self.inbox = bytearray()
-        self.pinned: Any = None  # the version on the shelf that it reads
-
-    def greet(self) -> None:
-        """Do one step of the TLS handshake. Raises ssl.SSLWantReadError or SSLWantWriteError until it is done."""
-        if self._secured is not None and not self.greeted:
-            self._secured.do_handshake()
-            self.greeted = True
-
-    def receive(self) -> bool:
-        """Add received bytes to the inbox; return False if the reader has closed the connection."""
-        data = self.sock.recv(_READ_BYTES)
-        self.inbox += data
-        while self._secured is not None and self._secured.pending():  # selectors do not see decrypted bytes
-            self.inbox += self._secured.recv(_READ_BYTES)
-        return bool(data)
-
-    def send(self) -> bool:
-        """Write as much as the socket accepts now; return True if there is more to send."""
-        self.refill()
-        if self.outbox:
-            self.advance(self._written())
-            self.refill()
-        return bool(self.outbox)
-
-    def _written(self) -> int:
-        """Write from the outbox; return the number of bytes that the socket accepted."""
-        if self._secured is None:
-            return self._plain.sendmsg(list(self.outbox))
-        return self._secured.send(self.outbox[0])
-
-    def end(self) -> None:
-        """Close the socket and release the version: the listener's loop refers to its last connection for long."""
-        self.sock.close()
-        self.pinned, self.more = None, iter(())
-        self.outbox.clear()
-
-    def question(self) -> channels.Question | None:
-        """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
-        return channels.take_question(self.inbox, channels.MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES)
 
 
 # --- The tcp channel, both ends
@@ -366,10 +317,18 @@ class TcpReader:
     verified = False
 
     def __init__(
-        self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
+        self,
+        address: str,
+        version: Version,
+        token: str,
+        deadline: Deadline,
+        tls: Material | None = None,
+        *,
+        merges: bool = True,
     ) -> None:
+        """Connect to `address`. `merges`: the manifest's source boxes are those of this sender's memory."""
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
-        self._tls, self._has_received = tls, False
+        self._tls, self._merges, self._has_received = tls, merges, False
         host, port = host_port(address)
         try:
             self._sock = socket.create_connection((host, port), timeout=deadline.left_s())
@@ -379,6 +338,7 @@ class TcpReader:
         if tls is not None:
             self._sock = self._secured(tls, host)
         self._scratch = bytearray(channels.LENGTH.size)
+        self._chunk: np.ndarray | None = None
 
     def close(self) -> None:
         self._sock.close()
@@ -412,32 +372,45 @@ class TcpReader:
         self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: channels.LeafRead = channels.ignore
     ) -> None:
         """Fill every part. One request asks for up to `_HEADERS_AHEAD` slices, which are answered as a stream."""
-        pieces, leaf = (piece for part in parts for piece in channels.pieces(part)), None
-        while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
-            slices = tuple(channels.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
+        requests, leaf = channels.requests(manifest, parts, merges=self._merges), None
+        while batch := list(itertools.islice(requests, _HEADERS_AHEAD)):
+            slices = tuple(channels.Slice(one.leaf, one.source, one.box, one.checked) for one in batch)
             self._send(channels.AskSlices(wire.PROTOCOL_VERSION, self._token, self._version, slices))
-            for part in batch:
-                if leaf is not None and part.leaf != leaf:
+            for one in batch:
+                if leaf is not None and one.leaf != leaf:
                     leaf_read(leaf)
-                leaf = part.leaf
-                self._fill(part, manifest.leaves[leaf].name)
+                leaf = one.leaf
+                self._fill(one, manifest.leaves[leaf].name)
         if leaf is not None:
             leaf_read(leaf)
 
-    def _fill(self, part: SlicePart, name: str) -> None:
+    def _fill(self, request: Request, name: str) -> None:
         answer = self._answer(channels.Chunk)
-        size_bytes = part.into.nbytes
+        size_bytes = sum(view.nbytes for _, view in request.into)
         if answer.size_bytes != size_bytes:
             received = f"{answer.size_bytes} bytes were announced, {size_bytes} are needed"
-            raise TransferError(f"leaf {name!r} {part.box}: {received}")
+            raise TransferError(f"leaf {name!r} {request.box}: {received}")
         if size_bytes == 0:
             return
-        body = part.into if part.into.flags.c_contiguous else np.empty(part.into.shape, part.into.dtype)
-        self._receive(body.reshape(-1).data.cast("B"))
-        if part.checked and answer.digest != manifests.of_box(body, part.box):
-            raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged in transit")
-        if body is not part.into:
-            part.into[...] = body
+        self._receive_into(request.box, request.into)
+        if request.checked and answer.digest != manifests.of_box(request.into[0][1], request.box):
+            raise DigestMismatch(f"leaf {name!r} {request.box} of version {self._version} was damaged in transit")
+
+    def _receive_into(self, box: Box, into: Sequence[tuple[Box, np.ndarray]]) -> None:
+        """Receive the bytes of `box` into views of its parts, without a copy unless they lie in short runs."""
+        first = into[0][1]
+        if len(into) == 1 and first.flags.c_contiguous:
+            return self._receive(first.reshape(-1).data.cast("B"))
+        if self._tls is None and (runs := channels.scattered(box, into)) is not None:
+            return self._receive(runs)
+        if self._chunk is None:
+            self._chunk = np.empty(channels.CHUNK_BYTES, np.uint8)
+        for slab in manifests.split(box, channels.CHUNK_BYTES // first.itemsize):
+            body = self._chunk[: manifests.size_of(slab) * first.itemsize]
+            self._receive(body.data)
+            body = body.view(first.dtype).reshape(manifests.shape_of(slab))
+            for inner, view in channels.intersections(slab, into):
+                view[...] = body[(*manifests.within(inner, slab), ...)]
 
     def _answer(self, kind: type[A]) -> A:
         self._receive(memoryview(self._scratch))
@@ -467,11 +440,12 @@ class TcpReader:
         except OSError as error:
             raise self._lost(error) from error
 
-    def _receive(self, buffer: memoryview) -> None:
+    def _receive(self, buffer: Buffer) -> None:
         while len(buffer):
             try:
-                self._sock.settimeout(self._deadline.left_s())
-                count = self._sock.recv_into(buffer)
+                count = self._read(buffer)
+            except BlockingIOError:  # a socket may look readable although the kernel then drops what has arrived
+                continue
             except TimeoutError as error:
                 raise self._deadline.passed() from error
             except OSError as error:
@@ -479,7 +453,19 @@ class TcpReader:
             if count == 0:
                 raise self._lost("the publisher closed the connection")
             self._has_received = True
-            buffer = buffer[count:]
+            if isinstance(buffer, Scattered):
+                buffer.skip(count)
+            else:
+                buffer = buffer[count:]
+
+    def _read(self, buffer: Buffer) -> int:
+        """Wait for bytes and read some into `buffer`; 0 at the end. TimeoutError at the deadline."""
+        self._sock.settimeout(self._deadline.left_s())
+        if isinstance(buffer, memoryview):
+            return self._sock.recv_into(buffer)
+        if not select.select([self._sock], [], [], self._sock.gettimeout())[0]:
+            raise TimeoutError
+        return buffer.read(self._sock.fileno())
 
     def _lost(self, why: OSError | str) -> Exception:
         """The error of a connection that ended: Unauthorized when the two ends do not agree on TLS."""

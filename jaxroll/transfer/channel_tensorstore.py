@@ -27,8 +27,8 @@ from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, HostSnapshot, LeafRead, SlicePart, ignore
-from jaxroll.transfer.manifest import Leaf, Manifest
+from jaxroll.transfer.channels import Deadline, LeafRead, SlicePart, ignore
+from jaxroll.transfer.manifest import HostSnapshot, Leaf, Manifest
 
 _MANIFEST = "manifest.msgpack"
 _CHUNK_BYTES = 4 << 20

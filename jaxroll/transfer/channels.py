@@ -1,120 +1,26 @@
-"""Transfer channels: what they carry (host snapshots), their interfaces (Sender, Reader), deadlines, tcp messages."""
+"""Transfer channels: their interfaces (Sender, Reader), deadlines, and the messages of the tcp channel."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import socket
+import ssl
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol, cast
 
-import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxroll import sharding as layouts
 from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.errors import TransferError, Unauthorized, VersionGone, one_line
 from jaxroll.records import Version
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.manifest import Box, Hold, HostSnapshot, Manifest, from_pieces
-
-# --- Host snapshots: immutable host copies of the parameters at one version
-#
-# A snapshot is taken in two steps on two threads: `begin` runs on the JAX thread and only dispatches (one jitted cast
-# and copy, then the device-to-host copies of all unique shards); `finish` waits for the bytes and may run on any
-# thread.
-#
-# When parameters are sharded over several processes, `begin` also waits: each leaf is gathered and copied to the host
-# of process 0, a few leaves at a time, so that no device ever holds two whole copies.
-
-GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
-Params = Mapping[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class PendingCopy:
-    """Device copies during their transfer to the host: per leaf its shape and the arrays of its unique local boxes.
-
-    `finish` removes them one by one, so that the device memory of each is freed as soon as it is on the host. Gathered
-    leaves are on the host already. On processes other than 0 there are no leaves.
-    """
-
-    leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
-
-
-def begin(params: Params, dtype: str) -> PendingCopy:
-    """Dispatch the copies. On return the caller may donate `params`, because the device executes the copy first.
-
-    All processes of a mesh must call this in the same order; process 0 gets all leaves, the others get none.
-    """
-    copies = manifests.copied(params, dtype)
-    leaves, gathering = {}, deque()
-    for name in sorted(copies):
-        copy = copies.pop(name)
-        whole = _gathered(copy)
-        leaves[name] = (whole.shape, _start_copy(name, whole))
-        if whole is not copy:
-            gathering.append(name)
-            if len(gathering) > GATHERED_LEAVES:
-                _finish_copy(leaves[gathering.popleft()][1])
-    for name in gathering:
-        _finish_copy(leaves[name][1])
-    return PendingCopy(leaves if jax.process_index() == 0 else {})
-
-
-def _gathered(array: jax.Array) -> jax.Array:
-    """`array`, resharded so that the devices of each process together hold all of it; unchanged if they do already.
-
-    Its sharding among the devices of a process does not change. Every process must call this in the same order.
-    """
-    sharding = array.sharding
-    if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return array
-    crossing = layouts.axes_across_processes(sharding.mesh)
-    parts = [layouts.without(part, crossing) for part in sharding.spec]
-    if parts == list(sharding.spec):
-        return array
-    return layouts.resharding(NamedSharding(sharding.mesh, PartitionSpec(*parts)))(array)
-
-
-def _start_copy(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
-    """The unique boxes of `whole` on this process; on process 0 their copies to the host are started."""
-    shards = {manifests.box_of(shard.index, whole.shape): shard.data for shard in whole.addressable_shards}
-    if not whole.is_fully_addressable and not manifests.covers_once(tuple(shards), whole.shape):
-        raise TransferError(f"leaf {name!r}: the {len(shards)} boxes of this process do not cover {whole.shape}")
-    if jax.process_index() == 0:
-        for data in shards.values():
-            data.copy_to_host_async()
-    return dict(shards)
-
-
-def _finish_copy(shards: dict[Box, jax.Array | np.ndarray]) -> None:
-    """Wait until the shards are on the host of process 0, and free their device memory."""
-    first = jax.process_index() == 0
-    for box, data in shards.items():
-        shards[box] = np.asarray(data) if first else np.empty(0, jax.block_until_ready(data).dtype)
-
-
-def finish(version: Version, pending: PendingCopy, hold: Hold | None = None) -> HostSnapshot:
-    """Wait until every byte is on the host and return the snapshot, in the memory of `hold`."""
-    # On CPU `np.asarray` is a view of the device copy's memory. That is safe: the copy is private to this snapshot, is
-    # never donated, and the numpy array keeps it alive.
-    pieces = {}
-    while pending.leaves:
-        name, (shape, shards) = pending.leaves.popitem()
-        pieces[name] = (shape, [(box, np.asarray(shards.pop(box))) for box in sorted(shards)])
-    return from_pieces(version, pieces, hold)
-
-
-def take(version: Version, params: Params, dtype: str, hold: Hold | None = None) -> HostSnapshot:
-    """The snapshot of `params` in `dtype` (float32 or bfloat16). Blocks until it is on the host."""
-    return finish(version, begin(params, dtype), hold)
-
+from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
+from jaxroll.wire import Scattered
 
 # --- Transfer channels
 
@@ -224,7 +130,8 @@ class Deadline:
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 << 20  # a request for 10⁵ slices is about 4 MB
 MAX_MANIFEST_BYTES = 64 << 20
-CHUNK_BYTES = 1 << 20  # small enough to stay in the L2 cache between copy and send
+CHUNK_BYTES = 1 << 20  # of a copy: small enough to stay in the L2 cache between copy and send
+SLICE_BYTES = 16 << 20  # of a slice; each costs a header and several system calls
 
 
 class AskManifest(msgspec.Struct, frozen=True, tag="manifest"):
@@ -344,15 +251,17 @@ def take_question(inbox: bytearray, most: int) -> Question | None:
         raise Refusal("bad_request", f"not a question: {error}") from error
 
 
+RUN_BYTES = 1 << 10  # shorter runs are copied: the kernel's work for each exceeds that of a copy
 _BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
-Buffers = Iterator[memoryview | None]  # None: the next buffer is not here yet
+Buffer = memoryview | Scattered
+Buffers = Iterator[Buffer | None]  # None: the next buffer is not here yet
 
 
 class Outbox:
     """Buffers to send, and the iterator of further ones."""
 
     def __init__(self) -> None:
-        self.outbox: deque[memoryview] = deque()
+        self.outbox: deque[Buffer] = deque()
         self.more: Buffers = iter(())
         self.sent_bytes = 0
         self.ending = self.waits = False  # `ending`: nothing follows; `waits`: the next buffer is not here yet
@@ -380,10 +289,80 @@ class Outbox:
         while sent:
             head = self.outbox[0]
             if sent < len(head):
-                self.outbox[0] = head[sent:]
+                if isinstance(head, Scattered):
+                    head.skip(sent)
+                else:
+                    self.outbox[0] = head[sent:]
                 return
             sent -= len(head)
             self.outbox.popleft()
+
+
+# --- one reader: a non-blocking socket, plain or under TLS
+#
+# Until its first question has been answered, a reader is untrusted, and only short questions are read.
+
+_READ_BYTES = 1 << 16
+_FIRST_QUESTION_BYTES = 1 << 16  # limit before the token is verified
+
+
+class Connection(Outbox):
+    """One reader: the received bytes of its question, the buffers to send, and the iterator of further buffers."""
+
+    def __init__(self, sock: socket.socket, now_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """Wrap the accepted `sock`; under TLS, call `greet` first."""
+        super().__init__()
+        sock.setblocking(False)
+        self._plain = sock
+        self._secured = None if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self.sock: socket.socket = self._secured or sock
+        self.scatters = tls is None
+        self.greeted, self.admitted = tls is None, False
+        self.opened_s = self.moved_s = now_s
+        self.inbox = bytearray()
+        self.pinned: Any = None  # the version on the shelf that it reads
+
+    def greet(self) -> None:
+        """Do one step of the TLS handshake. Raises ssl.SSLWantReadError or SSLWantWriteError until it is done."""
+        if self._secured is not None and not self.greeted:
+            self._secured.do_handshake()
+            self.greeted = True
+
+    def receive(self) -> bool:
+        """Add received bytes to the inbox; return False if the reader has closed the connection."""
+        data = self.sock.recv(_READ_BYTES)
+        self.inbox += data
+        while self._secured is not None and self._secured.pending():  # selectors do not see decrypted bytes
+            self.inbox += self._secured.recv(_READ_BYTES)
+        return bool(data)
+
+    def send(self) -> bool:
+        """Write as much as the socket accepts now; return True if there is more to send."""
+        self.refill()
+        if self.outbox:
+            self.advance(self._written())
+            self.refill()
+        return bool(self.outbox)
+
+    def _written(self) -> int:
+        """Write from the outbox; return the number of bytes that the socket accepted."""
+        head = self.outbox[0]
+        if isinstance(head, Scattered):
+            return head.write(self._plain.fileno())
+        if self._secured is not None:
+            return self._secured.send(head)
+        several = itertools.takewhile(lambda buffer: not isinstance(buffer, Scattered), self.outbox)
+        return self._plain.sendmsg(cast(list[memoryview], list(several)))
+
+    def end(self) -> None:
+        """Close the socket and release the version: the listener's loop refers to its last connection for long."""
+        self.sock.close()
+        self.pinned, self.more = None, iter(())
+        self.outbox.clear()
+
+    def question(self) -> Question | None:
+        """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
+        return take_question(self.inbox, MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES)
 
 
 class Shelf(Protocol):
@@ -395,69 +374,11 @@ class Shelf(Protocol):
 
     def manifest(self, kept: Any) -> Buffers: ...
 
-    def slices(self, kept: Any, slices: tuple[Slice, ...]) -> Buffers:
-        """The answers to the questions. This call or the iterator raises Refusal."""
+    def slices(self, kept: Any, slices: tuple[Slice, ...], scatters: bool) -> Buffers:
+        """The answers to the questions; `scatters`: bytes may lie scattered. Here or in the iterator raises Refusal."""
         ...
 
     def located(self, kept: Any, host: str) -> SharedReply: ...
-
-
-class VersionShelf:
-    """The newest `keep` snapshots, by version, `shared` with readers of this host if possible. A connection keeps the
-    snapshot that it uses alive."""
-
-    def __init__(self, keep: int, shared: Shared | None = None) -> None:
-        self._keep, self._shared, self._lock = keep, shared, threading.Lock()
-        self._kept: dict[Version, HostSnapshot] = {}
-
-    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The pieces, in shared memory if there is any."""
-        return list(pieces) if self._shared is None else self._shared.hold(pieces)
-
-    def put(self, snapshot: HostSnapshot) -> None:
-        if self._shared is not None:
-            snapshot = self._shared.store(snapshot)
-        with self._lock:
-            self._kept.pop(snapshot.version, None)
-            self._kept[snapshot.version] = snapshot
-            while len(self._kept) > self._keep:
-                del self._kept[next(iter(self._kept))]
-
-    def get(self, version: Version) -> HostSnapshot | None:
-        with self._lock:
-            return self._kept.get(version)
-
-    def versions(self) -> tuple[Version, ...]:
-        with self._lock:
-            return tuple(self._kept)
-
-    def manifest(self, kept: HostSnapshot) -> Buffers:
-        return manifest_reply(kept.version, kept.encoded)
-
-    def slices(self, kept: HostSnapshot, slices: tuple[Slice, ...]) -> Buffers:
-        """The frames and bytes of `slices`, computed only when the reader is ready for them. Raises Refusal."""
-        for part in slices:
-            check_slice(kept.manifest, part)
-        return _slices(kept, slices)
-
-    def located(self, kept: HostSnapshot, host: str) -> SharedReply:
-        """The shared memory of `kept` for a reader on `host`; empty if there is none."""
-        return self._shared.located(kept, host) if self._shared else SharedReply(kept.version)
-
-    def clear(self) -> None:
-        """Drop all snapshots; readers keep what they map."""
-        with self._lock:
-            self._kept.clear()
-        if self._shared is not None:
-            self._shared.close()
-
-
-def _slices(kept: HostSnapshot, slices: tuple[Slice, ...]) -> Buffers:
-    for part in slices:
-        source, piece = kept.manifest.leaves[part.leaf].boxes[part.source], kept.pieces[part.leaf][part.source]
-        body = np.ascontiguousarray(manifests.bits(piece)[manifests.within(part.box, source)])
-        seen = manifests.of_box(body.reshape(manifests.shape_of(part.box)), part.box) if part.checked else None
-        yield from chunk(kept.version, body, seen)
 
 
 def check_slice(manifest: Manifest, part: Slice) -> None:
@@ -473,10 +394,42 @@ def manifest_reply(version: Version, encoded: bytes) -> Iterator[memoryview]:
     yield memoryview(encoded)
 
 
-def chunk(version: Version, body: np.ndarray, digest: int | None = None) -> Iterator[memoryview]:
-    yield memoryview(frame(Chunk(version, body.nbytes, digest)))
-    if body.nbytes:
+def chunk(
+    version: Version,
+    box: Box,
+    held: Sequence[tuple[Box, np.ndarray]],
+    scatters: bool,
+    digest: int | None = None,
+) -> Buffers:
+    """The frame and the bytes of `box`, which the boxes of `held` fill once; where `scatters` is False, in chunks."""
+    yield memoryview(frame(Chunk(version, sum(array.nbytes for _, array in held), digest)))
+    if not manifests.size_of(box):
+        return
+    if len(held) == 1 and held[0][1].flags.c_contiguous:
+        yield held[0][1].reshape(-1).data.cast("B")
+        return
+    if scatters and (gathered := scattered(box, held)) is not None:
+        yield gathered
+        return
+    for slab in manifests.split(box, CHUNK_BYTES // held[0][1].itemsize):
+        body = np.empty(manifests.shape_of(slab), held[0][1].dtype)
+        for inner, array in intersections(slab, held):
+            body[(*manifests.within(inner, slab), ...)] = array
         yield body.reshape(-1).data.cast("B")
+
+
+def scattered(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> Scattered | None:
+    """The bytes of `box`, which the boxes of `held` fill once, in their memory; None if it lies in short runs."""
+    runs = np.concatenate([manifests.runs(inner, box, array) for inner, array in held])
+    if len(runs) * RUN_BYTES > int(runs[:, 2].sum()):
+        return None
+    return Scattered(runs, [array for _, array in held])
+
+
+def intersections(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> list[tuple[Box, np.ndarray]]:
+    """The parts of `held` (views) that lie in `box`."""
+    found = manifests.copies([inner for inner, _ in held], [box])
+    return [(one.box, held[one.source][1][(*manifests.within(one.box, held[one.source][0]), ...)]) for one in found]
 
 
 def take_answer(body: bytes, address: str) -> ManifestReply | Chunk | SharedReply | Waiting:
@@ -491,10 +444,43 @@ def take_answer(body: bytes, address: str) -> ManifestReply | Chunk | SharedRepl
     return answer
 
 
-def pieces(part: SlicePart) -> list[SlicePart]:
-    """The part cut into chunks of at most `CHUNK_BYTES`, each with its view of the destination."""
-    limit = CHUNK_BYTES // part.into.itemsize
-    return [
-        part._replace(box=box, into=part.into[manifests.within(box, part.box)] if box else part.into)
-        for box in manifests.split(part.box, limit)
-    ]
+class Request(NamedTuple):
+    """One slice to request: `box` of leaf number `leaf` in its source box `source`, and the views that it fills."""
+
+    leaf: int
+    source: int
+    box: Box
+    into: Sequence[tuple[Box, np.ndarray]]
+    checked: bool
+
+
+def requests(manifest: Manifest, parts: Sequence[SlicePart], *, merges: bool) -> Iterator[Request]:
+    """The slices to request for `parts`, leaf by leaf, each of at most `SLICE_BYTES` (`checked`: `CHUNK_BYTES`).
+
+    With `merges` parts of one source box that its sender would have to gather are requested as one contiguous slice, if
+    they form one, and are scattered here: a sender has many receivers.
+    """
+    for (leaf, source), group in itertools.groupby(sorted(parts, key=_origin), _origin):
+        several = [[part] for part in group]
+        if merges:
+            several = _merged(several, manifest.leaves[leaf].boxes[source])
+        for found in several:
+            box = manifests.bounds([part.box for part in found])
+            limit = (CHUNK_BYTES if found[0].checked else SLICE_BYTES) // found[0].into.itemsize
+            held = [(part.box, part.into) for part in found]
+            for slab in manifests.split(box, limit):
+                yield Request(leaf, source, slab, intersections(slab, held) if slab != box else held, found[0].checked)
+
+
+def _origin(part: SlicePart) -> tuple[int, int]:
+    return part.leaf, part.source
+
+
+def _merged(alone: list[list[SlicePart]], source: Box) -> list[list[SlicePart]]:
+    """The parts of one source box, together if they form a contiguous slice of it and one alone is not contiguous."""
+    parts = [part for (part,) in alone]
+    if parts[0].checked or all(manifests.is_contiguous(part.box, source) for part in parts):
+        return alone
+    bounds = manifests.bounds([part.box for part in parts])
+    whole = sum(manifests.size_of(part.box) for part in parts) == manifests.size_of(bounds)
+    return [parts] if whole and manifests.is_contiguous(bounds, source) else alone

@@ -26,13 +26,13 @@ from jaxroll.policy.relay import LEARNER
 from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc.tls import Material
 from jaxroll.run_paths import RunPaths
-from jaxroll.transfer import channel_device, channels
+from jaxroll.transfer import channel_device
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channel_device import HandedOver
+from jaxroll.transfer.channel_device import HandedOver, Params, PendingCopy
 from jaxroll.transfer.channel_shm import AutoReader, SharedSegments, ShmReader
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader, TensorstoreSender
-from jaxroll.transfer.channels import Deadline, Params, PendingCopy, Reader, Sender, SlicePart
+from jaxroll.transfer.channels import Deadline, Reader, Sender, SlicePart
 from jaxroll.transfer.manifest import Box, HostSnapshot
 from jaxroll.transfer.relay import ArrivingVersion, Fetched, RelayShelf, read_from_relays
 
@@ -111,11 +111,11 @@ class Publisher:
 
         Blocks while they are copied and their digests computed, which happens only here. A receiver fetches them once.
         """
-        self._frozen = channels.take(version, params, self._config.dtype, self._sender.hold)
+        self._frozen = channel_device.take(version, params, self._config.dtype, self._sender.hold)
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """Start publishing `params`, which may be donated on return; pass the future to `finish`."""
-        pending = channels.begin(params, self._config.dtype)
+        pending = channel_device.begin(params, self._config.dtype)
         return self._worker.submit(self._finish, version, pending)
 
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
@@ -158,7 +158,7 @@ class Publisher:
         self.close()
 
     def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
-        taken = channels.finish(version, pending, self._sender.hold)
+        taken = channel_device.finish(version, pending, self._sender.hold)
         return self.offer(taken if self._frozen is None else manifests.joined(taken, self._frozen))
 
 

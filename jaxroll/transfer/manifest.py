@@ -150,6 +150,40 @@ def split(box: Box, limit: int) -> list[Box]:
     return [part for slab in slabs for part in split(slab, limit)]
 
 
+def bounds(some: Sequence[Box]) -> Box:
+    """The least box that contains all of them."""
+    return tuple(
+        (min(start for start, _ in spans), max(stop for _, stop in spans)) for spans in zip(*some, strict=True)
+    )
+
+
+def is_contiguous(box: Box, outer: Box) -> bool:
+    """True if the elements of `box` follow one another in an array that holds `outer`."""
+    shape, outer_shape = shape_of(box), shape_of(outer)
+    cut = next((k for k, extent in enumerate(shape) if extent != 1), len(shape))
+    return shape[cut + 1 :] == outer_shape[cut + 1 :]
+
+
+def runs(box: Box, outer: Box, array: np.ndarray) -> np.ndarray:
+    """int64 [runs, 3]: the parts of `array`, which holds `box`, that are contiguous in it and in an array of `outer`.
+
+    The columns are the offset in the bytes of `outer`, the address in memory, and the length in bytes.
+    """
+    start, step, length, loops = 0, array.itemsize, array.itemsize, list[tuple[int, int, int]]()
+    for (a, b), (first, last), stride in zip(box[::-1], outer[::-1], array.strides[::-1], strict=True):
+        start += (a - first) * step
+        if b - a != 1 and not stride == step == length:
+            loops.append((b - a, step, stride))
+        else:
+            length *= b - a
+        step *= last - first
+    offsets, addresses = np.array([start]), np.array([array.__array_interface__["data"][0]])
+    for extent, step, stride in loops[::-1]:
+        offsets = np.add.outer(offsets, np.arange(extent) * step).reshape(-1)
+        addresses = np.add.outer(addresses, np.arange(extent) * stride).reshape(-1)
+    return np.stack([offsets, addresses, np.full_like(offsets, length)], axis=1)
+
+
 # --- Manifests of snapshots, with a checksum per leaf that does not depend on its sharding
 
 _MASK = (1 << 64) - 1

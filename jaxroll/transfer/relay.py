@@ -21,7 +21,6 @@ from jaxroll.errors import TransferError, Unauthorized
 from jaxroll.records import Relay, Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channel_tcp, channels
-from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_tcp import Connection, Listener, TcpReader, TcpSender
 from jaxroll.transfer.channels import Buffers, Deadline, Reader, Refusal, SharedReply, Shelf, Slice
 from jaxroll.transfer.manifest import Box, Manifest
@@ -63,7 +62,7 @@ class ArrivingVersion:
             yield self._not_yet()
         yield from channels.manifest_reply(self.version, self._encoded)
 
-    def slices(self, slices: tuple[Slice, ...]) -> Buffers:
+    def slices(self, slices: tuple[Slice, ...], scatters: bool) -> Buffers:
         """The answers with the slices, each when its leaf is here."""
         for part in slices:
             while part.leaf not in self._leaves:
@@ -72,25 +71,14 @@ class ArrivingVersion:
             channels.check_slice(self._manifest, part)
             if part.checked:  # its digest would be the relay's word, not the learner's
                 raise Refusal("bad_request", "a relay serves receivers that hold whole leaves; fetch from the learner")
-            yield from channels.chunk(self.version, _cut(self._leaves[part.leaf], part.box))
+            held = channels.intersections(part.box, list(self._leaves[part.leaf].items()))
+            yield from channels.chunk(self.version, part.box, held, scatters)
 
     def _not_yet(self) -> None:
         if self._reason:
             raise Refusal("gone", self._reason)
         if not self.begun and self._clock.now_s() - self._asked_s > BEGIN_S:
             raise Refusal("gone", f"this relay has not begun to fetch version {self.version} within {BEGIN_S:g} s")
-
-
-def _cut(leaf: Leaf, box: Box) -> np.ndarray:
-    """The contiguous bits of `box`, from the boxes of a whole leaf."""
-    for outer, held in leaf.items():
-        if manifests.contains(outer, box):
-            return np.ascontiguousarray(held[(*manifests.within(box, outer), ...)])
-    outers, arrays = list(leaf), list(leaf.values())
-    body = np.empty(manifests.shape_of(box), arrays[0].dtype)
-    for copy in manifests.copies(outers, [box]):
-        body[manifests.within(copy.box, box)] = arrays[copy.source][manifests.within(copy.box, outers[copy.source])]
-    return body
 
 
 class RelayShelf:
@@ -132,8 +120,8 @@ class RelayShelf:
     def manifest(self, kept: ArrivingVersion) -> Buffers:
         return kept.manifest()
 
-    def slices(self, kept: ArrivingVersion, slices: tuple[Slice, ...]) -> Buffers:
-        return kept.slices(slices)
+    def slices(self, kept: ArrivingVersion, slices: tuple[Slice, ...], scatters: bool) -> Buffers:
+        return kept.slices(slices, scatters)
 
     def located(self, kept: ArrivingVersion, host: str) -> SharedReply:
         """No shared memory: a relay is for other hosts."""
@@ -239,7 +227,7 @@ def read_from_relays(
             break
         started_s, before, error = clock.now_s(), transfer.fetched_bytes, ""
         try:
-            with contextlib.closing(TcpReader(relay.address, version, token, deadline, tls)) as reader:
+            with contextlib.closing(TcpReader(relay.address, version, token, deadline, tls, merges=False)) as reader:
                 transfer.read(reader)
         except (TransferError, Unauthorized) as failure:
             error = f"{type(failure).__name__}: {failure}"

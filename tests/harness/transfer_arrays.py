@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxroll.records import Version
-from jaxroll.transfer.channels import HostSnapshot, from_pieces
+from jaxroll.transfer.manifest import HostSnapshot, from_pieces
 
 SHAPES = {"bias": (8,), "embed": (24, 16), "layers.00.q": (16, 4, 8), "odd": (3, 5), "scale": (), "none": (0, 4)}
 SPECS = {

@@ -13,8 +13,8 @@ import pytest
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import VersionRef
-from jaxroll.transfer.channels import HostSnapshot
 from jaxroll.transfer.ends import Publisher, Receiver
+from jaxroll.transfer.manifest import HostSnapshot
 from tests.harness.transfer_arrays import (
     SHAPES,
     abstract_of,

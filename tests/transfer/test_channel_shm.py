@@ -20,6 +20,7 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channel_shm, channels
 from jaxroll.transfer.channel_shm import SharedSegments
 from jaxroll.transfer.ends import Publisher, Staged
+from jaxroll.transfer.manifest import HostSnapshot
 
 ONE = (1, 1, 1)
 _READER = Path(__file__).parents[1] / "harness/programs/weight_reader.py"
@@ -146,7 +147,7 @@ def test_a_wrong_description_of_the_memory_is_refused(kit, monkeypatch, change, 
     publisher = kit.publisher("shm")
     announced, real = publish(kit, publisher, 1), segments_of(publisher).located
 
-    def located(snapshot: channels.HostSnapshot, host: str) -> channels.SharedReply:
+    def located(snapshot: HostSnapshot, host: str) -> channels.SharedReply:
         reply = real(snapshot, host)
         file, places = change(reply.files[0], list(reply.places))
         return msgspec.structs.replace(reply, files=(file,), places=tuple(places))

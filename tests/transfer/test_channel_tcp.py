@@ -17,7 +17,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer import channel_tcp, channels
+from jaxroll.transfer import channel_device, channel_tcp, channels
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
 from tests.harness.cluster.tcp_proxy import Proxy
@@ -348,7 +348,7 @@ def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
 def test_closing_a_listener_whose_thread_is_just_ending() -> None:
     """Any event can end the loop between the stop flag and the wake-up byte; the thread is held in that moment."""
     listener = channel_tcp.Listener(
-        channels.VersionShelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
+        channel_device.VersionShelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
     )
     run, ended, go_on = listener._run, threading.Event(), threading.Event()
 

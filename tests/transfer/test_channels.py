@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll.errors import DigestMismatch, TransferError, VersionGone, VersionMixed
 from jaxroll.records import Version
-from jaxroll.transfer import channels
+from jaxroll.transfer.manifest import HostSnapshot, from_pieces
 
 pytestmark = pytest.mark.parametrize("channel", ["tcp", "shm", "tensorstore"])
 
@@ -119,7 +119,7 @@ def _mix(kit, publisher, channel: str) -> None:
         return
     kept = publisher._sender._shelf._kept
     one, two = kept[Version(0, 1)], kept[Version(0, 2)]
-    kept[Version(0, 1)] = channels.HostSnapshot(two.manifest, one.encoded, two.pieces)
+    kept[Version(0, 1)] = HostSnapshot(two.manifest, one.encoded, two.pieces)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_one_host_of_many_compares_source_boxes_that_it_holds_whole(kit, channel
         )
         for name, value in values.items()
     }
-    taken = channels.from_pieces(Version(0, 1), halves)
+    taken = from_pieces(Version(0, 1), halves)
     values["embed"][20, 3] += 1
     target = {name: _SecondHost(sharding) for name, sharding in kit.shardings((1, 2, 1), "learner").items()}
     with pytest.raises(DigestMismatch, match="embed"):

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from jaxroll.records import Version
-from jaxroll.transfer import channels
+from jaxroll.transfer import channel_device
 from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.manifest import HostSnapshot
 
 VERSION = Version(0, 3)
 
 
-def _rebuilt(taken: channels.HostSnapshot) -> dict[str, np.ndarray]:
+def _rebuilt(taken: HostSnapshot) -> dict[str, np.ndarray]:
     whole = {}
     for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
         array = np.empty(leaf.shape, pieces[0].dtype)
@@ -38,7 +39,7 @@ def test_host_arrays_handed_over_are_shown_read_only(kit) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_holds_the_cast_values_once(kit, dims: tuple, dtype: str) -> None:
     values = kit.values(0)
-    taken = channels.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype)
+    taken = channel_device.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype)
     wanted = {
         name: value.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for name, value in values.items()
     }
@@ -52,7 +53,7 @@ def test_it_holds_the_cast_values_once(kit, dims: tuple, dtype: str) -> None:
         assert leaf.total == manifests.of_box(wanted[leaf.name], manifests.whole(leaf.shape))
     assert (
         taken.manifest_digest
-        == channels.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype).manifest_digest
+        == channel_device.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype).manifest_digest
     )
 
 
@@ -60,27 +61,27 @@ def test_donating_the_live_parameters_afterwards_changes_nothing(kit) -> None:
     values = kit.values(1)
     live = kit.params(values, kit.shardings((1, 2, 1), "learner"))
     train = functools.partial(jax.jit, donate_argnums=0)(lambda p: jax.tree.map(lambda x: x * 0 - 7, p))
-    pending = channels.begin(live, "float32")
+    pending = channel_device.begin(live, "float32")
     trained = train(live)
     assert live["embed"].is_deleted()
     for _ in range(3):  # the freed memory is used again
         trained = train(trained)
     jax.block_until_ready(trained)
-    got = _rebuilt(channels.finish(VERSION, pending))
+    got = _rebuilt(channel_device.finish(VERSION, pending))
     for name, value in values.items():
         np.testing.assert_array_equal(got[name], value)
 
 
 def test_no_memory_is_shared_with_the_live_parameters(kit) -> None:
     live = kit.params(kit.values(1), kit.shardings((1, 2, 1), "learner"))
-    taken = channels.take(VERSION, live, "float32")
+    taken = channel_device.take(VERSION, live, "float32")
     ours = {piece.ctypes.data for pieces in taken.pieces for piece in pieces if piece.size}
     theirs = {shard.data.unsafe_buffer_pointer() for leaf in live.values() for shard in leaf.addressable_shards}
     assert not ours & theirs
 
 
 def test_pieces_are_read_only(kit) -> None:
-    taken = channels.take(VERSION, kit.params(kit.values(2), kit.shardings((1, 1, 1), "learner")), "float32")
+    taken = channel_device.take(VERSION, kit.params(kit.values(2), kit.shardings((1, 1, 1), "learner")), "float32")
     for pieces in taken.pieces:
         for piece in pieces:
             with pytest.raises(ValueError, match="read-only"):
@@ -88,13 +89,13 @@ def test_pieces_are_read_only(kit) -> None:
 
 
 def test_leaves_that_are_not_floats_keep_their_dtype() -> None:
-    taken = channels.take(VERSION, {"w": jnp.ones(4), "n": jnp.arange(4)}, "bfloat16")
+    taken = channel_device.take(VERSION, {"w": jnp.ones(4), "n": jnp.arange(4)}, "bfloat16")
     assert {leaf.name: leaf.dtype for leaf in taken.manifest.leaves} == {"w": "bfloat16", "n": "int32"}
 
 
 def test_the_second_snapshot_does_not_compile(kit) -> None:
     shardings = kit.shardings((1, 2, 1), "learner")
-    channels.take(VERSION, kit.params(kit.values(0), shardings), "float32")
+    channel_device.take(VERSION, kit.params(kit.values(0), shardings), "float32")
     compiled = manifests.cast_and_copy._cache_size()
-    channels.take(Version(0, 4), kit.params(kit.values(1), shardings), "float32")
+    channel_device.take(Version(0, 4), kit.params(kit.values(1), shardings), "float32")
     assert manifests.cast_and_copy._cache_size() == compiled

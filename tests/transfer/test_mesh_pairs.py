@@ -45,7 +45,7 @@ class MemoryReader:
 
     verified = False
 
-    def __init__(self, snapshot: channels.HostSnapshot, elements: list[int]) -> None:
+    def __init__(self, snapshot: manifests.HostSnapshot, elements: list[int]) -> None:
         self._snapshot, self._elements = snapshot, elements
 
     def manifest(self) -> bytes:
@@ -74,7 +74,7 @@ def test_every_pair_of_meshes_gets_the_same_bits_from_each_source_once(monkeypat
         name: (SHAPES[name], [(box, values[name][tuple(slice(a, b) for a, b in box)]) for box in boxes])
         for name, boxes in boxes_of(count, rule).items()
     }
-    snapshot, elements = channels.from_pieces(Version(0, 1), pieces), list[int]()
+    snapshot, elements = manifests.from_pieces(Version(0, 1), pieces), list[int]()
     monkeypatch.setitem(ends._READERS, "memory", lambda *_: MemoryReader(snapshot, elements))
     announced = VersionRef(snapshot.version, "memory", "here", snapshot.manifest_digest)
     shapes = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}

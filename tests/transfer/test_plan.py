@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxroll.records import Version
+from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.channels import SlicePart
+from jaxroll.transfer.manifest import Box, Leaf, Manifest, copies, runs, shape_of, within
+from jaxroll.wire import Scattered
 
 
 @st.composite
@@ -101,3 +107,59 @@ def test_boxes_equal_the_shards_that_jax_puts_on_each_device(kit, spec: tuple) -
         np.testing.assert_array_equal(np.asarray(shard.data), leaf[_index(boxes[shard.device])])
     assert manifests.covers_once(manifests.unique(boxes), leaf.shape)
     assert len(manifests.unique(boxes)) < 8  # the data axis replicates
+
+
+def _with_gaps(rng: np.random.Generator, box: Box) -> np.ndarray:
+    """An array for `box`, of which a random number of axes have gaps in memory."""
+    held = np.zeros([n + int(rng.integers(3)) for n in shape_of(box)], np.uint16)
+    return held[tuple(slice(0, n) for n in shape_of(box))]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_scattered_bytes_pass_a_socket_in_the_order_of_the_box(seed: int) -> None:
+    """Two halves of a box as one stream, written from arrays with gaps and read into others."""
+    rng = np.random.default_rng(seed)
+    box = tuple((int(a), int(a) + 2 * int(n)) for a, n in rng.integers(1, 5, (int(rng.integers(1, 5)), 2)))
+    axis = int(rng.integers(len(box)))
+    start, stop = box[axis]
+    halves = [(*box[:axis], span, *box[axis + 1 :]) for span in itertools.pairwise((start, (start + stop) // 2, stop))]
+    whole = rng.integers(1, 1 << 16, shape_of(box), np.uint16)
+    sources, targets = ([_with_gaps(rng, half) for half in halves] for _ in range(2))
+    for half, source in zip(halves, sources, strict=True):
+        source[...] = whole[within(half, box)]
+
+    def stream(arrays: list[np.ndarray]) -> Scattered:
+        return Scattered(np.concatenate([runs(h, box, a) for h, a in zip(halves, arrays, strict=True)]), arrays)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent, received, wire = stream(sources), stream(targets), b""
+        while len(sent):
+            sent.skip(sent.write(ours.fileno()))
+            wire += theirs.recv(whole.nbytes)
+        assert wire == whole.tobytes()
+        while len(received):
+            at = whole.nbytes - len(received)
+            ours.sendall(wire[at : at + int(rng.integers(1, 9))])  # so that it ends in the middle of a run
+            received.skip(received.read(theirs.fileno()))
+    for half, target in zip(halves, targets, strict=True):
+        assert np.array_equal(target, whole[within(half, box)])
+
+
+def test_columns_are_requested_as_the_contiguous_slices_that_their_sender_has() -> None:
+    """A learner of four rows of boxes, a receiver of two columns: a slice per source box, none gathered there."""
+    source = tuple(((4 * n, 4 * n + 4), (0, 6)) for n in range(4))
+    targets = (((0, 16), (0, 3)), ((0, 16), (3, 6)))
+    buffers = [np.zeros(shape_of(box), np.float32) for box in targets]
+    parts = [
+        SlicePart(0, one.source, one.box, buffers[one.target][within(one.box, targets[one.target])], False)
+        for one in copies(source, targets)
+    ]
+    manifest = Manifest(Version(0, 1), (Leaf("w", (16, 6), "float32", source, (0,) * 4),))
+    merged = list(channels.requests(manifest, parts, merges=True))
+    assert [(one.source, one.box) for one in merged] == list(enumerate(source))
+    assert [len(one.into) for one in merged] == [2] * 4
+    alone = list(channels.requests(manifest, parts, merges=False))
+    assert sorted(one.box for one in alone) == sorted(part.box for part in parts)
+    checked = list(channels.requests(manifest, [part._replace(checked=True) for part in parts], merges=True))
+    assert sorted(one.box for one in checked) == sorted(part.box for part in parts)

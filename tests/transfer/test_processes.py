@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxroll import wire
 from jaxroll.errors import TransferError
 from jaxroll.records import Version, VersionRef
-from jaxroll.transfer.channels import take
+from jaxroll.transfer.channel_device import take
 
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).parents[1] / "harness/programs/weight_publisher.py"

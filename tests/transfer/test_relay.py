@@ -300,6 +300,21 @@ def test_a_relay_gives_no_digests_of_its_own(kit, learner, peer) -> None:
             reader.read(manifest, [part])
 
 
+def test_a_relay_answers_an_empty_slice_and_goes_on(kit, learner, peer) -> None:
+    ref, values = learner.publish(1)
+    first = peer(0)
+    first.fetch(ref)
+    with contextlib.closing(TcpReader(first.listener.address, V1, TOKEN, Deadline(5.0, "reading"))) as reader:
+        manifest = ends.manifests.decode(reader.manifest(), ref)
+        box = manifest.leaves[0].boxes[0]
+        nothing = ((box[0][0], box[0][0]), *box[1:])
+        for _ in range(2):
+            reader.read(
+                manifest, [SlicePart(0, 0, nothing, np.empty(ends.manifests.shape_of(nothing), np.uint32), False)]
+            )
+    assert_exact(peer(1).fetch(ref, first.relay), values)
+
+
 class _OneHost:
     """The devices of a sharding over several hosts, as seen by the first host, which has one of them."""
 

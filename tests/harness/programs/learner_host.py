@@ -25,7 +25,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.models.folders import Converted, Index
 from jaxroll.records import Claim, Version
-from jaxroll.transfer import channels
+from jaxroll.transfer import channel_device
 
 VOCAB = 24
 KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # the cases that write checkpoints
@@ -56,10 +56,10 @@ class Counted(Converted):
 
 def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """The whole arrays that process 0 would publish; empty on the other processes."""
-    pending = channels.begin(held, "float32")
+    pending = channel_device.begin(held, "float32")
     found = {}
     if jax.process_index() == 0:
-        taken = channels.finish(Version(0, 1), pending)
+        taken = channel_device.finish(Version(0, 1), pending)
         for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
             whole = found[leaf.name] = np.full(leaf.shape, np.nan, leaf.dtype)
             for box, piece in zip(leaf.boxes, pieces, strict=True):
