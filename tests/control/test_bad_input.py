@@ -12,7 +12,6 @@ import ast
 import asyncio
 import json
 import shutil
-import signal
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
 from jaxroll.roles import actor, colocated, session, store
 from jaxroll.store import client
 from jaxroll.store.client import StoreClient
-from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, too_large, writes
+from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, stop_the_store, too_large, writes
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +223,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
     monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
     monkeypatch.setattr(program, "place_alone", lambda *_: None)  # it sets variables of this process
-    monkeypatch.setattr(store, "_announce", lambda address: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(store, "_watch", stop_the_store)
     monkeypatch.setattr(store.FeederProcess, "next", lambda *_: asyncio.sleep(60.0))
     monkeypatch.setattr(store, "feed", lambda args: store.PromptsHere(args) and 0)
     monkeypatch.setattr(session, "main", lambda spec, args: connects(args))

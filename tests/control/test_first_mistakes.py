@@ -13,7 +13,6 @@ import os
 import resource
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from jaxroll.control import cli, commands, program, run_dir, train
 from jaxroll.envs import registry
 from jaxroll.roles import actor, session, store
 from jaxroll.testing import environments
+from tests.harness.damages import stop_the_store
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path) -> Pat
     for one in (session, actor):
         monkeypatch.setattr(one, "main", lambda *_: 0)
     monkeypatch.setattr(program, "place_alone", lambda *_: None)  # it sets variables of this process
-    monkeypatch.setattr(store, "_announce", lambda address: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(store, "_watch", stop_the_store)
     monkeypatch.setattr(store.FeederProcess, "next", lambda *_: asyncio.sleep(60.0))
     monkeypatch.setattr(environments, "report", checked)
     real = builtins.__import__

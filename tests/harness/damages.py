@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,3 +79,9 @@ def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     except SystemExit as end:  # argparse
         code = int(end.code or 0)
     return code, capsys.readouterr().err
+
+
+async def stop_the_store(address: asyncio.Future[str], *_: object) -> None:
+    """Send the stop signal as soon as the store serves; in place of the store's own watch."""
+    await address
+    signal.raise_signal(signal.SIGTERM)
