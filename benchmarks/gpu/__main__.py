@@ -1,27 +1,27 @@
-"""Benchmarks on one GPU in calls of ten minutes: each case is a process with a time limit.
+"""Benchmarks on one GPU in one call of ten minutes: each case is a process with a time limit.
 
-    python -m benchmarks.gpu [--quick] [--only=CASE,…] [--seconds=N] [--out=FILE] [--wheels=FOLDER] [--platform=cuda]
+    python -m benchmarks.gpu [--quick] [--only=CASE,…] [--minutes=N] [--out=FILE] [--wheels=FOLDER] [--platform=cuda]
 
 limits         bandwidths of the card and of the bus, matmul rates, overheads
 attention      each implementation: its error against float32, then its time compared with the others
 decode         one decode step at Qwen3's shapes: tokens per second, and bytes read over the measured bandwidth
 learner        optimizer steps on packed rows at Qwen3's shapes, over the measured matmul rate
-prefill        the same for prompts
-transfer       every channel within a process and between two, compared with a memory copy and a raw socket
-engine         all of Qwen3-0.6B in the engine: tokens per second, the host's share
-learner_whole  all of Qwen3-0.6B in the learner, to check the extrapolation of `learner` from two depths
 train          `jaxroll train`, all roles in one process, then each in its own with a fraction of the card
+transfer       every channel within a process and between two, compared with a memory copy and a raw socket
+prefill        the rates of `learner` for prompts
+engine         all of Qwen3-0.6B in the engine: tokens per second, the host's share
 demo           `jaxroll demo` on the card: its time and gain
 torch          transformers as a peer: equal greedy tokens and gradients first, then both rates
+learner_whole  all of Qwen3-0.6B in the learner, to check the extrapolation of `learner` from two depths
+
+The cases run in this order, the most valuable first, and so do the points of a case. Each case has a share of the time;
+what it does not use goes to those after it. The result names in `out_of_time` what did not fit: cases, and points of
+cases. `--only` gives all the time to fewer cases.
 
 `--quick` runs small versions, also on a CPU: it shows that every case works and measures nothing. The result is written
 to --out (default .cache/benchmarks/gpu.json) after every measurement, so that a killed call keeps it. The last line is
-the same as one JSON object: one entry per case, `failed`, the cases that failed, and `suspect`, the shares of a limit
-that are above 1.
-
-On one card all cases take more than ten minutes; run them in three calls, in this order:
-
-    --only=limits,attention,decode,learner    --only=prefill,transfer,train,engine    --only=torch,learner_whole,demo
+the same as one JSON object: one entry per case, `failed`, the cases that failed, `out_of_time`, and `suspect`, the
+shares of a limit that are above 1.
 
 A machine without a package index needs the packages that it lacks as wheels, in a folder that git ignores. On a machine
 with the same Python (3.12) and platform, about 14 MB:
@@ -57,37 +57,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.case import OF_CASE
 from benchmarks.lib.report import ROOT, _plain, commit, hardware, say
 
 HEARTBEAT_S = 8.0
 START_S = 12.0  # no case starts with less time left
-QUICK_S = 400.0  # limit of a case with --quick: many times the time on two idle cores
+END_S = 10.0  # kept for the end of the call: killed processes, a busy card, the result
 FREE_S = 20.0  # time for the card's memory to be freed after a process
+KILLED, OF_CALL = "killed after", "of the call are left"
 SHARES, MOST_SHARE = ("of_limit", "of_matmul", "of_bandwidth", "mfu"), 1.1
 BUSY_MB = 3000  # used card memory that counts as busy; less is contexts of other processes
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A case: its program, its longest time, and the share of the card that its own process may take."""
+    """A case: its program, its share of ten minutes, and the share of the card that its own process may take."""
 
     program: str
-    most_s: float
+    share_s: float
     fraction: float = 0.90
 
 
-CASES = {
-    "limits": Entry("benchmarks.gpu.card", 60),
-    "attention": Entry("benchmarks.gpu.card", 110),
-    "decode": Entry("benchmarks.gpu.models", 150),
-    "learner": Entry("benchmarks.gpu.models", 180),
-    "prefill": Entry("benchmarks.gpu.models", 100),
-    "transfer": Entry("benchmarks.gpu.weights", 80, fraction=0.40),
-    "train": Entry("benchmarks.gpu.runs", 150),
-    "engine": Entry("benchmarks.gpu.models", 150),
-    "torch": Entry("benchmarks.gpu.torch_case", 150),
-    "learner_whole": Entry("benchmarks.gpu.models", 150),
-    "demo": Entry("benchmarks.gpu.runs", 200),
+CASES = {  # the most valuable first
+    "limits": Entry("benchmarks.gpu.card", 35),
+    "attention": Entry("benchmarks.gpu.card", 55),
+    "decode": Entry("benchmarks.gpu.models", 75),
+    "learner": Entry("benchmarks.gpu.models", 85),
+    "train": Entry("benchmarks.gpu.runs", 80),
+    "transfer": Entry("benchmarks.gpu.weights", 40, fraction=0.40),
+    "prefill": Entry("benchmarks.gpu.models", 45),
+    "engine": Entry("benchmarks.gpu.models", 45),
+    "demo": Entry("benchmarks.gpu.runs", 60),
+    "torch": Entry("benchmarks.gpu.torch_case", 40),
+    "learner_whole": Entry("benchmarks.gpu.models", 30),
 }
 assert set(CASES) <= {line.split(" ")[0] for line in str(__doc__).splitlines()}
 
@@ -113,6 +115,7 @@ class Bench:
             "quick": quick,
             "failed": [],
             "suspect": [],
+            "out_of_time": [],
         }
 
     def __enter__(self) -> Bench:
@@ -148,13 +151,17 @@ class Bench:
         self._paths.append(str(site))
         say(f"installed {len(found)} wheels")
 
-    def run(self, name: str) -> None:
-        """Run one case and add its result, also if it fails."""
-        entry, left = CASES[name], self.left_s()
+    def limit_s(self, name: str, later: Sequence[str] = ()) -> float:
+        """The seconds that a case may take: its share of what is left for it and the cases that run `later`."""
+        share_s = CASES[name].share_s
+        return (self.left_s() - END_S) * share_s / (share_s + sum(CASES[other].share_s for other in later))
+
+    def run(self, name: str, later: Sequence[str] = ()) -> None:
+        """Run one case and add its result, also if it fails; the time is shared with those that run `later`."""
+        entry, left, seconds = CASES[name], self.left_s(), self.limit_s(name, later)
         if left < START_S:
-            self._keep(name, {"skipped": f"{left:.0f} s of --seconds are left"})
+            self._keep(name, {"skipped": f"{left:.0f} s {OF_CALL}"})
             return
-        seconds = min(QUICK_S if self._quick else entry.most_s, left - 4)
         partial, log = self._work / f"{name}.json", self._work / f"{name}.log"
         say(f"== {name}, {seconds:.0f} s at most, {left:.0f} s left in all")
         words = [
@@ -183,14 +190,14 @@ class Bench:
                 end_group(process)
         found = read(partial)
         if code is None:
-            found["error"] = f"killed after {seconds:.0f} s; the points that were measured are kept"
+            found["error"] = f"{KILLED} {seconds:.0f} s; the points that were measured are kept"
         elif code:
             found["error"] = f"ended with {code}"
         if code != 0:
             found["log"] = log.read_text(errors="replace")[-3000:]
         if self._on_gpu and (busy := wait_until_free(FREE_S)):
             found["card_not_free_mb"] = busy
-        self._keep(name, found | {"took_s": time.monotonic() - began})
+        self._keep(name, found | {"took_s": time.monotonic() - began, "limit_s": seconds})
 
     def _environment(self, entry: Entry) -> dict[str, str]:
         cache = ROOT / ".cache" / "benchmarks" / f"jax-{self._platform}"
@@ -233,6 +240,7 @@ class Bench:
         if not ended_well(found):
             self.result["failed"].append(name)
         self.result["suspect"] += suspect(found, f"{name}: ")
+        self.result["out_of_time"] += out_of_time(name, found)
         self._write({})
 
     def _write(self, more: Mapping[str, Any]) -> None:
@@ -255,6 +263,13 @@ def ended_well(found: Mapping[str, Any]) -> bool:
     return not (
         "error" in found or found.get("equal") is False or any("error" in p or p.get("equal") is False for p in points)
     )
+
+
+def out_of_time(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The case if it did not start or end in its time, else those of its points that did not start."""
+    if KILLED in found.get("error", "") or OF_CALL in found.get("skipped", ""):
+        return [name]
+    return [f"{name}: {at}" for at, point in found.get("points", {}).items() if OF_CASE in point.get("skipped", "")]
 
 
 def suspect(found: Any, at: str = "") -> list[str]:
@@ -323,7 +338,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small versions, to show that all cases work")
     parser.add_argument("--only", default="", help=f"cases, with commas between: {', '.join(CASES)}")
-    parser.add_argument("--seconds", type=float, default=570.0, help="for all cases together")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all cases together (default: 10)")
     parser.add_argument(
         "--out", type=Path, default=ROOT / ".cache" / "benchmarks" / "gpu.json", help="the result so far"
     )
@@ -349,11 +364,11 @@ def main() -> int:
         print(json.dumps({"skipped": "no GPU"}))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the case in progress
-    with Bench(chosen.out, chosen.platform, chosen.quick, chosen.seconds, chosen.commit) as bench:
+    with Bench(chosen.out, chosen.platform, chosen.quick, 60 * chosen.minutes, chosen.commit) as bench:
         if chosen.wheels:
             bench.install(chosen.wheels)
-        for name in chosen.only:
-            bench.run(name)
+        for number, name in enumerate(chosen.only, 1):
+            bench.run(name, chosen.only[number:])
         print(bench.line(), flush=True)
     return int(bool(bench.result["failed"]))
 

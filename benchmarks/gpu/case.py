@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.lib.report import _plain, say, spread
 
+OF_CASE = "left of this case"  # in the record of a point that did not fit
 _RESERVE_S = 5.0  # no further point starts with less of the case's time left
 _PARENT_S = 1.0  # interval of the checks that the parent process lives
 
@@ -44,7 +45,7 @@ class Case:
     def point(self, name: str, measure: Callable[[], Mapping[str, Any]], needs_s: float = _RESERVE_S) -> Any:
         """Record and return `measure()`; None if it raised, or if less than `needs_s` seconds are left."""
         if self.left_s() < needs_s:
-            self._record(name, {"skipped": f"{self.left_s():.0f} s left of this case, {needs_s:.0f} needed"}, 0.0)
+            self._record(name, {"skipped": f"{self.left_s():.0f} s {OF_CASE}, {needs_s:.0f} needed"}, 0.0)
             return None
         started = time.monotonic()
         say(f"{self.name}: {name} …")

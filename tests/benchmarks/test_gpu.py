@@ -29,7 +29,11 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def bench(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, **programs: tuple[str, float]
+    gpu: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    seconds: float = 300.0,
+    **programs: tuple[str, float],
 ) -> dict[str, Any]:
     """The result in the file after a call with these programs (text, longest time) as cases."""
     cases = {}
@@ -38,9 +42,9 @@ def bench(
         (folder / f"case_{name}.py").write_text(NEWS + text)
         cases[name] = gpu.Entry(f"case_{name}", most_s)
     monkeypatch.setattr(gpu, "CASES", cases)
-    with gpu.Bench(folder / "out.json", "cpu", False, 300.0) as made:
-        for name in cases:
-            made.run(name)
+    with gpu.Bench(folder / "out.json", "cpu", False, seconds) as made:
+        for number, name in enumerate(cases, 1):
+            made.run(name, list(cases)[number:])
         assert json.loads(made.line())["failed"] == made.result["failed"]
     return json.loads((folder / "out.json").read_text())
 
@@ -70,12 +74,47 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(
         skips=('write(points={"one": {"skipped": "no torch"}})\n', 60.0),
         works=('write(points={"one": {"a": 3}})\n', 60.0),
     )
-    assert result["failed"] == ["hangs", "dies", "raised", "unequal"]
+    assert result["failed"] == ["hangs", "dies", "raised", "unequal"] and result["out_of_time"] == ["hangs"]
     assert [result[name]["points"]["one"].get("a") for name in ("hangs", "dies", "works")] == [1, 2, 3]
     assert "killed after 4 s" in result["hangs"]["error"] and "ended with 3" in result["dies"]["error"]
     assert "why" in result["dies"]["log"]
     assert not lives(result["hangs"]["child"]), "what a case started outlives it"
     assert result["raised"]["points"]["two"] == {"a": 4}
+
+
+def test_one_call_of_ten_minutes_reaches_every_case(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If every case takes all its time, each still has its share; the first cases are the most valuable."""
+    gpu, now = load("benchmarks.gpu.__main__"), SimpleNamespace(s=0.0)
+    minutes = gpu.arguments(["--quick", "--platform=cpu"]).minutes
+    names = list(gpu.CASES)
+    assert minutes == 10 and names[:4] == ["limits", "attention", "decode", "learner"]
+    assert sum(entry.share_s for entry in gpu.CASES.values()) + gpu.END_S <= 60 * minutes
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now.s)
+    limits = {}
+    with gpu.Bench(tmp_path / "out.json", "cpu", True, 60 * minutes) as made:
+        for number, name in enumerate(names, 1):
+            limits[name] = made.limit_s(name, names[number:])
+            now.s += limits[name]
+            assert limits[name] >= gpu.CASES[name].share_s and made.left_s() >= gpu.END_S - 1e-6
+        assert sum(limits.values()) <= 60 * minutes
+        now.s = 60.0
+        assert made.limit_s("demo", ["torch"]) == pytest.approx((540 - gpu.END_S) * 0.6), "unused time goes on"
+
+
+@pytest.mark.process
+@pytest.mark.soak
+def test_cases_that_hang_leave_the_others_their_time(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu = load("benchmarks.gpu.__main__")
+    monkeypatch.setattr(gpu, "END_S", 0.5)
+    monkeypatch.setattr(gpu, "START_S", 0.5)
+    hang = ("time.sleep(600)\n", 1.0)
+    late = ('write(points={"one": {"skipped": "3 s left of this case, 5 needed"}})\n', 10.0)
+    result = bench(gpu, monkeypatch, tmp_path, seconds=14.0, one=hang, two=hang, three=hang, last=late)
+    assert result["failed"] == ["one", "two", "three"] and result["last"]["points"]
+    assert result["out_of_time"] == ["one", "two", "three", "last: one"]
+    assert sum(result[name]["limit_s"] for name in ("one", "two", "three")) <= 14.0
 
 
 def test_a_share_above_its_limit_is_suspect(load: Any) -> None:
@@ -240,7 +279,7 @@ def test_a_call_that_is_killed_keeps_what_it_measured_and_leaves_nothing_behind(
 @pytest.mark.timeout(2400)
 def test_all_of_it_runs_in_small(tmp_path: Path) -> None:
     """No case fails and no share of a limit is above 1. Torch may be missing."""
-    words = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--platform=cpu", "--seconds=2300"]
+    words = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--platform=cpu", "--minutes=38"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [*words, f"--out={tmp_path / 'out.json'}"],
