@@ -298,6 +298,25 @@ class Books:
     def publish(self, version: Version) -> None:
         self.ask(ev.Publish("L", VersionRef(version, "t", "h", "d")))
 
+    def finish_run(self) -> None:
+        """One sampler joins that stays, and nothing else happens until the run is closed."""
+        for name in list(self.versions):
+            self.leave(name, dies=self.chance.random() < 0.5)
+        for _ in range(400):
+            self.now += 5.0
+            self.learn()
+            if self.core.state.published is None:
+                continue
+            for key in list(self.open):
+                self.sample(key)
+                if key in self.open:
+                    self.finish(key)
+            self.versions["last"] = self.core.state.published.version
+            self.ask(ev.Tick())
+            if self.core.state.acked == self.rules.steps:
+                return
+            self.lease("last")
+
     def act(self) -> None:
         self.now += self.chance.random()
         names, what = list(self.versions), self.chance.random()
@@ -334,6 +353,8 @@ def test_no_interleaving_loses_flushed_tokens_mixes_versions_or_trains_what_is_t
     moved = kept = restarts = 0
     for seed in range(15):
         books = played(seed, 400)
+        books.finish_run()
+        assert books.core.state.acked == books.rules.steps, "a member is never finished"
         seen, state = Seen(books.rules), State()
         for event in books.log:
             assert not (why := replay.broken_by(state, seen, event)), why
