@@ -7,9 +7,11 @@ const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"]
 export const colour = index => css(COLOURS[index % COLOURS.length]);
 const sync = uPlot.sync("jaxroll");
 
+const whenIdle = act => window.requestIdleCallback ? requestIdleCallback(act, { timeout: 500 }) : setTimeout(act, 50);  // Safari has none
 const axis = value => known(value) ? compact(value) : "";
 
-// A chart of several curves: [{label, x, y, low, high, dots}]. `set` draws new curves without a new chart if their labels stay.
+// A chart of several curves: [{label, x, y, low, high, dots}]. `set` draws new curves without a new chart if their labels stay,
+// and those of a chart outside the window when the browser is idle.
 export class Lines {
   constructor({ title, hint, height = 220, x = "step", share = false, onzoom = null }) {
     this.title = title;
@@ -19,7 +21,7 @@ export class Lines {
     this.onzoom = onzoom;
     this.plot = null;
     this.key = "";
-    this.holder = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title });
+    this.holder = h("div", { class: "plot", style: { minHeight: `${height}px` }, tabindex: "0", role: "img", "aria-label": title });
     this.values = h("div", { class: "values" });
     this.node = h("section", { class: "card chart" }, h("h2", {}, title), hint && h("p", { class: "hint" }, hint),
       this.holder, this.values);
@@ -34,6 +36,8 @@ export class Lines {
     if (x !== this.x) this.key = "";
     this.x = x;
     this.node.classList.toggle("nothing", !this.curves.length);
+    this.late = null;
+    this.holder.style.minHeight = this.curves.length ? `${this.height}px` : "";
     if (!this.curves.length) {
       this.destroyPlot();
       fill(this.holder, h("p", { class: "muted empty" }, "no values yet"));
@@ -48,6 +52,23 @@ export class Lines {
     });
     const joined = parts.length > 1 ? uPlot.join(parts) : parts[0];
     const key = JSON.stringify([this.x, this.curves.map(curve => [curve.label, !!curve.low, curve.colour])]);
+    this.late = [key, joined];
+    if (this.seen ?? this.look()) this.draw(); else whenIdle(() => this.draw());
+    this.seen = null;
+    this.describe();
+  }
+
+  // Whether the chart is in the window. Looking at several charts before the first is drawn costs one layout.
+  look() {
+    const place = this.node.getBoundingClientRect();
+    this.wide = this.holder.clientWidth;
+    return this.seen = place.bottom > 0 && place.top < window.innerHeight;
+  }
+
+  draw() {
+    if (!this.late) return;
+    const [key, joined] = this.late;
+    this.late = null;
     if (this.plot && key === this.key) {
       const zoomed = this.zoomed;
       this.plot.setData(joined, !zoomed);
@@ -56,7 +77,6 @@ export class Lines {
       this.key = key;
       this.build(joined);
     }
-    this.describe();
   }
 
   build(data) {
@@ -176,9 +196,10 @@ export class Lines {
     if (xs?.length) this.plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
   }
 
-  width() { return Math.max(220, Math.floor(this.holder.clientWidth || 300)); }
+  width() { return Math.max(220, Math.floor((this.wide ||= this.holder.clientWidth) || 300)); }
 
   resize() {
+    this.wide = this.holder.clientWidth;
     if (this.plot && this.plot.width !== this.width()) this.plot.setSize({ width: this.width(), height: this.height });
   }
 
@@ -189,6 +210,7 @@ export class Lines {
 
   destroy() {
     this.observer.disconnect();
+    this.late = null;
     this.destroyPlot();
   }
 }

@@ -157,6 +157,7 @@ function eventList(events) {
 const SHOWN = ["step/reward_mean", "eval/accuracy", "step/loss", "step/entropy", "step/grad_norm", "step/age_mean",
   "step/wait_s", "step/train_s", "stats/tokens_per_s", "store/learner_wait_share", "step/kl_behaviour", "step/ess",
   "step/clip_share", "store/in_flight_window", "stats/slot_occupancy", "step/padding_waste"];
+const FIRST = 9;  // charts of SHOWN that a window shows at first: they are asked for before the run's names are known
 const SHARES = new Set(["eval/accuracy", "store/learner_wait_share", "stats/slot_occupancy", "step/padding_waste", "store/wasted_tokens", "step/clip_share"]);
 
 export class Curves {
@@ -178,7 +179,9 @@ export class Curves {
   move(rest) { this.others = rest.length ? rest[0].split("\n").filter(Boolean) : this.others; }
 
   async refresh(force) {
-    const [found, { runs }] = await Promise.all([api("run", { run: this.run }), api("runs")]);
+    const [from, to] = this.window, asked = this.wanted ?? SHOWN.slice(0, FIRST);
+    const curves = names => api("curves", { run: [this.run, ...this.others], name: names, x: this.x, points: 400, from, to });
+    const [found, { runs }, first] = await Promise.all([api("run", { run: this.run }), api("runs"), curves(asked)]);
     this.live(found.state);
     this.choose(runs);
     if (JSON.stringify(found.names) !== JSON.stringify(this.names)) {
@@ -194,15 +197,23 @@ export class Curves {
       this.extra.has(name) ? this.grid.prepend(chart.node) : this.grid.append(chart.node);
     }
     if (!wanted.length) { fill(this.grid, empty("no metrics yet")); return true; }
-    const [from, to] = this.window;
     this.whole.hidden = from === null;
-    const drawn = await api("curves", { run: [this.run, ...this.others], name: wanted, x: this.x, points: 400, from, to });
+    for (const chart of this.charts.values()) chart.look();
+    this.draw(asked, first, force);
+    const others = wanted.filter(name => !asked.includes(name));
+    if (others.length) this.draw(others, await curves(others), force);
+    this.wanted = wanted;
+    return found.state === "live" || !first.ready;
+  }
+
+  draw(names, found, force) {
     const several = this.others.length > 0;
-    for (const [name, chart] of this.charts) {
+    for (const name of names) {
+      const chart = this.charts.get(name);
+      if (!chart) continue;
       if (force) chart.key = "";
-      chart.set((drawn.curves[name] || []).map(one => ({ ...one, label: several ? `${one.run} · ${one.role}` : one.role, dots: name === "eval/accuracy" })), this.x);
+      chart.set((found.curves[name] || []).map(one => ({ ...one, label: several ? `${one.run} · ${one.role}` : one.role, dots: name === "eval/accuracy" })), this.x);
     }
-    return found.state === "live" || !drawn.ready;
   }
 
   choose(runs) {
