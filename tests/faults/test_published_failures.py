@@ -8,6 +8,9 @@ processes have the same guarantees: learners killed in a step, between publish a
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from jaxroll.errors import NoCredit, NotReady, StaleClient
@@ -16,6 +19,7 @@ from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import waits
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import counts
+from jaxroll.store.server.keeper import Keeper, Wakeups
 from tests.harness.store.machine import Machine
 
 
@@ -111,6 +115,62 @@ def test_no_prompt_is_skipped_or_repeated_when_the_store_dies() -> None:
         issued = [e.task.index for e in m.log[:cut] if isinstance(e, ev.Issued)]
         assert issued == list(range(core.state.next_ordinal))
         assert core.state.cursor == (str(issued[-1]).encode() if issued else None)
+
+
+def test_rollouts_and_unfinished_prompts_come_back_from_one_log() -> None:
+    """NeMo-RL 3480: rows and their index are saved apart, and prompts in flight with neither: a restart loses some."""
+    m = Machine(size=2, batch=2, alpha=2.0)
+    m.start()
+    keys = m.lease(6)
+    for key in keys[:3]:  # one group is complete, one is half done, of one there is nothing
+        m.put(key)
+    issued = {key[0] for key in keys}
+    for cut in range(len(m.log) + 1):
+        found = Core.recovered(m.core.settings, None, m.log[:cut], 0.0).state
+        logged = {(e.group, e.member) for e in m.log[:cut] if isinstance(e, ev.Put)}
+        held = {(gid, number) for gid, group in found.open.items() for number, _ in group.done()}
+        assert held == logged, "the index and the rows differ"
+        assert len(found.open) == found.next_ordinal, "the data's position is ahead of the prompts that are held"
+    m.restart()
+    m.now += 11.0
+    m.ask(ev.Tick())
+    again = m.lease(3)
+    assert {key[:2] for key in again} == {key[:2] for key in keys[3:]}, "unfinished members are not sampled again"
+    for key in again:
+        m.put(key)
+    first = m.train(0).groups
+    assert set(first) | {gid for gid, group in m.state.open.items() if group.ready} == issued
+
+
+@pytest.mark.parametrize("turns", range(3))
+def test_no_waiting_call_misses_the_change_that_it_waits_for(turns: int) -> None:
+    """NeMo-RL 3410: an event between the check of a condition and the wait for it is lost, and the run hangs."""
+
+    async def job() -> str:
+        loop, wakeups, replies = asyncio.get_running_loop(), Wakeups(), [NoCredit("the window is full", 1.0), "granted"]
+        keeper = SimpleNamespace(wakeups=wakeups, _clock=SimpleNamespace(now_s=loop.time), log=Committed())
+
+        def changes(left: int) -> None:
+            if left:
+                loop.call_soon(changes, left - 1)
+            else:
+                wakeups.notify("lease")
+
+        def ask() -> object:
+            if len(replies) == 2:
+                loop.call_soon(changes, turns)  # the earliest instants after the refusal
+            return replies.pop(0)
+
+        return await Keeper.answer_when_ready(keeper, ask, "lease", 20.0)  # pyright: ignore[reportArgumentType]
+
+    assert asyncio.run(asyncio.wait_for(job(), 5.0)) == "granted"
+
+
+class Committed:
+    """A log that has written everything."""
+
+    async def committed(self) -> None:
+        """Return at once."""
 
 
 @pytest.mark.parametrize("kind", ["INFRA", "DATA"])
