@@ -29,6 +29,7 @@ _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|cannot allocate memory|failed to allocate", re.IGNORECASE)
 _ABORTED = "a library aborted it, as gRPC does without a message when it is out of memory; see its log"
 _CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
+KILLED_S = 10.0
 LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
 
@@ -93,9 +94,13 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and its workers, and wait until the process has ended."""
+        """Kill it and its workers, and wait until the process has ended, or `KILLED_S` are over.
+
+        On a busy machine, or one that waits for a disk, a killed process can take longer to end.
+        """
         self._signal_group(signal.SIGKILL)
-        self._process.wait(timeout=10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=KILLED_S)
 
     def _signal_group(self, signum: signal.Signals) -> None:
         try:

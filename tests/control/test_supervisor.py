@@ -293,6 +293,20 @@ def test_a_start_refused_for_now_is_no_config_error(
         Child(ProcessSpec("sampler", "sampler", ("jaxroll",)), tmp_path / "log", {})
 
 
+@pytest.mark.process
+def test_a_killed_process_that_ends_late_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it ended the supervisor with a traceback, and the processes after it were not killed."""
+    child = Child(ProcessSpec("learner", "learner", (sys.executable, "-c", "input()")), tmp_path / "log", {})
+
+    def late(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("learner", timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child._process, "wait", late)
+        child.kill()
+    assert child._process.wait(30) == -signal.SIGKILL
+
+
 def test_a_refused_config_is_never_tried_again(stage: Stage) -> None:
     stage.learner_done.touch()
     stage.start({"learner": ["--code=64"]})
