@@ -1,6 +1,7 @@
 """A whole run under random faults for an hour.
 
     python -m benchmarks.faults.chaos --minutes=60 --seed=N [--every=20] [--only=NAME,…] [--without=NAME,…] [--quick]
+                                      [--variant=PART,…]
 
 A run with two samplers, a learner, a store with its feeder and an evaluator trains the smallest model. In every window
 of `--every` seconds a fault of `chaos_faults.FAULTS` is injected at a random instant, in a quarter of the windows two
@@ -19,6 +20,8 @@ stop: the run is interrupted, resumed with a few more steps to train, and must c
 - prompts were issued in the order of an undisturbed run.
 
 The last line is one JSON object. With exit code 1 the violations are named and the run's folder (`--folder`) is kept.
+The seed chooses the variant of the run (`run.VARIANTS`: TLS, actors, links that can be cut, a warm start, small disks,
+foreign names and locales), unless `--variant` names its parts. Faults that have no target in it are left out.
 `seed` determines kinds, targets, durations and instants. The run's state at an instant also depends on the machine, so
 a seed makes a failure likely to occur again, not certain.
 
@@ -44,8 +47,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.faults import machine
-from benchmarks.faults.chaos_faults import FAULTS, Skipped, Wrong
-from benchmarks.faults.run import Run, tell
+from benchmarks.faults.chaos_faults import AT_START, FAULTS, Skipped, Wrong, needed, small_disks
+from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, tell, variant_of
 from benchmarks.faults.verdict import facts, violations
 from benchmarks.lib.report import commit, hardware, say
 from jaxroll.errors import EXIT_INTERRUPTED
@@ -127,6 +130,10 @@ class Attack:
     def play(self, minutes: float, every_s: float, names: Sequence[str]) -> int:
         """Attack for `minutes`, let the run complete, and return the steps that it had to train; note violations."""
         self.run.start()
+        if AT_START in names:
+            self.wait(lambda: self.run.find("sft") is not None, START_S)
+            self.strike([AT_START])
+            names = [name for name in names if name != AT_START]
         if not self.wait(lambda: self.run.step >= 1, START_S):
             self.tally.wrong.append(f"no step within {START_S:.0f} s of the start: {self.run.last_words()}")
             return 0
@@ -239,13 +246,21 @@ class Attack:
         return steps
 
 
-def chosen_names(only: str, without: str) -> list[str]:
-    """The faults to inject. Raises SystemExit for an unknown name."""
+def chosen_names(only: str, without: str, variant: Sequence[str] = VARIANTS) -> list[str]:
+    """The faults to inject into a run of this variant. Raises SystemExit for an unknown name."""
     names = only.split(",") if only else list(FAULTS)
     unknown = [name for name in (*names, *filter(None, without.split(","))) if name not in FAULTS]
     if unknown:
         raise SystemExit(f"no such fault: {', '.join(unknown)}. There are: {', '.join(FAULTS)}")
-    return [name for name in names if name not in without.split(",")]
+    return [name for name in names if name not in without.split(",") and needed(name) <= {*variant}]
+
+
+def parts(variant: str) -> tuple[str, ...]:
+    """The parts of a variant. Raises SystemExit for an unknown one."""
+    found = tuple(filter(None, variant.split(",")))
+    if unknown := [name for name in found if name not in VARIANTS]:
+        raise SystemExit(f"no such part of a variant: {', '.join(unknown)}. There are: {', '.join(VARIANTS)}")
+    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -257,18 +272,23 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="NAME,…", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--without", default="", metavar="NAME,…")
+    parser.add_argument(
+        "--variant", metavar="PART,…", help=f"of {', '.join(VARIANTS)}; empty: none (default: the seed's)"
+    )
     parser.add_argument("--folder", type=Path, help="where the run and its journal are (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="keep the folder also without a violation")
     options = parser.parse_args(words)
     minutes, every_s = (0.25, 3.0) if options.quick else (options.minutes, options.every)
-    names = chosen_names(options.only, options.without)
+    variant = variant_of(options.seed) if options.variant is None else parts(options.variant)
+    names = chosen_names(options.only, options.without, variant)
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="jaxroll-chaos-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     disk = folder / "disk"
     disk.mkdir()
     refused = machine.enter(disk)
     say(
-        f"seed {options.seed}, {minutes:g} minutes, a window of {every_s:g} s, {len(names)} kinds of faults in {folder}"
+        f"seed {options.seed}, variant {','.join(variant) or 'plain'}, {minutes:g} minutes, a window of {every_s:g} s, "
+        f"{len(names)} kinds of faults in {folder}"
     )
     if refused:
         say(f"no separate namespaces ({refused}): full disk, read-only folder and cut network are skipped")
@@ -278,7 +298,10 @@ def main(words: Sequence[str] | None = None) -> int:
             signum, lambda number, _: sys.exit(128 + number)
         )  # runs the `finally` blocks, so that nothing is left
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job the signal would be ignored
-    run = Run(folder, disk / "run", options.seed, refused)
+    run = Run(folder, disk / (FOREIGN_FOLDER if "foreign" in variant else FOLDER), options.seed, refused, variant)
+    if "disks" in variant and not refused:
+        for path in small_disks(run.run_dir):
+            machine.small_disk(path, machine.SIZE_MB // 2)
     attack = Attack(run, options.seed)
     try:
         steps = attack.play(minutes, every_s, names)
@@ -301,6 +324,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "replay_clean": found.get("replay_clean", False),
         "prompts_in_order": bool(found) and found["prompts_out_of_order"] is None,
         "seed": options.seed,
+        "variant": variant,
         "minutes": minutes,
         "violations": tally.wrong,
         "by_kind": dict(+tally.faults),

@@ -15,54 +15,48 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from benchmarks.faults import machine
-from benchmarks.faults.run import LEASE_S, Run
+from benchmarks.faults.chaos_network import Certificates, CutLink, CutNetwork
+from benchmarks.faults.run import (
+    ACTORS,
+    LEASE_S,
+    SAMPLERS,
+    Run,
+    Skipped,
+    Wrong,
+    gone_is_fine,
+    needs_namespace,
+    there,
+)
 from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.run_paths import RunPaths
 
-ROLES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 INSTANT_S = 15.0  # time for which a fault waits for the instant that it needs
 POLL_S = 0.002
 MEMORY_GONE_S = 20.0  # as in hooks/sitecustomize.py
 
 
-class Skipped(Exception):
-    """The fault did not take place; the message is the reason."""
-
-
-class Wrong(Exception):
-    """The run's reaction is a violation, which the message names."""
-
-
 class Fault(Protocol):
     """A fault of a user, a machine or an environment."""
 
-    ends: bool
-    alone: bool
+    @property
+    def ends(self) -> bool:
+        """True if the run may end by itself after it."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """True if it is not paired with another such fault."""
+        ...
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         """Inject the fault; return a description of its effect. Raises Skipped or Wrong."""
         ...
-
-
-def there(run: Run, target: str) -> psutil.Process:
-    """The target's process."""
-    found = run.wait_for(target)
-    if found is None:
-        raise Skipped(f"no {target}")
-    return found
-
-
-@contextlib.contextmanager
-def gone_is_fine(target: str) -> Iterator[None]:
-    """Turn the early end of the target into Skipped."""
-    try:
-        yield
-    except psutil.NoSuchProcess:
-        raise Skipped(f"{target} ended by itself before the fault") from None
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,10 @@ class Kill:
 class KillTogether:
     """`kill -9` of two processes within a few milliseconds."""
 
-    targets: tuple[str, ...] = ROLES
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        both = chance.sample(self.targets, 2)
+        both = chance.sample(run.roles, 2)
         for target in both:
             Kill((target,))(run, chance)
         return f"{' and '.join(both)} killed"
@@ -109,6 +102,45 @@ class Stop:
             time.sleep(seconds)
             process.send_signal(signal.SIGCONT)
         return f"{target} stopped for {seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A process that computes a fifth of the time, for longer than a lease."""
+
+    targets: tuple[str, ...]
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        target, seconds = chance.choice(self.targets), chance.uniform(1.3, 2.5) * LEASE_S
+        process, until_s = there(run, target), time.monotonic() + seconds
+        with gone_is_fine(target):
+            while time.monotonic() < until_s:
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(0.4)
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.1)
+        return f"{target} had a fifth of the time for {seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Flap:
+    """`kill -9` of a process as often as it comes back, for longer than a lease."""
+
+    targets: tuple[str, ...]
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        target, seconds = chance.choice(self.targets), chance.uniform(1.3, 2.5) * LEASE_S
+        there(run, target)
+        until_s, kills = time.monotonic() + seconds, 0
+        while time.monotonic() < until_s:
+            if (process := run.find(target)) is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    kills += 1
+            time.sleep(0.3)
+        return f"{target} killed {kills} times in {seconds:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -146,51 +178,49 @@ class End:
 
 @dataclass(frozen=True)
 class FillDisk:
-    """No space left in the file system of the run's folder."""
+    """No space left in the file system of the run's folder, or in one of the `disks` below it."""
 
     ends = True
     alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         needs_namespace(run)
-        seconds = chance.uniform(3.0, 8.0)
-        taken = machine.fill(run.run_dir.parent, seconds)
-        return f"{taken >> 20} MB taken for {seconds:.1f} s"
+        seconds, folders = chance.uniform(3.0, 8.0), folders_of(run) if "disks" in run.variant else [run.run_dir]
+        folder = chance.choice(folders)
+        taken = machine.fill(folder, seconds)
+        return f"{taken >> 20} MB taken for {seconds:.1f} s in {folder.name}"
 
 
 @dataclass(frozen=True)
 class ReadOnly:
-    """Files in the run's folder can be opened for reading only."""
+    """Files in the run's folder, or in one below it, can be opened for reading only."""
 
     ends = True
     alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         needs_namespace(run)
-        seconds = chance.uniform(3.0, 8.0)
-        with machine.read_only(run.run_dir):
+        seconds, folder = chance.uniform(3.0, 8.0), chance.choice(folders_of(run))
+        with machine.read_only(folder):
             time.sleep(seconds)
-        return f"run folder read-only for {seconds:.1f} s"
+        return f"{folder.name} read-only for {seconds:.1f} s"
 
 
-@dataclass(frozen=True)
-class CutNetwork:
-    """No packet passes between the roles."""
-
-    ends = alone = False
-
-    def __call__(self, run: Run, chance: random.Random) -> str:
-        needs_namespace(run)
-        seconds = chance.uniform(2.0, 2.0 * LEASE_S)
-        with machine.network_cut():
-            time.sleep(seconds)
-        return f"no network for {seconds:.1f} s"
+def small_disks(run_dir: Path) -> tuple[Path, ...]:
+    """The folders of a run that are on disks of their own in the variant `disks`."""
+    paths = RunPaths(run_dir)
+    return paths.checkpoints, paths.logs, paths.tensorboard
 
 
-def needs_namespace(run: Run) -> None:
-    """Skip the fault if this process has no separate namespaces."""
-    if run.no_namespace:
-        raise Skipped(run.no_namespace)
+def folders_of(run: Run) -> list[Path]:
+    """The run's folder, and those of `small_disks` that exist."""
+    return [path for path in (run.run_dir, *small_disks(run.run_dir)) if path.is_dir()]
+
+
+def needed(name: str) -> set[str]:
+    """The parts of a variant without which the fault has no target."""
+    found = {"tls": name.startswith("tls_"), "links": name.startswith("cut_"), "actors": "actor" in name}
+    return {part for part, is_needed in (found | {"warm": name == AT_START}).items() if is_needed}
 
 
 @dataclass(frozen=True)
@@ -201,7 +231,7 @@ class FewDescriptors:
     alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(ROLES), chance.uniform(3.0, 10.0)
+        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 10.0)
         process = there(run, target)
         with gone_is_fine(target):
             open_now = process.num_fds()
@@ -217,7 +247,7 @@ class LittleMemory:
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(ROLES), chance.uniform(3.0, 8.0)
+        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 8.0)
         process = there(run, target)
         with gone_is_fine(target):
             room = process.memory_info().vms + (2 << 20)
@@ -234,7 +264,7 @@ class NoMemory:
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target = chance.choice(("store", "learner", "sampler", "evaluator"))
+        target = chance.choice(sorted({name.partition("-")[0] for name in run.roles}))
         order = run.memory / target
         for note in run.memory.iterdir():
             note.unlink()  # a process that lived on may be hit again, and its note has the same name
@@ -251,12 +281,12 @@ class NoMemory:
 
 @dataclass(frozen=True)
 class NoNewTasks:
-    """A sampler can start neither threads nor processes while its scoring worker dies."""
+    """A sampler, or an actor, can start neither threads nor processes while its scoring worker dies."""
 
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(("sampler-0", "sampler-1")), chance.uniform(2.0, 6.0)
+        target, seconds = chance.choice(run.players), chance.uniform(2.0, 6.0)
         process = there(run, target)
         try:
             with gone_is_fine(target), machine.no_more_tasks(process):
@@ -392,10 +422,11 @@ def writing_checkpoint(run: Run) -> Iterator[Callable[[], bool]]:
     yield seen
 
 
-WORKERS = ("sampler-0", "sampler-1")
+AT_START = "kill_warm_start"  # injected once, before the first step
 FAULTS: dict[str, Fault] = {
     "kill_store": Kill(("store",)),
-    "kill_sampler": Kill(WORKERS),
+    "kill_sampler": Kill(SAMPLERS),
+    "kill_actor": Kill(ACTORS),
     "kill_learner": Kill(("learner",)),
     "kill_evaluator": Kill(("evaluator",)),
     "kill_feeder": Kill(("feeder",)),
@@ -403,18 +434,40 @@ FAULTS: dict[str, Fault] = {
     "kill_environment": Kill(("env",)),
     "kill_two": KillTogether(),
     "kill_supervisor": End(signal.SIGKILL),
+    AT_START: KillTwice("sft", 15.0),
     "kill_resume": End(signal.SIGKILL, during_resume=True),
     "sigint": End(signal.SIGINT),
     "sigterm": End(signal.SIGTERM),
     "sighup": End(signal.SIGHUP),
     "stop_store": Stop(("store",)),
-    "stop_sampler": Stop(WORKERS),
+    "stop_sampler": Stop(SAMPLERS),
     "stop_learner": Stop(("learner",)),
     "stop_evaluator": Stop(("evaluator",)),
     "stop_feeder": Stop(("feeder",)),
+    "stop_actor": Stop(ACTORS),
+    "stop_scoring": Stop(("scoring",)),
+    "stop_supervisor": Stop(("supervisor",)),
+    "slow_sampler": Slow(SAMPLERS),
+    "slow_actor": Slow(ACTORS),
+    "slow_scoring": Slow(("scoring",)),
+    "flapping_sampler": Flap(SAMPLERS),
+    "flapping_actor": Flap(ACTORS),
+    "flapping_scoring": Flap(("scoring",)),
     "disk_full": FillDisk(),
     "read_only": ReadOnly(),
     "network_cut": CutNetwork(),
+    "cut_store": CutLink("", "store"),
+    "cut_learner": CutLink("learner", "store"),
+    "cut_sampler": CutLink("sampler", "store"),
+    "cut_evaluator": CutLink("evaluator", "store"),
+    "cut_actor": CutLink("actor", "store"),
+    "cut_sampler_weights": CutLink("sampler", "learner"),
+    "cut_evaluator_weights": CutLink("evaluator", "learner"),
+    "cut_actor_sampler": CutLink("actor", "sampler"),
+    "tls_rotated": Certificates("same"),
+    "tls_new_ca": Certificates("ca"),
+    "tls_expired": Certificates("expired", ends=True),
+    "tls_wrong": Certificates("wrong", ends=True),
     "few_descriptors": FewDescriptors(),
     "little_memory": LittleMemory(),
     "no_memory": NoMemory(),
@@ -437,4 +490,11 @@ FAULTS: dict[str, Fault] = {
     "env_bool": Order("bool", 3),
     "env_nan": Order("nan", 3),
     "env_words": Order("words", 3),
+    "env_type": Order("type", 3),
+    "env_huge": Order("huge", 3),
+    "env_empty": Order("empty", 3),
+    "env_surrogate": Order("surrogate", 3),
+    "env_threads": Order("threads"),
+    "env_memory": Order("memory"),
+    "env_slow_close": Order("slow_close", 3),
 }

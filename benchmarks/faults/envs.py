@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from typing import cast
 
@@ -18,13 +19,15 @@ from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult, Traits
+from jaxroll.records import Message
 from jaxroll.rewards import scorers
 
 STEP_LIMIT_S = 20.0
 RAISES = 1 / 200
 FLOOD_LINES = 10_000
+SLOW_CLOSE_S = 30.0
 _CHANCE = random.Random()
-_processes = {}
+_processes, _leaked = {}, []
 
 
 def early_share(answer):
@@ -69,6 +72,7 @@ class Chaos:
 
     def __init__(self, pool, config):
         self._pool, self._config, self._inner = pool, config, None
+        self._closes_s = 0.0
 
     async def reset(self, task, seed):
         """Show the question, in a process for every third one."""
@@ -83,6 +87,7 @@ class Chaos:
     async def step(self, answer):
         """Judge the answer, or misbehave."""
         order = taken_order()
+        self._closes_s = SLOW_CLOSE_S * (order == "slow_close")
         if order:
             result = await misbehaved(order, answer)
             if result is not None:
@@ -96,6 +101,7 @@ class Chaos:
 
     async def close(self):
         """Give the process back."""
+        await asyncio.sleep(self._closes_s)
         if self._inner is not None:
             await self._inner.close()
 
@@ -133,6 +139,19 @@ async def misbehaved(order, answer):
         case "flood":
             for number in range(FLOOD_LINES):
                 print(f"line {number} of an environment that prints too much", file=sys.stderr)
+        case "threads":
+            for _ in range(20):
+                threading.Thread(target=time.sleep, args=(600.0,), daemon=True).start()
+        case "memory":
+            _leaked.append(bytearray(16 << 20))
+        case "huge":
+            return StepResult(done=False, messages=(Message("user", "much " * 600_000),))
+        case "empty":
+            return StepResult(done=False, messages=())
+        case "surrogate":
+            return StepResult(done=False, messages=(Message("user", "half a character: \ud800"),))
+        case "type":
+            return cast(StepResult, "no result")
         case "bool":
             return StepResult(done=True, reward=share, reward_parts={"early": share > 0})
         case "nan":

@@ -42,11 +42,16 @@ def enter(folder: Path) -> str:
     try:
         _mount(None, Path("/"), None, _PRIVATE | _RECURSIVE, None)
         set_loopback(True)
-        folder.mkdir(parents=True, exist_ok=True)
-        _mount("tmpfs", folder, "tmpfs", 0, f"size={SIZE_MB}m")
+        small_disk(folder, SIZE_MB)
     except OSError as error:
         return str(error)
     return ""
+
+
+def small_disk(folder: Path, size_mb: int) -> None:
+    """Mount a file system of this size on `folder`, in this process's mount namespace."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _mount("tmpfs", folder, "tmpfs", 0, f"size={size_mb}m")
 
 
 def leave(folder: Path) -> None:
@@ -85,9 +90,9 @@ def read_only(folder: Path) -> Iterator[None]:
     """Make `folder` read-only for files that are opened during the block.
 
     A mount whose files are open for writing cannot be made read-only, so a read-only view is mounted over it. Files
-    that were open before remain writable.
+    that were open before remain writable, and so do file systems that are mounted below.
     """
-    _mount(str(folder), folder, None, _BIND, None)
+    _mount(str(folder), folder, None, _BIND | _RECURSIVE, None)
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         _mount(None, folder, None, _BIND | _REMOUNT | _READ_ONLY, None)

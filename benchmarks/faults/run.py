@@ -1,4 +1,14 @@
-"""A run under attack: start, resume, processes, progress, end."""
+"""A run under attack: start, resume, processes, progress, end.
+
+The seed chooses the variant of the run. Each bit of it that is set adds one of `VARIANTS`:
+
+    1   tls       mutual TLS, with certificates in the run's folder
+    2   actors    two actors play the environments, and the samplers serve them
+    4   links     each role reaches the store, the learner's weights (tcp) and the samplers through a proxy of its own
+    8   warm      a warm start before the first step, during which the learner is killed
+    16  disks     checkpoints, logs and TensorBoard events are on small disks of their own
+    32  foreign   a folder with unusual characters in its name, and at each start another locale
+"""
 
 from __future__ import annotations
 
@@ -11,12 +21,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.faults.tcp_proxy import Proxy
 from benchmarks.lib.report import ROOT, say
 from jaxroll import metrics
 
@@ -30,17 +41,51 @@ OVERRIDES = {
     "store.keep_trajectories_mb": 8, "store.retention_mb": 64, "supervisor.max_restarts": 10_000,
     "supervisor.backoff_s": 0.2, "supervisor.backoff_max_s": 2.0, "supervisor.stop_s": 30.0,
 }  # fmt: skip
+VARIANTS = ("tls", "actors", "links", "warm", "disks", "foreign")
+# Further keys of a variant.
+CHANGES = {
+    "tls": {"store.mutual_tls": True},
+    "actors": {"placement.actors": 2},
+    "links": {"transfer.channel": "tcp", "transfer.deadline_s": 5, "evaluator.every": 5},
+    "warm": {"sft.steps": 40},
+}
+SAMPLERS, ACTORS = ("sampler-0", "sampler-1"), ("actor-0", "actor-1")
+FOLDER, FOREIGN_FOLDER = "run", "a run's folder - %20 #1 {x} $HOME"
+LOCALES = (
+    {"LC_ALL": "C", "PYTHONUTF8": "0"},
+    {"LC_ALL": "POSIX", "PYTHONIOENCODING": "latin-1"},
+    {"LC_ALL": "no_such_locale", "TZ": "Asia/Kathmandu"},
+    {"LANG": "", "LC_ALL": "", "PYTHONIOENCODING": "ascii"},
+)
 # The modules of processes that roles start.
 MODULES = {"scoring": "jaxroll.rewards.processes", "env": "jaxroll.envs.processes"}
 LEAVES_S = 180.0  # time for a supervisor to end after a signal
 Row = dict[str, Any]
 
 
-class Run:
-    """One run in `folder/run`, with its clock, journal and orders next to it. `close` ends all its processes."""
+class Skipped(Exception):
+    """The fault did not take place; the message is the reason."""
 
-    def __init__(self, folder: Path, run_dir: Path, seed: int, no_namespace: str = "") -> None:
+
+class Wrong(Exception):
+    """The run's reaction is a violation, which the message names."""
+
+
+def variant_of(seed: int) -> tuple[str, ...]:
+    """The parts of the seed's variant."""
+    return tuple(name for bit, name in enumerate(VARIANTS) if seed >> bit & 1)
+
+
+class Run:
+    """One run, with its clock, journal and orders in `folder`. `close` ends all its processes."""
+
+    def __init__(
+        self, folder: Path, run_dir: Path, seed: int, no_namespace: str = "", variant: Sequence[str] = ()
+    ) -> None:
         self.folder, self.run_dir, self.seed, self.no_namespace = folder, run_dir, seed, no_namespace
+        self.variant = frozenset(variant)
+        self.players = ACTORS if "actors" in self.variant else SAMPLERS  # roles that play the environments
+        self.roles = ("store", "learner", "evaluator", *SAMPLERS, *(ACTORS if "actors" in self.variant else ()))
         self.journal, self.orders, self.clock = folder / "journal", folder / "orders", folder / "clock"
         self.memory = folder / "memory"  # a file with a role's name: it uses up its memory
         for path in (self.journal, self.orders, self.memory):
@@ -51,6 +96,9 @@ class Run:
         self.lives = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
+        self.links: dict[tuple[str, str], Proxy] = {}
+        if "links" in self.variant:
+            self._open_links(folder / "links")
         self._follower = metrics.Follower(run_dir / "metrics.jsonl")
         self.rows: list[Row] = []
         self.step, self.moved_s = 0, time.monotonic()
@@ -65,7 +113,13 @@ class Run:
 
     def _start(self, words: Sequence[str]) -> None:
         fresh = not (self.run_dir / "run.json").exists()
-        changes = {**OVERRIDES, "run.seed": self.seed}
+        changes: Row = {**OVERRIDES, "run.seed": self.seed}
+        for name in self.variant:
+            changes |= CHANGES.get(name, {})
+        if "tls" in self.variant and fresh:
+            from jaxroll.rpc import tls  # gRPC belongs into the namespaces of `machine.enter`
+
+            tls.make_certificates(self.run_dir, [], 1)
         how = [f"--config={ROOT / 'configs' / 'smoke.py'}", *(f"--config.{k}={v}" for k, v in changes.items())]
         self.lives += 1
         with self.output("out").open("wb") as out, self.output("err").open("wb") as err:
@@ -99,8 +153,23 @@ class Run:
             "CHAOS_JOURNAL": str(self.journal),
             "CHAOS_ORDERS": str(self.orders),
             "CHAOS_MEMORY": str(self.memory),
+            "CHAOS_LINKS": str(self.folder / "links") if self.links else "",
             "MALLOC_ARENA_MAX": "1",
+            **(LOCALES[self.lives % len(LOCALES)] if "foreign" in self.variant else {}),
         }
+
+    def _open_links(self, folder: Path) -> None:
+        """Open a proxy for each role and peer that it calls. The role finds its address in the file ROLE.PEER.addr."""
+        folder.mkdir()
+        callers = [name for name in self.roles if name != "store"]
+        links = [(name, "store") for name in callers] + [(name, "learner") for name in (*SAMPLERS, "evaluator")]
+        if "actors" in self.variant:
+            links += [(actor, sampler) for actor in ACTORS for sampler in SAMPLERS]
+        for role, peer in links:
+            # the publication holds the address of the weights, which the role notes (hooks/sitecustomize.py)
+            file = folder / f"{role}.learner.target" if peer == "learner" else self.run_dir / f"{peer}.addr"
+            self.links[role, peer] = Proxy(lambda file=file: file.read_text().strip() if file.exists() else "")
+            (folder / f"{role}.{peer}.addr").write_text(self.links[role, peer].address + "\n")
 
     def output(self, name: str) -> Path:
         """The file with the present supervisor's stdout (`out`) or stderr (`err`)."""
@@ -143,6 +212,8 @@ class Run:
         if self.reader is not None:
             self.reader.kill()
             self.reader.wait(30)
+        for proxy in self.links.values():
+            proxy.close()
 
     # --- its processes
 
@@ -156,7 +227,9 @@ class Run:
             return []
 
     def find(self, target: str) -> psutil.Process | None:
-        """A process of the run: store, sampler-0, learner, evaluator, feeder, scoring or env."""
+        """A process of the run: supervisor, store, sampler-0, actor-0, learner, evaluator, feeder, scoring or env."""
+        if target == "supervisor":
+            return psutil.Process(self.process.pid) if self.process is not None and self.alive else None
         role, _, index = target.partition("-")
         module = MODULES.get(role)
         for process in self.processes():
@@ -243,6 +316,29 @@ class Run:
         except ValueError:
             return None, f"`jaxroll {words[0]}` ended with {done.returncode}: {(done.stderr or done.stdout)[-500:]}"
         return found, "" if done.returncode == 0 else f"`jaxroll {words[0]}` ended with {done.returncode}"
+
+
+def there(run: Run, target: str) -> psutil.Process:
+    """The target's process."""
+    found = run.wait_for(target)
+    if found is None:
+        raise Skipped(f"no {target}")
+    return found
+
+
+@contextlib.contextmanager
+def gone_is_fine(target: str) -> Iterator[None]:
+    """Turn the early end of the target into Skipped."""
+    try:
+        yield
+    except psutil.NoSuchProcess:
+        raise Skipped(f"{target} ended by itself before the fault") from None
+
+
+def needs_namespace(run: Run) -> None:
+    """Skip the fault if this process has no separate namespaces."""
+    if run.no_namespace:
+        raise Skipped(run.no_namespace)
 
 
 def tell(began_s: float, texts: Sequence[str]) -> None:

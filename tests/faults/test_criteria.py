@@ -167,7 +167,7 @@ def test_the_proxy_partitions_heals_and_cuts_connections() -> None:
 
 
 async def _through_a_proxy() -> None:
-    from tests.harness.cluster.tcp_proxy import Proxy
+    from benchmarks.faults.tcp_proxy import Proxy
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.tcp_proxy import Proxy
 from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, acknowledged, judge
 from tests.harness.cluster.short_leases import LEASE_S, SMALL, store_of
-from tests.harness.cluster.tcp_proxy import Proxy
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.tcp_proxy import Proxy
 from jaxroll.errors import JaxRollError
 from jaxroll.records import Version
 from tests.harness.blocking_store import BlockingStore
@@ -19,7 +20,6 @@ from tests.harness.cluster.cluster import LIMIT_S, Cluster
 from tests.harness.cluster.criteria import Row, judge
 from tests.harness.cluster.real_roles import World
 from tests.harness.cluster.short_leases import LEASE_S, SMALL, store_of
-from tests.harness.cluster.tcp_proxy import Proxy
 from tests.harness.cluster.weights_proxy import Courier
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(300)]

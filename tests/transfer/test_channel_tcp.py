@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.faults.tcp_proxy import Proxy
 from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
@@ -20,7 +21,6 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channel_device, channel_tcp, channels
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
-from tests.harness.cluster.tcp_proxy import Proxy
 
 VERSION = Version(0, 1)
 BIG = {"a": (512, 1024), "b": (1024, 512)}  # 4 MiB in several chunks

@@ -3,6 +3,7 @@
 - `CHAOS_CLOCK` names a file that holds one double: the seconds by which `time.time` is wrong, read at every call.
 - `CHAOS_JOURNAL` names a folder, outside the run's, to which the store's acknowledgements are written.
 - `CHAOS_MEMORY` names a folder: a role that finds a file with its name there uses up its memory.
+- `CHAOS_LINKS` names a folder: the file ROLE.PEER.addr in it holds the address at which this role reaches that peer.
 - The store compacts its log after 300 records instead of 20,000, so that a short run compacts it many times.
 
 Only the standard library is imported here; modules of JaxRoll are changed when the process itself imports them.
@@ -104,6 +105,53 @@ def journal_acknowledgements(module):
     client.ack, client.durable = journaled_ack, journaled_durable
 
 
+def name_of_role():
+    """The name of this process among the run's roles, as `sampler-0`; '' if it is none."""
+    if sys.orig_argv[1:3] != ["-m", "jaxroll"] or len(sys.orig_argv) < 4:
+        return ""
+    index = [word.partition("=")[2] for word in sys.orig_argv if word.startswith("--index=")]
+    return "-".join([sys.orig_argv[3], *index])
+
+
+def link(peer):
+    """The file with this role's address of `peer`; None if there is none."""
+    path = os.path.join(os.environ.get("CHAOS_LINKS", ""), f"{name_of_role()}.{peer}.addr")
+    return path if os.path.exists(path) else None
+
+
+def link_calls(module):
+    """Let calls to a server whose address is in a file use this role's link."""
+    from pathlib import Path
+
+    connect = module.GrpcTransport.__init__
+
+    def linked(self, address, max_message_bytes, tls):
+        found = link(address.stem) if isinstance(address, Path) else None
+        connect(self, address if found is None else Path(found), max_message_bytes, tls)
+
+    module.GrpcTransport.__init__ = linked
+
+
+def link_weights(module):
+    """Let this role fetch weights over its link to the learner, whose address it notes for the proxy."""
+    from msgspec.structs import replace
+
+    announced = module.StoreClient.announced
+
+    async def linked(self, *words, **options):
+        reply, file = await announced(self, *words, **options), link("learner")
+        if file is None or reply.snapshot is None or reply.snapshot.channel != "tcp":
+            return reply
+        target = file.removesuffix(".addr") + ".target"
+        with open(f"{target}.new", "w", encoding="ascii") as draft:
+            draft.write(reply.snapshot.address)
+        os.replace(f"{target}.new", target)
+        with open(file, encoding="ascii") as address:
+            return replace(reply, snapshot=replace(reply.snapshot, address=address.read().strip()))
+
+    module.StoreClient.announced = linked
+
+
 def compact_often(module):
     """Lower the store's threshold for compaction."""
     module.COMPACT_EVERY = COMPACT_EVERY
@@ -153,15 +201,15 @@ def use_up_memory(folder, role):
 
 
 class Changes(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function with a module right after the module's import."""
+    """An import hook that calls functions with a module right after the module's import."""
 
     def __init__(self, by_name):
         self._by_name = by_name
 
     def find_spec(self, name, path, target=None):
-        """The module's usual spec, with the change appended to its execution."""
-        change = self._by_name.pop(name, None)
-        if change is None:
+        """The module's usual spec, with the changes appended to its execution."""
+        changes = self._by_name.pop(name, None)
+        if changes is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -170,7 +218,8 @@ class Changes(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            change(module)
+            for change in changes:
+                change(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -178,8 +227,11 @@ class Changes(importlib.abc.MetaPathFinder):
 
 if "CHAOS_CLOCK" in os.environ:
     shift_clock(os.environ["CHAOS_CLOCK"])
-if "CHAOS_MEMORY" in os.environ and sys.orig_argv[1:3] == ["-m", "jaxroll"] and len(sys.orig_argv) > 3:
-    use_up_memory(os.environ["CHAOS_MEMORY"], sys.orig_argv[3])
+if "CHAOS_MEMORY" in os.environ and name_of_role():
+    use_up_memory(os.environ["CHAOS_MEMORY"], name_of_role().partition("-")[0])
 if "CHAOS_JOURNAL" in os.environ:
-    changes = {"jaxroll.store.client": journal_acknowledgements, "jaxroll.store.server.keeper": compact_often}
+    changes = {"jaxroll.store.client": [journal_acknowledgements], "jaxroll.store.server.keeper": [compact_often]}
+    if os.environ.get("CHAOS_LINKS"):
+        changes["jaxroll.store.client"].append(link_weights)
+        changes["jaxroll.rpc.client"] = [link_calls]
     sys.meta_path.insert(0, Changes(changes))

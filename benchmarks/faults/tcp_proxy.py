@@ -16,7 +16,7 @@ class Proxy:
     """A context manager that forwards every connection to the host:port that `target` returns.
 
     During a partition connections stay open and new ones are accepted, but no byte passes until `heal`, as on a network
-    that drops packets. Threads: one accepts; two per connection copy bytes.
+    that drops packets; `held` counts what had to wait. Threads: one accepts; two per connection copy bytes.
     """
 
     def __init__(self, target: Callable[[], str]) -> None:
@@ -27,11 +27,12 @@ class Proxy:
         self._cut_after: int | None = None
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self.forwarded_bytes, self.cuts = 0, 0
+        self.forwarded_bytes, self.cuts, self.held = 0, 0, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept, name="proxy", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []  # one per connection
+        self._accepting = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._accepting.start()
 
     def address_file(self, folder: Path, token_of: Path) -> Path:
         """An address file with this proxy as the store, and the run's token next to it."""
@@ -67,11 +68,16 @@ class Proxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections and end all threads."""
         self._over.set()
         self.heal()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._accepting.join(10)  # it adds no thread after this
         with self._lock:
             for one in self._sockets:
                 _shut(one)
@@ -85,22 +91,24 @@ class Proxy:
             except OSError:
                 return
             thread = threading.Thread(target=self._serve, args=(client,), name="proxy", daemon=True)
-            self._threads.append(thread)
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
 
     def _serve(self, client: socket.socket) -> None:
         """Serve one connection until it ends."""
-        self._up.wait()
-        self._down.wait()
-        host, _, port = self._target().rpartition(":")
+        self._pass(self._up)
+        self._pass(self._down)
         with client, contextlib.ExitStack() as stack:
             try:
+                host, _, port = self._target().rpartition(":")
                 server = stack.enter_context(socket.create_connection((host, int(port)), _CONNECT_S))
             except (OSError, ValueError):
                 return
             server.settimeout(None)
             with self._lock:
                 self._sockets |= {client, server}
+                if self._over.is_set():
+                    return
             back = threading.Thread(target=self._pump, args=(server, client, False), name="proxy", daemon=True)
             back.start()
             self._pump(client, server, True)
@@ -113,13 +121,19 @@ class Proxy:
             while data := source.recv(_CHUNK_BYTES):
                 if self._delay_s:
                     self._over.wait(self._delay_s)
-                (self._up if to_target else self._down).wait()
+                self._pass(self._up if to_target else self._down)
                 passing = self._share(len(data)) if to_target else len(data)
                 sink.sendall(data[:passing])
                 if passing < len(data):
                     break
         for one in (source, sink):
             _shut(one)
+
+    def _pass(self, direction: threading.Event) -> None:
+        """Wait for the end of a partition of this direction."""
+        if not direction.is_set():
+            self.held += 1
+            direction.wait()
 
     def _share(self, size_bytes: int) -> int:
         """The number of `size_bytes` that may pass before the cut."""

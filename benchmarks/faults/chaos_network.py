@@ -1,0 +1,99 @@
+"""Faults of chaos.py between the roles: no network, single links that are cut, and other certificates."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import dataclass
+
+from benchmarks.faults import machine
+from benchmarks.faults.run import LEASE_S, Run, Skipped, gone_is_fine, needs_namespace, there
+from jaxroll.run_paths import RunPaths
+
+
+@dataclass(frozen=True)
+class CutNetwork:
+    """No packet passes between the roles."""
+
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        needs_namespace(run)
+        seconds = chance.uniform(2.0, 2.0 * LEASE_S)
+        with machine.network_cut():
+            time.sleep(seconds)
+        return f"no network for {seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class CutLink:
+    """No byte passes between a role and its peer for longer than a lease, one way or both ways.
+
+    The peer is the store, the learner (of its weights only) or a sampler. Without a `role` all links of the peer are
+    cut, in the same direction.
+    """
+
+    role: str
+    peer: str
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        found = [link for link in run.links if link[0].startswith(self.role) and link[1].startswith(self.peer)]
+        links = [chance.choice(found)] if self.role else found
+        proxies, direction = [run.links[link] for link in links], chance.choice(("both", "up", "down"))
+        seconds, before = chance.uniform(1.3, 2.5) * LEASE_S, sum(proxy.held for proxy in proxies)
+        try:
+            for proxy in proxies:
+                proxy.partition(direction)
+            time.sleep(seconds)
+        finally:
+            for proxy in proxies:
+                proxy.heal()
+        held = sum(proxy.held for proxy in proxies) - before
+        names = ", ".join(f"{role} from {peer}" for role, peer in links)
+        if not held:
+            raise Skipped(f"nothing was sent between {names}")
+        return f"{names} cut ({direction}) for {seconds:.1f} s, which held {held} transmissions back"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Other certificates in RUN/tls for all connections from now on, and a process that must connect.
+
+    `new` ones of the same CA or of a new CA are valid. Expired ones, and wrong ones of a CA that is not trusted, are
+    replaced by valid ones after some seconds, in which the run may end.
+    """
+
+    new: str
+    ends: bool = False
+    alone: bool = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 8.0)
+        process = there(run, target)
+        with run.lock:  # no resume with the wrong ones
+            self._replace(run)
+            with gone_is_fine(target):
+                process.kill()
+            if self.ends:
+                time.sleep(seconds)
+                Certificates("ca")._replace(run)
+        return f"certificates: {self.new}; {target} killed" + (f"; valid again after {seconds:.1f} s" * self.ends)
+
+    def _replace(self, run: Run) -> None:
+        from jaxroll.rpc import tls
+
+        scratch, folder = run.run_dir.parent / "certificates", RunPaths(run.run_dir).tls
+        made = RunPaths(scratch).tls
+        scratch.mkdir()
+        try:
+            if self.new == "same":
+                shutil.copytree(folder, made)
+            tls.make_certificates(scratch, [], -1 if self.new == "expired" else 1)
+            if self.new == "wrong":
+                shutil.copy(folder / tls.CA, made / tls.CA)
+            folder.rename(scratch / "old")
+            made.rename(folder)
+        finally:
+            shutil.rmtree(scratch)
