@@ -363,6 +363,7 @@ import psutil
 from benchmarks.faults import machine
 
 folder = pathlib.Path(sys.argv[1])
+machine.SIZE_MB = 16
 refused, seen = machine.enter(folder), {}
 if refused:
     print(json.dumps({"refused": refused}))
@@ -384,7 +385,8 @@ def write(size):
 import threading
 filling = threading.Thread(target=machine.fill, args=(folder, 2.0))
 filling.start()
-time.sleep(1.0)
+while filling.is_alive() and os.statvfs(folder).f_bavail:
+    time.sleep(0.01)
 seen["full"] = refusal(lambda: write(1 << 20))
 filling.join()
 seen["freed"] = refusal(lambda: write(1 << 20))
