@@ -106,7 +106,7 @@ def journal_acknowledgements(module):
 
 
 def name_of_role():
-    """The name of this process among the run's roles, as `sampler-0`; '' if it is none."""
+    """The name of this process among the run's roles, as `sampler-0`; '' outside the roles."""
     if sys.orig_argv[1:3] != ["-m", "jaxroll"] or len(sys.orig_argv) < 4:
         return ""
     index = [word.partition("=")[2] for word in sys.orig_argv if word.startswith("--index=")]
