@@ -110,7 +110,7 @@ def _create_dataset(name: str, args: dict[str, Any], size: int) -> Any:
             )
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            reasoning_gym = import_library("reasoning_gym")
+            reasoning_gym = import_library("reasoning_gym", whole=False)
     except ImportError as error:
         raise ConfigError(
             "task.source",

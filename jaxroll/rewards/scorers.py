@@ -7,12 +7,15 @@ has a guard: an answer that the guard rejects scores 0 and is counted by reason.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +38,12 @@ TOO_LONG, NOT_ASCII = "too long", "not ASCII"
 
 # reasoning-gym imports these for the generators of a few tasks. They have no wheels, and pycosat needs a C compiler.
 _NOT_NEEDED = {"reasoning_gym": ("cellpylib", "pycosat", "zss")}
+# Its folders of tasks that can wait. The last ones take longest: cognition reads fonts, and algebra imports sympy.
+# Without the folder `algorithmic` the package's own modules import one another in a circle.
+_FOLDERS = (
+    "arithmetic", "games", "graphs", "geometry", "probability", "induction", "code", "arc", "logic", "cognition",
+    "algebra",
+)  # fmt: skip
 
 
 class Scorer(NamedTuple):
@@ -146,18 +155,88 @@ def _dataset(name: str, settings: bytes) -> Any:
     return import_library("reasoning_gym").create_dataset(name, seed=0, size=10, **msgspec.json.decode(settings))
 
 
-def import_library(name: str) -> ModuleType:
+def import_library(name: str, *, whole: bool = True) -> ModuleType:
     """Import a library, with empty modules in place of missing packages that only a few tasks use.
 
-    reasoning-gym imports all its tasks at once. Raises ImportError where the library itself is not installed.
+    reasoning-gym imports all its tasks at once; without `whole`, its tables of tasks import a folder when a name is
+    looked up that they do not have yet. Raises ImportError where the library itself is not installed.
     """
-    absent = [] if name in sys.modules else [each for each in _NOT_NEEDED.get(name, ()) if not importable(each)]
-    sys.modules.update((each, ModuleType(each)) for each in absent)
+    folders = [f"{name}.{each}" for each in _FOLDERS] if name == "reasoning_gym" else []
+    later = [] if whole or name in sys.modules else folders
+    with contextlib.nullcontext() if name in sys.modules else _stand_ins(name, later):
+        library = importlib.import_module(name)
+    if later:
+        importer, factory = _Importer(library, later), library.factory
+        factory.DATASETS, factory.CURRICULA = (_Table(importer, of) for of in (factory.DATASETS, factory.CURRICULA))
+    elif whole and folders:
+        len(library.factory.DATASETS)  # a table that is not complete imports the rest
+    return library
+
+
+@contextlib.contextmanager
+def _stand_ins(name: str, more: Sequence[str] = ()) -> Iterator[None]:
+    """Empty modules in place of `more` and of the missing packages that `name` can do without."""
+    names = [*(each for each in _NOT_NEEDED.get(name, ()) if not importable(each)), *more]
+    before = {each: sys.modules[each] for each in names if each in sys.modules}
+    sys.modules.update((each, ModuleType(each)) for each in names)
     try:
-        return importlib.import_module(name)
+        yield
     finally:
-        for each in absent:
+        for each in names:
             sys.modules.pop(each, None)
+        sys.modules.update(before)
+
+
+class _Importer:
+    """Imports the folders of a package one by one, on demand, also as attributes of the package."""
+
+    def __init__(self, package: ModuleType, folders: Sequence[str]) -> None:
+        self._package, self._left = package.__name__, list(folders)
+        self._lock, self._busy = threading.RLock(), False
+        for each in folders:
+            vars(package).pop(each.rpartition(".")[2], None)
+        vars(package)["__getattr__"] = self._attribute
+
+    def until(self, found: Callable[[], bool]) -> None:
+        """Import folders until `found` is true; at once if the caller is a folder that is being imported."""
+        with self._lock:
+            while self._left and not self._busy and not found():
+                self._busy = True
+                try:
+                    with _stand_ins(self._package):
+                        importlib.import_module(self._left.pop(0))
+                finally:
+                    self._busy = False
+
+    def _attribute(self, name: str) -> ModuleType:
+        if f"{self._package}.{name}" not in self._left:
+            raise AttributeError(f"module {self._package!r} has no attribute {name!r}")
+        with _stand_ins(self._package):
+            return importlib.import_module(f"{self._package}.{name}")
+
+
+class _Table(UserDict[str, Any]):
+    """A table by name that a folder fills when it is imported: it is looked up in what an importer has imported."""
+
+    def __init__(self, importer: _Importer, known: Mapping[str, Any]) -> None:
+        super().__init__(known)
+        self._importer = importer
+
+    def __contains__(self, name: object) -> bool:
+        self._importer.until(lambda: name in self.data)
+        return name in self.data
+
+    def __missing__(self, name: str) -> Any:
+        self._importer.until(lambda: name in self.data)
+        return self.data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._importer.until(lambda: False)
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        self._importer.until(lambda: False)
+        return len(self.data)
 
 
 def importable(name: str) -> bool:

@@ -280,12 +280,18 @@ from jaxroll.config import TaskConfig
 from jaxroll.data import sources
 from jaxroll.data.sources import TASKS
 from jaxroll.rewards import scorers
+word = sources.open_source(TaskConfig()).item(7)
+assert word.answer and "sympy" not in sys.modules, "its task needs no algebra"
+import reasoning_gym
+assert reasoning_gym.algebra.PolynomialEquationsDataset and "sympy" in sys.modules
 for name, task in TASKS.items():
     if task.scorer_metadata is None and name not in ("codeio", "countdown"):
         continue
     item = sources.open_source(TaskConfig(name=name, args={}, prompt_style="full")).item(7)
     assert scorers.score(json.dumps(item.env_args), item.answer) == 1.0, name
 assert all(sys.modules.get(name) is None for name in sys.argv[1:])
+scorers.import_library("reasoning_gym")
+assert {*reasoning_gym.factory.DATASETS} == {*TASKS} and "nothing" not in reasoning_gym.factory.DATASETS
 print("all")
 """
 
