@@ -149,3 +149,66 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"the key {twice[:80]!r} occurs twice")
     return found
+
+
+# --- page headers of Parquet: structs of Thrift's compact protocol (parquet.thrift, PageHeader)
+
+_HEADER_BYTES, _DEEPEST_HEADER = (1 << 10, 64 << 10, 16 << 20), 4  # most headers have less than 100 bytes
+_UNCOMPRESSED, _COMPRESSED = 2, 3  # numbers of the fields with the sizes of a page
+
+
+def parquet_page_sizes(file: BinaryIO, first: int, size: int) -> Iterator[int]:
+    """The uncompressed bytes of each page, by its own header, in the column chunk of `size` bytes from offset `first`.
+
+    A reader allocates as many before it decompresses the page. DataError for headers that cannot be read.
+    """
+    at, end = first, first + size
+    while at < end:
+        header = body = None
+        for longest in _HEADER_BYTES:
+            with contextlib.suppress(IndexError):  # the header is longer
+                data = os.pread(file.fileno(), min(longest, end - at), at)
+                header, body = _compact_struct(data, 0, _DEEPEST_HEADER)
+                break
+        sizes = [header.get(number, -1) for number in (_UNCOMPRESSED, _COMPRESSED)] if header else [-1]
+        if min(sizes) < 0 or body is None:
+            raise DataError(f"the page header at byte {at} is damaged")
+        yield sizes[0]
+        at += body + sizes[1]
+
+
+def _compact_struct(data: bytes, at: int, deepest: int) -> tuple[dict[int, int], int]:
+    """The integer fields of the struct at `data[at]`, by number, and the offset behind it; IndexError if it is cut."""
+    fields, number = dict[int, int](), 0
+    while kind := data[at]:
+        at, delta, kind = at + 1, kind >> 4, kind & 15
+        if delta:
+            number += delta
+        else:
+            number, at = _zigzag(data, at)
+        if kind in (4, 5, 6):
+            fields[number], at = _zigzag(data, at)
+        elif kind == 8:
+            length, at = _varint(data, at)
+            at += length
+        elif kind == 12 and deepest:
+            _, at = _compact_struct(data, at, deepest - 1)
+        elif kind in (3, 7):
+            at += 1 if kind == 3 else 8
+        elif kind > 2:  # 1 and 2 are booleans, without data; a page header has no lists
+            raise DataError(f"a page header has a field of the kind {kind}")
+    return fields, at + 1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+        if data[at - 1] < 128:
+            return value, at
+    raise DataError("a page header has a number of more than 64 bits")
+
+
+def _zigzag(data: bytes, at: int) -> tuple[int, int]:
+    value, at = _varint(data, at)
+    return (value >> 1) ^ -(value & 1), at

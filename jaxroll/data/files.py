@@ -342,7 +342,7 @@ class TableSource(abc.ABC):
 
         try:
             yield
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError, DataError) as error:
             # Text that is not UTF-8, times outside of Python's range, unknown time zones.
             raise self._refused(str(error)) from error
 
@@ -374,7 +374,7 @@ class ParquetSource(TableSource):
             limit = _limit(os.fstat(file.fileno()).st_size)
             groups = (parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups))
             chunks = [group.column(number) for group in groups for number in range(parquet.metadata.num_columns)]
-            sizes = [max(0, chunk.total_uncompressed_size) for chunk in chunks]
+            sizes = [max(chunk.total_uncompressed_size, _page_bytes(file, chunk, limit)) for chunk in chunks]
             if sum(sizes) > limit:
                 raise self._too_much(limit)
             # A value may be as long as its column chunk, and all rows of a batch may refer to the longest value.
@@ -384,6 +384,16 @@ class ParquetSource(TableSource):
                 if held > limit:
                     raise self._too_much(limit)
                 yield batch, limit
+
+
+def _page_bytes(file: BinaryIO, chunk: Any, limit: int) -> int:
+    """The uncompressed bytes of a Parquet file's column chunk by its pages' own headers, counted up to `limit`."""
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)  # the first is 0 or None if there is none
+    total = 0
+    for size in disk.parquet_page_sizes(file, min(filter(None, offsets)), chunk.total_compressed_size):
+        if (total := total + size) > limit:
+            break
+    return total
 
 
 class DatasetSource(TableSource):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxroll import disk
 from jaxroll.config import TaskConfig
 from jaxroll.data import files, sources
 from jaxroll.errors import ConfigError
@@ -236,6 +237,26 @@ def test_one_page_that_expands_to_much_is_not_decompressed(tmp_path: Path, arrow
         arrow.table({"question": ["a" * (80 << 20)], "answer": ["b"]}), tmp_path / "rows.parquet", compression="zstd"
     )
     check_parquet_refused(tmp_path / "rows.parquet", "JSONL")
+
+
+def test_a_page_whose_header_lies_about_its_size_is_refused_before_it_takes_memory(tmp_path: Path, arrow: Any) -> None:
+    """The footer has the true size; the header of the page promises 2 GB, which a reader allocates first."""
+    path = tmp_path / "rows.parquet"
+    table = arrow.table({"question": ["2+2"], "answer": ["4" * 400]})
+    arrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+    group, content = arrow.parquet.ParquetFile(path).metadata.row_group(0), path.read_bytes()
+    with path.open("rb") as file:
+        chunk = group.column(1)
+        (page,) = disk.parquet_page_sizes(file, chunk.data_page_offset, chunk.total_compressed_size)
+        assert 400 < page < 420
+    first = chunk.data_page_offset + 3
+    assert content[first - 3 : first] == b"\x15\x00\x15", "the kind of the page, then its size, which has two bytes"
+    assert content[first + 2] == 0x15 and 6 < content[first + 3] < 128, "its compressed size, which has one byte"
+    lies = bytes([254, 255, 255, 255, 15, 0x15, content[first + 3] - 6])  # 2**31 - 1; three bytes fewer in the file
+    path.write_bytes(content[:first] + lies + content[first + 4 :])
+    before = arrow.default_memory_pool().max_memory()
+    check_parquet_refused(path, "JSONL")
+    assert arrow.default_memory_pool().max_memory() <= max(before, 256 << 20)
 
 
 def test_damage_anywhere_is_an_error_in_one_line_or_other_rows(tmp_path: Path, arrow: Any) -> None:
