@@ -3,7 +3,7 @@
 Episodes call all environments as coroutines.
 
 place      for                                               if a call hangs
-loop       coroutines; functions that return at once         only the member fails (a coroutine can be cancelled)
+loop       coroutines; functions that return at once         only the member fails; one that blocks costs a thread
 thread     libraries that block: sockets, sleep, files       its thread is lost; too many lost threads end the process
 process    heavy or crashing code; code that holds the GIL   only the member fails: the process is killed
 """

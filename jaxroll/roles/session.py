@@ -32,7 +32,7 @@ from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import BLOCKED_S, LoopThread, RolloutManager
+from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import Transport
 from jaxroll.serving.agents import Agents
@@ -204,8 +204,14 @@ class EngineSession(Session):
 
 
 def loop_thread(name: str, config: Config) -> LoopThread:
-    """The event loop of a role. It fails if it is blocked for twice the lease time: its leases have expired by then."""
-    return LoopThread(name, max(BLOCKED_S, 2 * config.store.lease_s))
+    """The event loop of a role.
+
+    Another thread takes it over from an environment that blocks it, so early that leases, which are renewed three times
+    in `lease_s`, survive several of them in a row. It fails if it is blocked for twice the lease time otherwise: its
+    leases have expired by then.
+    """
+    lease_s = config.store.lease_s
+    return LoopThread(name, max(BLOCKED_S, 2 * lease_s), min(HAND_OVER_S, lease_s / 15))
 
 
 def ended(session: Future[T], timeout_s: float | None = None) -> T:

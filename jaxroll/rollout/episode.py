@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
+from jaxroll.lifeline import OWNER, Owner
 from jaxroll.protocols import (
     Completion,
     Environment,
@@ -38,8 +40,9 @@ from jaxroll.records import NO_EXPERTS, Finished, Message, Segment, Task, Versio
 # --- Calls of environment code, with time limits and retries, isolated from each other
 #
 # Each call is a task of its own: environment code that cancels its task, raises CancelledError, or ignores a
-# cancellation affects only its own member. SystemExit, KeyboardInterrupt and GeneratorExit become DataError, because
-# the environment raised them and the process goes on.
+# cancellation affects only its own member. It cannot cancel tasks of others, and if it blocks the loop of a role,
+# another thread runs the loop (`lifeline.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
+# DataError, because the environment raised them and the process goes on.
 
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
@@ -73,6 +76,7 @@ class EnvironmentCalls:
 
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
         self.counts, self._sleep = EnvCallCounts(), sleep
+        self._owners: dict[int, Owner] = {}  # id of an environment → the owner of its tasks
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
     def traits(self, env: Environment) -> Traits:
@@ -84,12 +88,18 @@ class EnvironmentCalls:
 
     def make(self, make: Callable[[str], Environment], name: str) -> Environment:
         """The environment `name`, made by `make`."""
+        owner = self._new_owner("making it")
+        before = OWNER.set(owner)
         try:
-            return make(name)
+            env = make(name)
         except Exception:
             raise
         except BaseException as error:
             raise DataError(f"making the environment raised {described(error)}") from error
+        finally:
+            OWNER.reset(before)
+        self._owners[id(env)] = owner
+        return env
 
     async def reset(self, env: Environment, task: Task) -> tuple[Message, ...]:
         """The first messages. DataError after the time limit, InfraError after the last retry."""
@@ -105,8 +115,11 @@ class EnvironmentCalls:
 
     async def close(self, env: Environment) -> None:
         """Close `env`, unless one of its calls is still running. Raises the error of its close."""
-        if id(env) not in self._stuck:
-            await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
+        try:
+            if id(env) not in self._stuck:
+                await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
+        finally:
+            self._owners.pop(id(env), None)
 
     async def _with_retries(
         self, env: Environment, call: Callable[[], Any], limit_s: float, retries: int, what: str
@@ -124,17 +137,22 @@ class EnvironmentCalls:
 
     async def _within_limit(self, env: Environment, call: Callable[[], Any], limit_s: float, what: str) -> Any:
         """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
-        name = f"{type(env).__name__}.{what}"
-        task = asyncio.get_running_loop().create_task(_answered(call, what), name=name)
+        owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
+        context.run(OWNER.set, owner)
+        owner.blocked_at, owner.cancelled, owner.call = "", 0, name
+        task = asyncio.get_running_loop().create_task(_answered(call, what), name=name, context=context)
         try:
             await asyncio.wait([task], timeout=None if math.isinf(limit_s) else limit_s)
         except asyncio.CancelledError:
-            await self._cancelled(env, task)
+            await self._cancelled(env, task, context)
             raise
         if not task.done():
             self.counts.overdue += 1
-            await self._cancelled(env, task)
-            raise DataError(f"the environment's {what} took longer than {limit_s:g} s")
+            blocked = f" and blocked the event loop at {owner.blocked_at}" if owner.blocked_at else ""
+            await self._cancelled(env, task, context)
+            raise DataError(f"the environment's {what} took longer than {limit_s:g} s{blocked}")
+        if owner.cancelled:
+            raise DataError(f"the environment's {what} cancelled {owner.cancelled} tasks that it did not start")
         if task.cancelled():
             raise DataError(f"the environment's {what} cancelled itself")
         error = task.exception()
@@ -142,9 +160,20 @@ class EnvironmentCalls:
             raise DataError(f"the environment's {what} raised {described(error)}") from error
         return task.result()
 
-    async def _cancelled(self, env: Environment, task: asyncio.Task[Any]) -> None:
-        """Cancel the call and wait for it to end; abandon it if it ignores the cancellation."""
-        task.cancel()
+    def _owner_of(self, env: Environment) -> Owner:
+        if id(env) not in self._owners:
+            self._owners[id(env)] = self._new_owner(type(env).__name__)
+        return self._owners[id(env)]
+
+    def _new_owner(self, call: str) -> Owner:
+        return Owner(call, lambda it: self.counts.add_fault(f"{it.call} blocked the event loop at {it.blocked_at}"))
+
+    async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
+        """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.
+
+        A call that waits for tasks of others must not pass its cancellation on to them: it is made in its `context`.
+        """
+        context.copy().run(task.cancel)
         task.add_done_callback(_noticed)
         try:
             await asyncio.wait([task], timeout=CANCEL_GRACE_S)

@@ -24,6 +24,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from jaxroll import lifeline
 from jaxroll.errors import EXIT_FAILURE, InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
@@ -285,12 +286,14 @@ def _score(task: Task, member: Member, tokenizer: Tokenizer, version: Version) -
 # --- The asyncio loop thread of a role, with a watchdog, and the thread that runs its JAX jobs
 #
 # Environments run on this loop. A SystemExit or KeyboardInterrupt of a task that an environment started, and a
-# `loop.stop()` of its code, end `run_forever`, which is then entered again. If the thread ends nevertheless, or the
-# loop is blocked for longer than `blocked_s`, its jobs fail with that cause, so that the process ends instead of
-# holding leases without renewing them.
+# `loop.stop()` of its code, end `run_forever`, which is then entered again. If an environment blocks the loop for
+# `hand_over_s`, another thread runs it. If the thread ends nevertheless, or other code or too many environments block
+# the loop for `blocked_s`, its jobs fail with that cause, so that the process ends instead of holding leases without
+# renewing them.
 
 T = TypeVar("T")
-BLOCKED_S = 60.0
+BLOCKED_S, HAND_OVER_S = 60.0, 2.0
+MOST_BLOCKED = 16  # threads at one time that environments block
 _WATCH_EVERY_S = 1.0
 _START_S = 20.0  # in which a thread has started, also on a machine that swaps
 _NO_MEMORY = 10  # callbacks of a loop that had no memory, after which the process ends
@@ -304,9 +307,10 @@ class LoopThread:
     loop can no longer be used.
     """
 
-    def __init__(self, name: str, blocked_s: float = BLOCKED_S) -> None:
-        self.loop, self.escapes, self.failure = asyncio.new_event_loop(), 0, ""
-        self._name, self._blocked_s, self._closing = name, blocked_s, threading.Event()
+    def __init__(self, name: str, blocked_s: float = BLOCKED_S, hand_over_s: float = HAND_OVER_S) -> None:
+        self.loop, self.escapes, self.failure = lifeline.SharedLoop(), 0, ""
+        self._name, self._blocked_s, self._hand_over_s = name, blocked_s, hand_over_s
+        self._closing = threading.Event()
         self._jobs: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._lock = threading.Lock()
         self._alive_s, self._no_memory = time.monotonic(), 0
@@ -364,8 +368,10 @@ class LoopThread:
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Report the error, and end the process if callbacks of the loop have no memory again and again.
 
-        Errors of tasks, which are foreign code, do not count.
+        Errors of tasks, which are foreign code, do not count. A callback that lost the loop ends with an error.
         """
+        if self.loop.is_elsewhere:
+            return
         if "handle" in context and isinstance(context.get("exception"), MemoryError):
             self._no_memory += 1
             if self._no_memory >= _NO_MEMORY:
@@ -383,7 +389,8 @@ class LoopThread:
         """
         silent_s, starting_s, last_s, seen_s = 0.0, 0.0, time.monotonic(), self._alive_s
         starting: threading.Thread | None = None
-        while not self._closing.wait(_WATCH_EVERY_S) and self._thread.is_alive():
+        every_s = min(_WATCH_EVERY_S, self._hand_over_s)
+        while not self._closing.wait(every_s) and self._thread.is_alive():
             now_s = time.monotonic()
             watched_s = min(now_s - last_s, 2 * _WATCH_EVERY_S)
             silent_s = silent_s + watched_s if self._alive_s == seen_s else 0.0
@@ -392,8 +399,12 @@ class LoopThread:
             if starting is not None and starting_s >= _START_S:
                 print(f"{self._name}: the thread {starting.name} did not start, as if out of memory", flush=True)
                 os._exit(EXIT_FAILURE)
+            if silent_s >= self._hand_over_s and self._hand_over(silent_s):
+                silent_s = 0.0
             if silent_s >= self._blocked_s:
-                self._fail(f"{self._name}: {self._blocked(silent_s)}")
+                what, _ = self._blocker(silent_s)
+                remedy = 'Run an environment that blocks with place = "thread" or "process"'
+                self._fail(f"{self._name}: {what}. {remedy}")
                 return
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._answer)
@@ -401,19 +412,39 @@ class LoopThread:
     def _answer(self) -> None:
         self._alive_s = time.monotonic()
 
-    def _blocked(self, silent_s: float) -> str:
-        """Description of the task that blocks the loop, with its source line."""
+    def _hand_over(self, silent_s: float) -> bool:
+        """True if an environment blocks the loop, and another thread runs it now."""
+        blocked, decided = self._thread, threading.Event()
+        heir = threading.Thread(target=self._inherit, args=(decided,), name=f"{self._name}-loop", daemon=True)
+        if self.loop.blocked >= MOST_BLOCKED:
+            return False
+        try:
+            heir.start()
+        except RuntimeError:  # the machine refuses a thread
+            return False
+        what, where = self._blocker(silent_s)
+        if owner := self.loop.hand_over(blocked, heir):
+            self._thread = heir
+            self.loop.call_soon_threadsafe(owner.note_blocked, where)
+            print(f"{self._name}: {what}; another thread runs the loop now", flush=True)
+        decided.set()
+        return owner is not None
+
+    def _inherit(self, decided: threading.Event) -> None:
+        decided.wait()
+        if self._thread is threading.current_thread():
+            self._run()
+
+    def _blocker(self, silent_s: float) -> tuple[str, str]:
+        """Description of the task that blocks the loop, and its source line; its stack is printed."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
         for line in traceback.format_list(stack):
             print(line, end="", file=sys.stderr, flush=True)
-        where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
         name = "a callback" if task is None else f"the task {task.get_name()}"
-        return (
-            f"{name} blocked the event loop for {silent_s:.0f} s{where}. Run an environment that blocks with "
-            'place = "thread" or "process"'
-        )
+        return f"{name} blocked the event loop for {silent_s:.0f} s at {where}", where
 
     def _fail(self, cause: str) -> None:
         self.failure = cause

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ def report(
     programs = registry.runs_programs(name)
     pool = ScoringPool(1, libraries=library, modules=registry.scorer_modules(name), programs=programs)
     pool.start()
-    thread = LoopThread("env check", blocked_s=LIMIT_S)
+    thread = LoopThread("env check", blocked_s=LIMIT_S, hand_over_s=math.inf)
     check = _Check(name, settings, plays, pool)
     try:
         _wait_for_scorers(pool, thread, name)

@@ -12,7 +12,10 @@ import time
 import pytest
 
 from jaxroll.errors import InfraError
+from jaxroll.protocols import StepResult
 from jaxroll.roles.session import ended
+from jaxroll.rollout import manager
+from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rollout.manager import LoopThread
 
 DEADLINE_S = 60.0
@@ -82,6 +85,60 @@ def test_a_blocked_loop_fails_its_jobs_and_names_the_task_and_the_line() -> None
     thread.start(job())
     with pytest.raises(InfraError, match=r"Bad\.step blocked the event loop.*threading"):
         waiting.result(DEADLINE_S)
+    free.set()
+    closed(thread)
+
+
+class Blocks:
+    """An environment whose step blocks the event loop until `free`."""
+
+    step_limit_s = DEADLINE_S
+
+    def __init__(self, free: threading.Event) -> None:
+        self.free, self.blocks = free, threading.Event()
+
+    async def step(self, answer: str) -> StepResult:
+        self.blocks.set()
+        self.free.wait(DEADLINE_S)
+        await asyncio.sleep(0)
+        return StepResult(done=True, reward=1.0)
+
+
+def test_another_thread_takes_the_loop_over_from_an_environment_that_blocks_it() -> None:
+    """Jobs that began before go on there; the call itself goes on where it blocks, and its result counts."""
+    thread, calls, free = LoopThread("test", hand_over_s=0.2), EnvironmentCalls(), threading.Event()
+    env, began, go_on = Blocks(free), threading.Event(), asyncio.Event()
+
+    async def other() -> int:
+        began.set()
+        await go_on.wait()
+        return threading.get_ident()
+
+    before = thread.start(other())
+    assert began.wait(DEADLINE_S)
+    blocked = thread.start(calls.step(env, ""))  # type: ignore[arg-type]
+    assert env.blocks.wait(DEADLINE_S)
+    thread.loop.call_soon_threadsafe(go_on.set)
+    idents = {before.result(DEADLINE_S), thread.start(other()).result(DEADLINE_S)}
+    assert not blocked.done() and thread.loop.blocked == 1 and len(idents) == 1
+    free.set()
+    assert blocked.result(DEADLINE_S).reward == 1.0
+    until_s = time.monotonic() + DEADLINE_S
+    while thread.loop.blocked and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert thread.loop.blocked == 0, "the thread that was blocked takes callbacks of the loop"
+    assert thread.start(other()).result(DEADLINE_S) in idents
+    ((cause, times),) = calls.counts.faults.items()
+    assert cause.startswith("Blocks.step blocked the event loop at ") and times == 1 and not thread.failure
+    closed(thread)
+
+
+def test_too_many_environments_that_block_the_loop_fail_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "MOST_BLOCKED", 1)
+    thread, calls, free = LoopThread("test", blocked_s=1.5, hand_over_s=0.2), EnvironmentCalls(), threading.Event()
+    jobs = [thread.start(calls.step(Blocks(free), "")) for _ in range(2)]  # type: ignore[arg-type]
+    with pytest.raises(InfraError, match=r"Blocks\.step blocked the event loop"):
+        jobs[0].result(DEADLINE_S)
     free.set()
     closed(thread)
 

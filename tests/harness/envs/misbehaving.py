@@ -54,6 +54,28 @@ async def _ignores_cancellation() -> None:
             continue
 
 
+async def _cancels_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+async def _waits_for_all() -> None:
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+
+async def _blocks_in_a_task() -> None:
+    await asyncio.ensure_future(_blocks())
+
+
+async def _blocks() -> None:
+    time.sleep(3 * STEP_LIMIT_S)
+
+
+async def _blocks_in_a_callback() -> None:
+    asyncio.get_running_loop().call_soon(time.sleep, 3 * STEP_LIMIT_S)
+    await asyncio.Event().wait()
+
+
 async def _exits_in_a_task() -> None:
     async def child() -> None:
         sys.exit(3)
@@ -120,6 +142,11 @@ WAYS: dict[str, tuple[Act, str]] = {
     "hangs": (_hangs, "longer than 1 s"),
     "deaf": (_ignores_cancellation, "longer than 1 s"),
     "blocks": (lambda: time.sleep(0.3) or StepResult(done=True, reward=1.0), ""),
+    "blocks the loop": (_blocks, "longer than 1 s and blocked the event loop"),
+    "blocks in a task": (_blocks_in_a_task, "longer than 1 s and blocked the event loop"),
+    "blocks in a callback": (_blocks_in_a_callback, "longer than 1 s and blocked the event loop"),
+    "cancels all": (_cancels_all, "tasks that it did not start"),
+    "waits for all": (_waits_for_all, "longer than 1 s"),
     "thread": (lambda: threading.Thread(target=time.sleep, args=(0.1,)).start() or StepResult(done=True), ""),
     "dies": (lambda: os._exit(7), "died in step"),
 }
