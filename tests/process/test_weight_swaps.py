@@ -7,7 +7,7 @@ import pytest
 from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(600)]
 # Many steps: the test ends a run when it has observed the event, however busy the machine is.
 ENDLESS = (*LEARNING, "--config.schedule.steps=5000", "--config.schedule.alpha=1", "--config.sampling.max_tokens=48")
 
@@ -37,7 +37,7 @@ def sampled_during_an_evaluation(rows: list[dict]) -> bool:
     ("weight_swap", "evaluated"),
     [
         ("reprefill", True),
-        *(pytest.param(weight_swap, False, marks=pytest.mark.soak) for weight_swap in ("keep_kv", "restart", "drain")),
+        *((weight_swap, False) for weight_swap in ("keep_kv", "restart", "drain")),
     ],
 )
 def test_running_requests_go_on_as_the_flip_says(free_run_dir, weight_swap, evaluated):
