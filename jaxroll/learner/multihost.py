@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ from jax.sharding import Mesh
 
 from jaxroll import disk, wire
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, exit_code
+from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, TransferError, exit_code
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import Params, TrainState
 from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
@@ -47,7 +48,6 @@ from jaxroll.records import Claim, Version
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import Rules
-from jaxroll.transfer import channel_device
 
 JOIN_S = 300  # from the arrival of the first process to that of the last
 SILENCE_S = 60  # without a heartbeat, after which a host counts as lost
@@ -55,7 +55,8 @@ _POLL_S = 0.1
 _GREETING_BYTES = 512
 _LENGTH = struct.Struct("<Q")
 _INDEX = struct.Struct("<I")
-_STOP, _FAILED = b"s", b"e"  # from a follower: it was asked to stop; it failed, and a Command with the reason follows
+# From a follower: it was asked to stop; it failed; it serves its part of a version. A Command follows the last two.
+_STOP, _FAILED, _SERVES = b"s", b"e", b"p"
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ class Leader:
 
     def __init__(self, links: Sequence[socket.socket], stop: threading.Event) -> None:
         self._links, self._stop, self._ended, self._end_now = tuple(links), stop, False, _end_now
+        self._parts: dict[tuple[Version, int], tuple[str, bytes]] = {}  # that followers serve, until they are taken
+        self._served = threading.Condition()
         for index, link in enumerate(self._links, 1):
             threading.Thread(target=self._watch, args=(link, index), name=f"follower-{index}", daemon=True).start()
 
@@ -92,6 +95,19 @@ class Leader:
                 link.sendall(body)
             except OSError as error:
                 self._end_now(f"process {index} of the learner is gone ({error})")
+
+    def publish(self, version: Version, *, frozen: bool) -> None:
+        """Let the followers publish the parameters that they have computed last; call it on the thread of `send`."""
+        self.send(Command("freeze" if frozen else "publish", version))
+
+    def parts(self, version: Version, limit_s: float) -> list[tuple[str, bytes]]:
+        """The address and the encoded manifest of each follower's part. TransferError after `limit_s`."""
+        wanted = [(version, index) for index in range(1, len(self._links) + 1)]
+        with self._served:
+            if not self._served.wait_for(lambda: all(one in self._parts for one in wanted), limit_s):
+                late = ", ".join(str(index) for _, index in wanted if (version, index) not in self._parts)
+                raise TransferError(f"processes {late} of the learner did not serve version {version} in {limit_s:g} s")
+            return [self._parts.pop(one) for one in wanted]
 
     def end(self, code: int) -> None:
         """Let the followers exit with `code` after they have executed all earlier commands."""
@@ -115,7 +131,12 @@ class Leader:
             if message == _FAILED:
                 reason = _read_command(link) or reason
                 break
-            self._stop.set()
+            if message == _STOP:
+                self._stop.set()
+            elif part := _read_command(link):
+                with self._served:
+                    self._parts[_version(part), index] = part.text, part.body
+                    self._served.notify_all()
         if not self._ended:
             self._end_now(reason.text, reason.code)
 
@@ -124,7 +145,7 @@ class Follower:
     """A follower's connection to process 0."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link, self._end_now = link, _end_now
+        self._link, self._end_now, self._sending = link, _end_now, threading.RLock()  # a signal may interrupt a sender
         self._commands: queue.Queue[Command] = queue.Queue()
         threading.Thread(target=self._listen, name="leader", daemon=True).start()
 
@@ -136,10 +157,23 @@ class Follower:
             if command.what == "end":
                 return
 
+    @property
+    def host(self) -> str:
+        """The host at which this process serves weights: the loopback, if process 0 is on this machine."""
+        return "127.0.0.1" if protocol.is_loopback(self._link.getsockname()[0]) else "0.0.0.0"
+
     def ask_to_stop(self) -> None:
         """Notify the leader that this process was asked to stop."""
-        with contextlib.suppress(OSError):  # the reader thread handles a lost connection
-            self._link.sendall(_STOP)
+        self._send(_STOP)
+
+    def serves(self, version: Version, address: str, encoded: bytes) -> None:
+        """Notify the leader that this process serves its part of `version`, with the encoded manifest, at `address`."""
+        self._send(_SERVES, Command("serves", version, text=address, body=encoded))
+
+    def _send(self, kind: bytes, command: Command | None = None) -> None:
+        body = b"" if command is None else wire.encode(command)
+        with self._sending, contextlib.suppress(OSError):  # the reader thread handles a lost connection
+            self._link.sendall(kind + (_LENGTH.pack(len(body)) + body if body else b""))
 
     def __enter__(self) -> Follower:
         return self
@@ -148,9 +182,7 @@ class Follower:
         """End this process now if the block failed; the leader gets the reason and ends all others."""
         if error is not None:
             code, text = _exit_reason(error)
-            body = wire.encode(Command("abandon", text=text, code=code))
-            with contextlib.suppress(OSError):
-                self._link.sendall(_FAILED + _LENGTH.pack(len(body)) + body)
+            self._send(_FAILED, Command("abandon", text=text, code=code))
             self._end_now(text, code)
 
     def _listen(self) -> None:
@@ -373,12 +405,12 @@ class LeadingTrainer(Trainer):
         return super().await_step(running)
 
     def publishable_params(self) -> Params:
-        """See Trainer. Pass the result to `host_snapshot.begin`, as the followers do."""
+        """See Trainer. Publish the result with a publisher to which the leader is `others`."""
         self._send(Command("publishable_params"))
         return super().publishable_params()
 
     def base_params(self) -> Params:
-        """See Trainer. Pass the result to `host_snapshot.begin`, as the followers do."""
+        """See Trainer. Freeze the result with a publisher to which the leader is `others`."""
         self._send(Command("base_params"))
         return super().base_params()
 
@@ -411,15 +443,19 @@ def run_follower_steps(
     trainer: Trainer,
     checkpoints: Checkpoints,
     start: Callable[[], Mapping[str, np.ndarray]],
-    dtype: str,
+    publisher: Any,
 ) -> int:
     """Execute the leader's commands until it sends `end`; return the exit code.
 
-    `start` loads the run's initial parameters; `dtype` is the dtype in which parameters are published.
+    `start` loads the run's initial parameters; the `ends.Publisher` serves this process's part.
     """
     ready: Any = None
     running: Any = None
+    params: Any = None  # to publish
+    publishing: Future[Any] | None = None
     for command in leader.commands():
+        if publishing is not None and publishing.done():
+            publishing.result()  # its error ends all processes
         match command.what:
             case "prepare":
                 ready = trainer.prepare(wire.decode(command.body, Claim))
@@ -428,9 +464,13 @@ def run_follower_steps(
             case "await_step":
                 trainer.await_step(running)
             case "publishable_params":
-                channel_device.begin(trainer.publishable_params(), dtype)
+                params = trainer.publishable_params()
             case "base_params":
-                channel_device.begin(trainer.base_params(), dtype)
+                params = trainer.base_params()
+            case "publish":
+                publishing, params = publisher.start(_version(command), params), None
+            case "freeze":
+                publisher.freeze(_version(command), params)
             case "write":
                 checkpoints.write(_version(command), command.position, trainer.state, command.text)
             case "read":

@@ -189,7 +189,7 @@ async def _run(
         folder, kept = args.paths.checkpoints, args.config.learner.checkpoints_kept
         checkpoints = await device(lambda: multihost.checkpoints(folder, kept, leader))
         ends.push_async_callback(device, checkpoints.close)
-        publisher = await device(lambda: _publisher(args))
+        publisher = await device(lambda: _publisher(args, others=leader))
         ends.push_async_callback(device, publisher.close)
         make = hooks.trainer if leader is None else functools.partial(multihost.LeadingTrainer, leader.send)
         session = LearnerSession(
@@ -228,7 +228,8 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
                                   "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
             return params
 
-        code = multihost.run_follower_steps(leader, trainer, checkpoints, start, transfer_config(args.config).dtype)
+        with contextlib.closing(_publisher(replace(args, host=leader.host), told=leader.serves)) as publisher:
+            code = multihost.run_follower_steps(leader, trainer, checkpoints, start, publisher)
         checkpoints.close()
         return code
 
@@ -480,7 +481,7 @@ class LearnerSession:
         return True
 
 
-def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
+def _publisher(args: RoleArgs, **hosts: Any) -> Publisher | DevicePublisher:
     """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Exposure, Publisher
@@ -488,8 +489,8 @@ def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
     transfer = transfer_config(args.config)
     if channel_of(args.config) == "device":
         return DevicePublisher(transfer.dtype)
-    exposure = Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)
-    return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure)
+    hosts |= {"exposure": Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)}
+    return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), **hosts)
 
 
 def transfer_config(config: Config) -> TransferConfig:

@@ -11,10 +11,12 @@ There are no checksums, because no bytes pass through files or sockets.
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
-from collections import deque
-from collections.abc import Container, Mapping, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +144,9 @@ def hand_over(
 # and copy, then the device-to-host copies of all unique shards); `finish` waits for the bytes and may run on any
 # thread.
 #
-# When parameters are sharded over several processes, `begin` also waits: each leaf is gathered and copied to the host
-# of process 0, a few leaves at a time, so that no device ever holds two whole copies.
+# Parameters on several processes: each process takes the boxes that it serves. For a channel that needs them all in
+# process 0 (`gathers`) `begin` also waits: each leaf is gathered and copied to the host of process 0, a few leaves at a
+# time, so that no device ever holds two whole copies.
 
 GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
 
@@ -159,12 +162,16 @@ class PendingCopy:
     leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
 
 
-def begin(params: Params, dtype: str) -> PendingCopy:
+def begin(params: Params, dtype: str, *, gathers: bool = False) -> PendingCopy:
     """Dispatch the copies. On return the caller may donate `params`, because the device executes the copy first.
 
-    All processes of a mesh must call this in the same order; process 0 gets all leaves, the others get none.
+    All processes of a mesh must call this in the same order. Each gets the boxes that it serves, together all of them;
+    with `gathers` process 0 gets all, and the others none.
     """
     copies = manifests.copied(params, dtype)
+    if not gathers:
+        own = {name: _own_boxes(copies.pop(name), turn) for turn, name in enumerate(sorted(copies))}
+        return PendingCopy({name: found for name, found in own.items() if found[1]})
     leaves, gathering = {}, deque()
     for name in sorted(copies):
         copy = copies.pop(name)
@@ -177,6 +184,23 @@ def begin(params: Params, dtype: str) -> PendingCopy:
     for name in gathering:
         _finish_copy(leaves[name][1])
     return PendingCopy(leaves if jax.process_index() == 0 else {})
+
+
+def _own_boxes(array: jax.Array, turn: int) -> tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]:
+    """The shape, and the boxes that this process serves, whose copies to the host are started.
+
+    Of replicas on several processes one is served; `turn` is the number of the leaf, so that they share the boxes.
+    """
+    shards = {manifests.box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    if not array.is_fully_addressable:
+        holders: dict[Box, set[int]] = {}
+        for device, box in manifests.boxes(array.sharding, array.shape).items():
+            holders.setdefault(box, set()).add(device.process_index)
+        server = {box: sorted(holders[box])[(turn + n) % len(holders[box])] for n, box in enumerate(sorted(holders))}
+        shards = {box: data for box, data in shards.items() if server[box] == jax.process_index()}
+    for data in shards.values():
+        data.copy_to_host_async()
+    return array.shape, dict(shards)
 
 
 def _gathered(array: jax.Array) -> jax.Array:
@@ -223,9 +247,11 @@ def finish(version: Version, pending: PendingCopy, hold: Hold | None = None) -> 
     return from_pieces(version, pieces, hold)
 
 
-def take(version: Version, params: Params, dtype: str, hold: Hold | None = None) -> HostSnapshot:
+def take(
+    version: Version, params: Params, dtype: str, hold: Hold | None = None, *, gathers: bool = False
+) -> HostSnapshot:
     """The snapshot of `params` in `dtype` (float32 or bfloat16). Blocks until it is on the host."""
-    return finish(version, begin(params, dtype), hold)
+    return finish(version, begin(params, dtype, gathers=gathers), hold)
 
 
 class VersionShelf:
@@ -284,3 +310,53 @@ def _slices(kept: HostSnapshot, slices: tuple[channels.Slice, ...], scatters: bo
         body = manifests.bits(piece)[(*manifests.within(part.box, source), ...)]
         seen = manifests.of_box(body, part.box) if part.checked else None
         yield from channels.chunk(kept.version, part.box, [(part.box, body)], scatters, seen)
+
+
+class NoSender:
+    """The sender of a host whose boxes process 0 gathers."""
+
+    name, sent_bytes = "none", 0
+
+    def hold(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return list(pieces)
+
+    def offer(self, snapshot: HostSnapshot) -> str:
+        del snapshot
+        return ""
+
+    def close(self) -> None: ...
+
+
+# --- Memory of receivers
+
+_ALIGNMENT = 64  # XLA on CPU uses host memory at such addresses without a copy
+
+
+class ReceiveMemory:
+    """Memory of earlier versions that is used again: the first use of new memory costs more than receiving into it.
+
+    Memory returns when no array refers to it, arrays that share it on a CPU device included. As much is kept as one
+    version needs. There is no lock, because the garbage collector may return memory on any thread at any time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[np.ndarray]] = {}
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Drop memory of other sizes than those of the buffers of a version."""
+        counts = Counter(sizes)
+        self._free = {size: self._free.get(size, deque(maxlen=count)) for size, count in counts.items()}
+
+    def take(self, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
+        """An uninitialised array."""
+        size = math.prod(shape) * kind.itemsize
+        free = self._free.get(size, deque(maxlen=1))
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size + _ALIGNMENT, np.uint8)
+        # The base of every view, so it ends with the last one. Of an array itself, that array would be the base.
+        content = np.frombuffer(memory.data, np.uint8)
+        weakref.finalize(content, free.append, memory).atexit = False
+        start = -content.__array_interface__["data"][0] % _ALIGNMENT
+        return content[start : start + size].view(kind).reshape(shape)

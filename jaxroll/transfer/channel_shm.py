@@ -11,7 +11,7 @@ boxes that contain one of its own boxes are not copied at all.
   as anything refers to the content, arrays on a CPU device included; the sender takes the exclusive one before it
   writes. The kernel releases the lock of a reader that dies.
 - Mapping costs a reader about as much as a copy, so it keeps its mappings until the sender has given the segment back,
-  or another publisher comes.
+  or has ended.
 - The file cannot shrink (F_SEAL_SHRINK), so a reader cannot get SIGBUS.
 - Readers compute no digests: they read the memory that the sender wrote, which nothing changes while it is locked.
 - Access is the kernel's: a reader opens /proc/PID/fd/FD, which needs the publisher's user and PID namespace.
@@ -327,11 +327,11 @@ class AutoReader(ShmReader):
 
 
 class _Mappings:
-    """The mappings of one publisher's segments in this process, by inode."""
+    """The mappings of publishers' segments in this process, by process and inode."""
 
     def __init__(self) -> None:
-        self._guard, self._pid = threading.Lock(), 0
-        self._kept: dict[int, mmap.mmap] = {}
+        self._guard = threading.Lock()
+        self._kept: dict[tuple[int, int], mmap.mmap] = {}
 
     def contents(self, reply: channels.SharedReply) -> list[np.ndarray]:
         """The bytes of each file; it is locked as long as views of them exist.
@@ -339,8 +339,7 @@ class _Mappings:
         TransferError if a file is no segment of the announced content; OSError if this process may not open it.
         """
         with self._guard:
-            alive = reply.alive if reply.pid == self._pid else ()
-            self._pid, self._kept = reply.pid, {key: kept for key, kept in self._kept.items() if key in alive}
+            self._kept = {key: kept for key, kept in self._kept.items() if _lives(*key, reply)}
             return [self._content(reply.pid, file) for file in reply.files]
 
     def clear(self) -> None:
@@ -355,15 +354,15 @@ class _Mappings:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             _check_file(lock, path, file)
-            if file.inode not in self._kept:
+            if (pid, file.inode) not in self._kept:
                 # A descriptor of its own: the mapping duplicates it, and would hold a lock taken on it.
                 with open(path, "rb") as opened:
                     if os.fstat(opened.fileno()).st_ino != file.inode:
                         raise VersionGone(f"the shared memory of {path} is gone")
-                    self._kept[file.inode] = mmap.mmap(
+                    self._kept[pid, file.inode] = mmap.mmap(
                         opened.fileno(), file.size_bytes, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ
                     )
-            content = np.frombuffer(self._kept[file.inode], np.uint8)
+            content = np.frombuffer(self._kept[pid, file.inode], np.uint8)
             if content[:_STAMP_BYTES].tobytes() != file.stamp:
                 raise VersionGone(f"the shared memory of {path} holds another version")
         except BaseException:
@@ -371,6 +370,11 @@ class _Mappings:
             raise
         weakref.finalize(content, os.close, lock)
         return content
+
+
+def _lives(pid: int, inode: int, reply: channels.SharedReply) -> bool:
+    """True if a segment is in use by the publisher that replied, or by another host of the same learner."""
+    return inode in reply.alive if pid == reply.pid else os.path.exists(f"/proc/{pid}")
 
 
 def _check_file(fd: int, path: str, file: SharedFile) -> None:

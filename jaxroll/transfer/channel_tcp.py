@@ -6,6 +6,7 @@ TLS) or the user's consent to plain text.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import itertools
@@ -342,6 +343,11 @@ class TcpReader:
 
     def close(self) -> None:
         self._sock.close()
+
+    def interrupt(self) -> None:
+        """End the connection; a thread that reads it gets TransferError."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _secured(self, tls: Material, host: str) -> socket.socket:
         """The connection under TLS, after verifying the publisher's name."""

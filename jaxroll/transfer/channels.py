@@ -69,7 +69,8 @@ class Reader(Protocol):
     `verified`, after `read`: the bytes need no comparison with the manifest's digests.
     """
 
-    verified: bool
+    @property
+    def verified(self) -> bool: ...
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked. Raises VersionGone when the version is not available."""

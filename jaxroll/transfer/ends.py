@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import os
 import pathlib
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,13 +26,21 @@ from jaxroll.rpc.tls import Material
 from jaxroll.run_paths import RunPaths
 from jaxroll.transfer import channel_device
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channel_device import HandedOver, Params, PendingCopy
+from jaxroll.transfer.channel_device import HandedOver, NoSender, Params, PendingCopy, ReceiveMemory
 from jaxroll.transfer.channel_shm import AutoReader, SharedSegments, ShmReader
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader, TensorstoreSender
 from jaxroll.transfer.channels import Deadline, Reader, Sender, SlicePart
 from jaxroll.transfer.manifest import Box, HostSnapshot
-from jaxroll.transfer.relay import ArrivingVersion, Fetched, RelayShelf, read_from_relays
+from jaxroll.transfer.relay import (
+    ArrivingVersion,
+    Fetched,
+    HostsReader,
+    OtherHosts,
+    RelayShelf,
+    of_all_hosts,
+    read_from_relays,
+)
 
 LOOPBACK = "127.0.0.1"
 
@@ -83,6 +89,9 @@ def open_sender(
 class Publisher:
     """Publisher of versions through one channel.
 
+    Of a learner on several hosts, each has one and serves its own boxes; that of process 0 announces them all. Only for
+    `tensorstore` process 0 gathers them.
+
     Threads: `start` dispatches the device copy on the calling (JAX) thread and returns; one worker thread waits for the
     bytes, computes their digests and offers them, in order. The tcp channel adds one listener thread. A caller of
     `publish` waits for the worker thread; the training step that follows `start` does not wait.
@@ -98,11 +107,17 @@ class Publisher:
         token: str = "",
         max_connections: int = 16,
         exposure: Exposure = LOOPBACK_ONLY,
+        others: OtherHosts | None = None,
+        told: Callable[[Version, str, bytes], None] | None = None,
     ) -> None:
-        self._config = config
-        self._sender = open_sender(
-            config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
-        )
+        """Open the channel. `others`: in process 0 of a learner on several hosts; `told`: in its other processes, of a
+        version that this one serves, with its address and encoded manifest."""
+        self._config, self._others, self._told, self._gathers = config, others, told, config.channel == "tensorstore"
+        self._sender: Sender = NoSender()
+        if not self._gathers or told is None:
+            self._sender = open_sender(
+                config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
+            )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
         self._frozen: HostSnapshot | None = None
 
@@ -111,11 +126,17 @@ class Publisher:
 
         Blocks while they are copied and their digests computed, which happens only here. A receiver fetches them once.
         """
-        self._frozen = channel_device.take(version, params, self._config.dtype, self._sender.hold)
+        if self._others is not None:
+            self._others.publish(version, frozen=True)
+        self._frozen = channel_device.take(
+            version, params, self._config.dtype, self._sender.hold, gathers=self._gathers
+        )
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """Start publishing `params`, which may be donated on return; pass the future to `finish`."""
-        pending = channel_device.begin(params, self._config.dtype)
+        if self._others is not None:
+            self._others.publish(version, frozen=False)
+        pending = channel_device.begin(params, self._config.dtype, gathers=self._gathers)
         return self._worker.submit(self._finish, version, pending)
 
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
@@ -159,7 +180,13 @@ class Publisher:
 
     def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
         taken = channel_device.finish(version, pending, self._sender.hold)
-        return self.offer(taken if self._frozen is None else manifests.joined(taken, self._frozen))
+        taken = taken if self._frozen is None else manifests.joined(taken, self._frozen)
+        if self._others is not None and not self._gathers:
+            taken = of_all_hosts(taken, self._others, self._config.deadline_s)
+        ref = self.offer(taken)
+        if self._told is not None:
+            self._told(version, ref.address, taken.encoded)
+        return ref
 
 
 # --- The sampler's end of a weight transfer: fetches a version and places it on this process's mesh
@@ -239,39 +266,6 @@ class Staged:
         return manifests.cast(arrays, {leaf.manifest.name: leaf.dtype for leaf in leaves})
 
 
-_ALIGNMENT = 64  # XLA on CPU uses host memory at such addresses without a copy
-
-
-class ReceiveMemory:
-    """Memory of earlier versions that is used again: the first use of new memory costs more than receiving into it.
-
-    Memory returns when no array refers to it, arrays that share it on a CPU device included. As much is kept as one
-    version needs. There is no lock, because the garbage collector may return memory on any thread at any time.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, deque[np.ndarray]] = {}
-
-    def expect(self, sizes: Iterable[int]) -> None:
-        """Drop memory of other sizes than those of the buffers of a version."""
-        counts = Counter(sizes)
-        self._free = {size: self._free.get(size, deque(maxlen=count)) for size, count in counts.items()}
-
-    def take(self, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-        """An uninitialised array."""
-        size = math.prod(shape) * kind.itemsize
-        free = self._free.get(size, deque(maxlen=1))
-        try:
-            memory = free.pop()
-        except IndexError:
-            memory = np.empty(size + _ALIGNMENT, np.uint8)
-        # The base of every view, so it ends with the last one. Of an array itself, that array would be the base.
-        content = np.frombuffer(memory.data, np.uint8)
-        weakref.finalize(content, free.append, memory).atexit = False
-        start = -content.__array_interface__["data"][0] % _ALIGNMENT
-        return content[start : start + size].view(kind).reshape(shape)
-
-
 class Receiver:
     """Receiver of snapshots. Several threads may call `fetch` at the same time, without `relay`."""
 
@@ -324,8 +318,10 @@ class Receiver:
                 )
             if not transfer.is_complete:
                 started_s = self._clock.now_s()
-                reader = _READERS[snapshot.channel](
-                    snapshot.address, snapshot.version, self._token, deadline, self._tls
+                opened = _READERS[snapshot.channel]
+                reader = HostsReader(
+                    lambda address: opened(address, snapshot.version, self._token, deadline, self._tls),
+                    snapshot.address,
                 )
                 before = transfer.fetched_bytes
                 with contextlib.closing(reader):
@@ -354,6 +350,7 @@ class _Transfer:
         self._buffers, self._arriving = buffers, arriving
         self._published: manifests.Manifest | None = None
         self._missing: dict[int, StagedLeaf] = {}
+        self._guard = threading.Lock()
         self.leaves: list[StagedLeaf] = []
         self.fetched_bytes = 0  # of verified leaves that were not held
 
@@ -369,8 +366,9 @@ class _Transfer:
         def verify(number: int) -> None:
             leaf = self._missing[number]
             _verify(leaf, self.snapshot.version, reader.verified)
-            del self._missing[number]
-            self.fetched_bytes += leaf.size_bytes
+            with self._guard:  # the threads of several hosts may verify
+                del self._missing[number]
+                self.fetched_bytes += leaf.size_bytes
             self._hand_on(number, leaf)
 
         missing = list(self._missing.items())

@@ -279,12 +279,16 @@ DTYPES: Mapping[str, np.dtype] = {
 
 
 # Limits of a manifest, checked while it is decoded, because it comes from the network.
-MAX_LEAVES, MAX_BOXES, MAX_DIMS = 1 << 17, 1 << 14, 32
+MAX_LEAVES, MAX_BOXES, MAX_DIMS, MAX_HOSTS = 1 << 17, 1 << 14, 32, 1 << 12
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+_Address = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter: `digests[i]` belongs to `boxes[i]`; the boxes are disjoint and cover `shape`."""
+    """One parameter: `digests[i]` belongs to `boxes[i]`; the boxes are disjoint and cover `shape`.
+
+    `hosts[i]` is the number of the learner's host that serves `boxes[i]`; without `hosts` there is only one.
+    """
 
     name: Annotated[str, msgspec.Meta(max_length=1000)]
     shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -294,6 +298,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
         msgspec.Meta(max_length=MAX_BOXES),
     ]
     digests: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_BOXES)]
+    hosts: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_BOXES)] = ()
 
     @property
     def total(self) -> int:
@@ -306,10 +311,11 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The leaves of one version, sorted by name."""
+    """The leaves of one version, sorted by name. `addresses`: of the learner's other hosts, from number 1."""
 
     version: Version
     leaves: Annotated[tuple[Leaf, ...], msgspec.Meta(max_length=MAX_LEAVES)]
+    addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=MAX_HOSTS)] = ()
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -332,7 +338,7 @@ def decode(data: bytes, snapshot: records.VersionRef) -> Manifest:
     if not wire.is_digest(snapshot.manifest_digest, data):
         raise DigestMismatch(f"the manifest of {snapshot.version} is not the one that was announced")
     for leaf in manifest.leaves:
-        _check_leaf(leaf)
+        _check_leaf(leaf, len(manifest.addresses))
     return manifest
 
 
@@ -341,11 +347,13 @@ def _covers_once(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
     return covers_once(boxes, shape)
 
 
-def _check_leaf(leaf: Leaf) -> None:
+def _check_leaf(leaf: Leaf, others: int) -> None:
     if leaf.dtype not in DTYPES:
         raise TransferError(f"leaf {leaf.name!r}: dtype {leaf.dtype!r} is unsupported (known: {', '.join(DTYPES)})")
     if len(leaf.boxes) != len(leaf.digests) or any(n < 0 for n in leaf.shape):
         raise TransferError(f"leaf {leaf.name!r}: {len(leaf.boxes)} boxes, {len(leaf.digests)} digests, {leaf.shape}")
+    if len(leaf.hosts) != (len(leaf.boxes) if others else 0) or any(host > others for host in leaf.hosts):
+        raise TransferError(f"leaf {leaf.name!r}: {len(leaf.boxes)} boxes of hosts {set(leaf.hosts)}, of {1 + others}")
     if not _covers_once(leaf.boxes, leaf.shape):
         raise TransferError(f"leaf {leaf.name!r}: its {len(leaf.boxes)} boxes do not cover {leaf.shape} exactly once")
 

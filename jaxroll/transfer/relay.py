@@ -1,4 +1,6 @@
-"""Relays: a receiver's listener, which serves a version to other receivers while it arrives.
+"""Several sources of one version: relays, and the hosts of a learner.
+
+A relay is a receiver's listener, which serves a version to other receivers while it arrives.
 
 The receiver adds each leaf as soon as its digest equals that of the learner's manifest; readers get it then. A relay
 holds whole leaves, partitioned as its own mesh needs them, and cuts from them the slices of any other mesh.
@@ -7,23 +9,28 @@ holds whole leaves, partitioned as its own mesh needs them, and cuts from them t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import selectors
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
+from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import TransferConfig
-from jaxroll.errors import TransferError, Unauthorized
+from jaxroll.errors import DigestMismatch, TransferError, Unauthorized
 from jaxroll.records import Relay, Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channel_tcp, channels
+from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_tcp import Connection, Listener, TcpReader, TcpSender
-from jaxroll.transfer.channels import Buffers, Deadline, Reader, Refusal, SharedReply, Shelf, Slice
-from jaxroll.transfer.manifest import Box, Manifest
+from jaxroll.transfer.channels import Buffers, Deadline, LeafRead, Reader, Refusal, SharedReply, Shelf, Slice, SlicePart
+from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
 
 Leaf = Mapping[Box, np.ndarray]  # the bits of a whole leaf, by box
 BEGIN_S = 5.0  # that a reader waits for a version which this receiver has not begun to fetch
@@ -233,3 +240,146 @@ def read_from_relays(
             error = f"{type(failure).__name__}: {failure}"
         sources.append(Fetched(relay.name, transfer.fetched_bytes - before, clock.now_s() - started_s, error))
     return sources
+
+
+# --- A learner on several hosts: each serves its own boxes, and process 0 the manifest of them all
+
+
+class OtherHosts(Protocol):
+    """The other hosts of a learner, as process 0 sees them; each has a Publisher with `told`."""
+
+    def publish(self, version: Version, *, frozen: bool) -> None:
+        """Let all call `start`, or with `frozen` `freeze`, with their part of the same parameters."""
+        ...
+
+    def parts(self, version: Version, limit_s: float) -> list[tuple[str, bytes]]:
+        """The address and the encoded manifest of every host's part, in order. TransferError after `limit_s`."""
+        ...
+
+
+def of_all_hosts(own: HostSnapshot, others: OtherHosts, limit_s: float) -> HostSnapshot:
+    """The part of process 0 with the manifest of all hosts' parts, which they serve by now."""
+    parts = [(address, wire.decode(encoded, Manifest)) for address, encoded in others.parts(own.version, limit_s)]
+    return dataclasses.replace(own, encoded=manifests.encode(of_hosts([("", own.manifest), *parts])))
+
+
+def of_hosts(parts: Sequence[tuple[str, Manifest]]) -> Manifest:
+    """The manifest of a version of which each host has a part, given with its address, in the order of the hosts."""
+    found: dict[str, list[tuple[int, manifests.Leaf]]] = {}
+    for host, (_, part) in enumerate(parts):
+        for leaf in part.leaves:
+            found.setdefault(leaf.name, []).append((host, leaf))
+    leaves = []
+    for _, some in sorted(found.items()):
+        served = [
+            (box, digest, host) for host, leaf in some for box, digest in zip(leaf.boxes, leaf.digests, strict=True)
+        ]
+        boxes, digests, hosts = zip(*served, strict=True)
+        leaves.append(msgspec.structs.replace(some[0][1], boxes=boxes, digests=digests, hosts=hosts))
+    return Manifest(parts[0][1].version, tuple(leaves), tuple(address for address, _ in parts[1:]))
+
+
+def of_host(manifest: Manifest, host: int) -> tuple[Manifest, dict[tuple[int, int], tuple[int, int]]]:
+    """The part of one host, and for each leaf and source box of `manifest` in it their numbers in the part."""
+    leaves, numbers = [], {}
+    for number, leaf in enumerate(manifest.leaves):
+        mine = [source for source, at in enumerate(leaf.hosts) if at == host]
+        if mine:
+            numbers |= {(number, source): (len(leaves), own) for own, source in enumerate(mine)}
+            boxes, digests = tuple(leaf.boxes[at] for at in mine), tuple(leaf.digests[at] for at in mine)
+            leaves.append(manifests.Leaf(leaf.name, leaf.shape, leaf.dtype, boxes, digests))
+    return Manifest(manifest.version, tuple(leaves)), numbers
+
+
+class _Lane(NamedTuple):
+    """The connection to one host: its part of the manifest, and the numbers of leaves and boxes in it."""
+
+    reader: TcpReader
+    manifest: Manifest
+    numbers: Mapping[tuple[int, int], tuple[int, int]]  # (leaf, source) → the same in the part
+    leaves: Mapping[int, int]  # leaf of the part → leaf
+
+
+class HostsReader:
+    """A reader of every host of a learner, at the same time; of a learner on one host, the reader of that host."""
+
+    def __init__(self, opened: Callable[[str], Any], address: str) -> None:
+        """Connect to `address` by `opened`; to the other hosts when they are known."""
+        self._opened, self._first = opened, opened(address)
+        self._lanes: list[_Lane] = []
+        self._asked = False
+
+    def manifest(self) -> bytes:
+        """The manifest's bytes, unchecked."""
+        self._asked = True
+        return self._first.manifest()
+
+    @property
+    def verified(self) -> bool:
+        """True if no host's bytes need a comparison with the manifest's digests."""
+        return all(reader.verified for reader in self._readers())
+
+    def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
+        """The bits of one source box that can be used in place, from the host that serves it."""
+        if not manifest.addresses:
+            return self._first.view(manifest, leaf, source)
+        lane = self._connected(manifest)[manifest.leaves[leaf].hosts[source]]
+        return lane.reader.view(lane.manifest, *lane.numbers[leaf, source])
+
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = channels.ignore) -> None:
+        """Fill every part; `leaf_read` is called on the thread of the last host that has filled parts of a leaf."""
+        if not manifest.addresses:
+            self._first.read(manifest, parts, leaf_read)
+            return
+        lanes, guard = self._connected(manifest), threading.Lock()
+        shares: list[list[SlicePart]] = [[] for _ in lanes]
+        missing: dict[int, set[int]] = {}
+        errors: list[BaseException] = []
+        for part in parts:
+            host = manifest.leaves[part.leaf].hosts[part.source]
+            leaf, source = lanes[host].numbers[part.leaf, part.source]
+            shares[host].append(part._replace(leaf=leaf, source=source))
+            missing.setdefault(part.leaf, set()).add(host)
+
+        def read(host: int) -> None:
+            def filled(own: int) -> None:
+                leaf = lanes[host].leaves[own]
+                with guard:
+                    missing[leaf].discard(host)
+                    last = not missing[leaf]
+                if last:
+                    leaf_read(leaf)
+
+            try:
+                lanes[host].reader.read(lanes[host].manifest, shares[host], filled)
+            except BaseException as error:
+                with guard:
+                    errors.append(error)
+                for lane in lanes:  # the others would read what is not needed any more
+                    lane.reader.interrupt()
+                raise
+
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="transfer-host") as pool:
+            for host in range(len(lanes)):
+                pool.submit(read, host)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for reader in self._readers():
+            reader.close()
+
+    def _readers(self) -> list[TcpReader]:
+        return [lane.reader for lane in self._lanes] or [self._first]
+
+    def _connected(self, manifest: Manifest) -> list[_Lane]:
+        """The connections to all hosts of the manifest."""
+        for host in range(len(self._lanes), 1 + len(manifest.addresses)):
+            part, numbers = of_host(manifest, host)
+            reader = self._opened(manifest.addresses[host - 1]) if host else self._first
+            leaves = {own: leaf for (leaf, _), (own, _) in numbers.items()}
+            self._lanes.append(_Lane(reader, part, numbers, leaves))
+            if host and self._asked and reader.manifest() != manifests.encode(part):
+                raise DigestMismatch(f"host {host} of the learner does not serve its part of version {part.version}")
+        return self._lanes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
+from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, TransferError
 from jaxroll.learner import multihost
 from jaxroll.learner.multihost import Command, Follower, Leader
 from jaxroll.records import Version
@@ -54,6 +54,21 @@ def test_a_follower_that_is_asked_to_stop_asks_the_leader(links, ends):
     Leader([links[0]], stop)
     Follower(links[1]).ask_to_stop()
     assert stop.wait(LIMIT_S)
+
+
+def test_the_leader_knows_what_part_of_a_version_a_follower_serves(links, ends):
+    leader, follower = Leader([links[0]], threading.Event()), Follower(links[1])
+    with pytest.raises(TransferError, match=r"processes 1 of the learner did not serve version 0\.1 in 0\.05 s"):
+        leader.parts(Version(0, 1), 0.05)
+    for step in (1, 2):
+        follower.serves(Version(0, step), f"host:{step}", bytes(100_000) + bytes([step]))
+    for step in (2, 1):
+        assert leader.parts(Version(0, step), LIMIT_S) == [(f"host:{step}", bytes(100_000) + bytes([step]))]
+    leader.publish(Version(0, 2), frozen=False)
+    leader.publish(Version(0, 2), frozen=True)
+    with leader:
+        leader.end(0)
+    assert [command.what for command in follower.commands()] == ["publish", "freeze", "end"]
 
 
 def test_a_leader_that_is_gone_ends_the_follower(links, ends):

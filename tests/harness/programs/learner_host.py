@@ -25,7 +25,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.models.folders import Converted, Index
 from jaxroll.records import Claim, Version
-from jaxroll.transfer import channel_device
+from tests.harness.programs.weight_hosts import published
 
 VOCAB = 24
 KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # the cases that write checkpoints
@@ -54,19 +54,6 @@ class Counted(Converted):
         return found
 
 
-def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """The whole arrays that process 0 would publish; empty on the other processes."""
-    pending = channel_device.begin(held, "float32")
-    found = {}
-    if jax.process_index() == 0:
-        taken = channel_device.finish(Version(0, 1), pending)
-        for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
-            whole = found[leaf.name] = np.full(leaf.shape, np.nan, leaf.dtype)
-            for box, piece in zip(leaf.boxes, pieces, strict=True):
-                whole[tuple(slice(*span) for span in box)] = piece
-    return found
-
-
 def kept(trainer: Trainer, folder: Path) -> None:
     """Write the state in all processes and read it again; a single process reads the state that two wrote before."""
     checkpoints, first, count = Checkpoints(folder, kept=9), jax.process_index() == 0, jax.process_count()
@@ -86,10 +73,12 @@ def kept(trainer: Trainer, folder: Path) -> None:
     checkpoints.close()
 
 
-def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[list[dict], dict[str, np.ndarray]]:
+def trained(
+    options: dict, claims: list[Claim], folder: Path | None, results: Path
+) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The rows of the steps, and all parameters after them, which are those that are published.
 
-    With a `folder` checkpoints are written to it.
+    With a `folder` checkpoints are written to it; `results` is for what is published.
     """
     config = config_of(options)
     spec = families.spec("nano", vocab_size=VOCAB)
@@ -108,8 +97,9 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     if folder is not None:
         kept(trainer, folder)
     held = sharding.fetched(trainer.params())
-    for name, value in published(trainer.params()).items():
-        np.testing.assert_array_equal(value, held[name], err_msg=f"published: {name}")
+    for channel in ("tcp", "shm", "tensorstore"):
+        for name, value in published(trainer.params(), channel, results).items():
+            np.testing.assert_array_equal(value, held[name], err_msg=f"published over {channel}: {name}")
     return rows, held
 
 
@@ -121,7 +111,7 @@ def main() -> None:
     claims = [wire.decode(path.read_bytes(), Claim) for path in sorted(folder.glob("claim-*"))]
     for name, options in json.loads((folder / "options.json").read_text()).items():
         checkpoints = folder.parent / f"checkpoints {name}"
-        rows, held = trained(options, claims, checkpoints if name in KEPT else None)
+        rows, held = trained(options, claims, checkpoints if name in KEPT else None, folder / f"published {name}")
         np.savez(folder / f"{name}-{index}.npz", allow_pickle=False, **held)
         (folder / f"{name}-{index}.json").write_text(json.dumps(rows))
 
