@@ -6,7 +6,6 @@ table (masked tokens, the conservation residual) come from the state that the lo
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll import config as configs
-from jaxroll import metrics, run_paths
+from jaxroll import disk, metrics, run_paths
 from jaxroll.config import Config
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.policy.limiter import max_age
 from jaxroll.records import Version
@@ -303,12 +302,12 @@ def about(path: Path) -> dict[str, Any]:
     file = RunPaths(path).run_file
     remedy = "Name the folder of a run; `jaxroll list` shows them."
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = disk.read_json(file)
         values = run_paths.run_file(values, file) if isinstance(values, dict) else values
     except (FileNotFoundError, NotADirectoryError):
         reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
         raise ConfigError("RUN", str(path), reason, remedy) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, DataError) as error:
         raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
     config = values.get("config") if isinstance(values, dict) else None
     if isinstance(config, dict) and (misfit := _misfit(config, configs.to_dict(Config()))):
@@ -341,12 +340,12 @@ def heldout_hashes(path: Path) -> frozenset[str] | None:
     """The question hashes of the held-out set as the evaluator wrote them; None when it has not (yet)."""
     file = RunPaths(path).heldout
     try:
-        hashes = json.loads(file.read_text(encoding="utf-8"))
+        hashes = disk.read_json(file)
         if not isinstance(hashes, list):
             raise ValueError("not a list of hashes")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, DataError) as error:
         raise ConfigError("RUN", str(file), f"unreadable: {error}", "Remove it.") from error
     return frozenset(map(str, hashes))
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from jaxroll import metrics
-from jaxroll.errors import ConfigError, InfraError, JaxRollError
+from jaxroll import disk, metrics
+from jaxroll.errors import ConfigError, DataError, InfraError, JaxRollError
 from jaxroll.report import record, trajectory
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
@@ -184,10 +184,10 @@ class Runs:
             stamp = (status.st_mtime, status.st_size)
             if (kept := self._tails.get(name)) and kept[0] == stamp:
                 return kept[1]
-            with file.open("rb") as opened:
+            with disk.opened(file) as opened:
                 opened.seek(max(0, status.st_size - TAIL_BYTES))
                 lines = opened.read(TAIL_BYTES).split(b"\n")
-        except OSError:
+        except (OSError, DataError):
             return {"reward": None, "accuracy": None}
         found: Facts = {"reward": None, "accuracy": None}
         for line in lines:

@@ -16,8 +16,11 @@ from jaxroll.control import cli, commands, preflight, train
 from jaxroll.errors import EXIT_CONFIG
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.sim import simulate
+from jaxroll.ui import runs
 from tests.control import test_bad_input
 from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, too_large, writes
+from tests.harness.resource_bounds import bounded
+from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
 SMOKE = f"--config={ROOT / 'configs' / 'smoke.py'}"
@@ -139,3 +142,14 @@ def test_every_command_is_in_a_table() -> None:
     named = {param if isinstance(param, str) else str(param.values[0]) for param in test_bad_input.NAMING_CONFIGS}
     typed = {words[0] for words, *_ in READERS.values()} | {words[0] for words in test_bad_input.READERS.values()}
     assert typed | named == set(commands.COMMANDS)
+
+
+def test_the_list_of_the_dashboard_waits_for_no_pipe(tmp_path: Path) -> None:
+    for name, file in (("rows", "metrics.jsonl"), ("about", "run.json"), ("whole", "")):
+        make_run(tmp_path / name, steps=2, steps_wanted=9)
+        if file:
+            pipe(file)(tmp_path / name)
+    with bounded(None, 20.0):
+        listed = {entry["name"]: entry for entry in runs.Runs(tmp_path).listed()}
+    assert listed.keys() == {"rows", "whole"}, "a folder without the file run.json is no run"
+    assert listed["rows"]["reward"] is None and listed["whole"]["reward"] is not None
