@@ -11,6 +11,8 @@ from benchmarks.faults import machine
 from benchmarks.faults.run import LEASE_S, Run, Skipped, gone_is_fine, needs_namespace, there
 from jaxroll.run_paths import RunPaths
 
+QUIET_S = 40.0  # for which a link may be idle: on a busy machine steps, and with them weights, come rarely
+
 
 @dataclass(frozen=True)
 class CutNetwork:
@@ -31,7 +33,7 @@ class CutLink:
     """No byte passes between a role and its peer for longer than a lease, one way or both ways.
 
     The peer is the store, the learner (of its weights only) or a sampler. Without a `role` all links of the peer are
-    cut, in the same direction.
+    cut, in the same direction. The cut goes on until something was held back, for `QUIET_S` more at most.
     """
 
     role: str
@@ -43,14 +45,17 @@ class CutLink:
         links = [chance.choice(found)] if self.role else found
         proxies, direction = [run.links[link] for link in links], chance.choice(("both", "up", "down"))
         seconds, before = chance.uniform(1.3, 2.5) * LEASE_S, sum(proxy.held for proxy in proxies)
+        began_s = time.monotonic()
         try:
             for proxy in proxies:
                 proxy.partition(direction)
             time.sleep(seconds)
+            while sum(proxy.held for proxy in proxies) == before and time.monotonic() < began_s + seconds + QUIET_S:
+                time.sleep(0.1)
         finally:
             for proxy in proxies:
                 proxy.heal()
-        held = sum(proxy.held for proxy in proxies) - before
+        held, seconds = sum(proxy.held for proxy in proxies) - before, time.monotonic() - began_s
         names = ", ".join(f"{role} from {peer}" for role, peer in links)
         if not held:
             raise Skipped(f"nothing was sent between {names}")
