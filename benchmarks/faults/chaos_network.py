@@ -75,16 +75,22 @@ class Certificates:
     alone: bool = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 8.0)
+        target, seconds, state = chance.choice(run.roles), chance.uniform(5.0, 20.0), ""
         process = there(run, target)
         with run.lock:  # no resume with the wrong ones
             self._replace(run)
             with gone_is_fine(target):
                 process.kill()
             if self.ends:
+                run.wait_for(target)  # it connects with them only after its start
                 time.sleep(seconds)
+                state = "went on" if run.alive else "ended"
                 Certificates("ca")._replace(run)
-        return f"certificates: {self.new}; {target} killed" + (f"; valid again after {seconds:.1f} s" * self.ends)
+        if not self.ends:
+            return f"certificates: {self.new}; {target} killed"
+        return (
+            f"certificates: {self.new}; {target} killed; valid again {seconds:.1f} s after its start; the run {state}"
+        )
 
     def _replace(self, run: Run) -> None:
         from jaxroll.rpc import tls
