@@ -196,11 +196,18 @@ class Scattered:
     are kept alive, because the table has only their addresses.
     """
 
-    def __init__(self, runs: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-        """Take int64 [runs, 3] of `manifests.runs`, in any order; together they must fill the stream once."""
-        runs = runs[np.argsort(runs[:, 0], kind="stable")]
-        self._table, self._arrays = np.ascontiguousarray(runs[:, 1:]), tuple(arrays)
-        self._ends, self._done, self._first = np.cumsum(runs[:, 2]), 0, 0
+    def __init__(
+        self,
+        owners: np.ndarray,
+        offsets: np.ndarray,
+        lengths: np.ndarray,
+        ends: np.ndarray,
+        arrays: Sequence[np.ndarray],
+    ) -> None:
+        """Take int64 [runs] each: the number of a run's array, its offset in it, its length, their sums, in bytes."""
+        addresses = np.array([array.__array_interface__["data"][0] for array in arrays])
+        self._table, self._arrays = np.stack([addresses[owners] + offsets, lengths], axis=1), tuple(arrays)
+        self._ends, self._done, self._first = ends, 0, 0
 
     def __len__(self) -> int:
         """The number of bytes that are left."""

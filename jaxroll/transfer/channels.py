@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import socket
@@ -421,10 +422,22 @@ def chunk(
 
 def scattered(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> Scattered | None:
     """The bytes of `box`, which the boxes of `held` fill once, in their memory; None if it lies in short runs."""
-    runs = np.concatenate([manifests.runs(inner, box, array) for inner, array in held])
-    if len(runs) * RUN_BYTES > int(runs[:, 2].sum()):
+    arrays = [array for _, array in held]
+    layout = _layout(box, tuple((inner, array.strides) for inner, array in held), arrays[0].itemsize)
+    if len(layout[0]) * RUN_BYTES > int(layout[3][-1]):
         return None
-    return Scattered(runs, [array for _, array in held])
+    return Scattered(*layout, arrays)
+
+
+@functools.lru_cache(maxsize=64)  # layers have the same layout, and so have versions
+def _layout(
+    box: Box, held: tuple[tuple[Box, tuple[int, ...]], ...], itemsize: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The runs of `box` in order: the number of their array, their offsets in it and lengths, and their ends."""
+    found = [manifests.runs(inner, box, strides, itemsize) for inner, strides in held]
+    runs, owners = np.concatenate(found), np.repeat(np.arange(len(found)), [len(one) for one in found])
+    order = np.argsort(runs[:, 0], kind="stable")
+    return owners[order], runs[order, 1], runs[order, 2], np.cumsum(runs[order, 2])
 
 
 def intersections(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> list[tuple[Box, np.ndarray]]:

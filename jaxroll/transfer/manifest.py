@@ -164,20 +164,20 @@ def is_contiguous(box: Box, outer: Box) -> bool:
     return shape[cut + 1 :] == outer_shape[cut + 1 :]
 
 
-def runs(box: Box, outer: Box, array: np.ndarray) -> np.ndarray:
-    """int64 [runs, 3]: the parts of `array`, which holds `box`, that are contiguous in it and in an array of `outer`.
+def runs(box: Box, outer: Box, strides: tuple[int, ...], itemsize: int) -> np.ndarray:
+    """int64 [runs, 3]: the parts of an array that holds `box` which are contiguous in it and in an array of `outer`.
 
-    The columns are the offset in the bytes of `outer`, the address in memory, and the length in bytes.
+    The columns are the offset in the bytes of `outer`, the offset from the array's address, and the length in bytes.
     """
-    start, step, length, loops = 0, array.itemsize, array.itemsize, list[tuple[int, int, int]]()
-    for (a, b), (first, last), stride in zip(box[::-1], outer[::-1], array.strides[::-1], strict=True):
+    start, step, length, loops = 0, itemsize, itemsize, list[tuple[int, int, int]]()
+    for (a, b), (first, last), stride in zip(box[::-1], outer[::-1], strides[::-1], strict=True):
         start += (a - first) * step
         if b - a != 1 and not stride == step == length:
             loops.append((b - a, step, stride))
         else:
             length *= b - a
         step *= last - first
-    offsets, addresses = np.array([start]), np.array([array.__array_interface__["data"][0]])
+    offsets, addresses = np.array([start]), np.array([0])
     for extent, step, stride in loops[::-1]:
         offsets = np.add.outer(offsets, np.arange(extent) * step).reshape(-1)
         addresses = np.add.outer(addresses, np.arange(extent) * stride).reshape(-1)

@@ -15,7 +15,7 @@ from jaxroll.records import Version
 from jaxroll.transfer import channels
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channels import SlicePart
-from jaxroll.transfer.manifest import Box, Leaf, Manifest, copies, runs, shape_of, within
+from jaxroll.transfer.manifest import Box, Leaf, Manifest, copies, shape_of, within
 from jaxroll.wire import Scattered
 
 
@@ -116,7 +116,7 @@ def _with_gaps(rng: np.random.Generator, box: Box) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_scattered_bytes_pass_a_socket_in_the_order_of_the_box(seed: int) -> None:
+def test_scattered_bytes_pass_a_socket_in_the_order_of_the_box(monkeypatch, seed: int) -> None:
     """Two halves of a box as one stream, written from arrays with gaps and read into others."""
     rng = np.random.default_rng(seed)
     box = tuple((int(a), int(a) + 2 * int(n)) for a, n in rng.integers(1, 5, (int(rng.integers(1, 5)), 2)))
@@ -128,8 +128,12 @@ def test_scattered_bytes_pass_a_socket_in_the_order_of_the_box(seed: int) -> Non
     for half, source in zip(halves, sources, strict=True):
         source[...] = whole[within(half, box)]
 
+    monkeypatch.setattr(channels, "RUN_BYTES", 1)
+
     def stream(arrays: list[np.ndarray]) -> Scattered:
-        return Scattered(np.concatenate([runs(h, box, a) for h, a in zip(halves, arrays, strict=True)]), arrays)
+        made = channels.scattered(box, list(zip(halves, arrays, strict=True)))
+        assert made is not None
+        return made
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
