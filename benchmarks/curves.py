@@ -169,8 +169,11 @@ def trained(task: Task, seed: int, limit_s: float, quick: bool) -> dict[str, Any
                     process.kill()
                     code = process.wait()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if code and not (folder / "run" / "metrics.jsonl").exists():
-            raise RuntimeError(f"{' '.join(words)} ended with {code}:\n{log.read_text()[-3000:]}")
+        if code:
+            end = f"{' '.join(words)} ended with {code}:\n{log.read_text()[-3000:]}"
+            if not (folder / "run" / "metrics.jsonl").exists():
+                raise RuntimeError(end)
+            print(end, file=sys.stderr, flush=True)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         load = round(os.getloadavg()[0], 1)
         return curve(folder / "run") | {
