@@ -432,7 +432,7 @@ class _Ready(deque):
 
 
 class SharedLoop(asyncio.SelectorEventLoop):
-    """An event loop that another thread can take over. Uses internals of asyncio, of Python 3.11 to 3.14."""
+    """An event loop that another thread can take over. Uses internals of asyncio: tried with Python 3.11 to 3.13."""
 
     _ready: Any
 
