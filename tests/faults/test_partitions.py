@@ -1,7 +1,7 @@
-"""Fault 9, partitions: sampler or learner cut off from the store for longer than a lease, in one direction or both.
+"""Fault 9, partitions: a role cut off from the store for longer than a lease, in one direction or both.
 
 Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for. The
-last test cuts a sampler off from the learner's weights only.
+last tests cut a sampler, and an evaluator, off from the learner's weights only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.tcp_proxy import Proxy
-from jaxroll.errors import JaxRollError
-from jaxroll.records import Version
-from tests.harness.blocking_store import BlockingStore
-from tests.harness.cluster.cluster import LIMIT_S, Cluster
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, judge
 from tests.harness.cluster.real_roles import World
 from tests.harness.cluster.short_leases import LEASE_S, SMALL, store_of
@@ -70,33 +68,6 @@ def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_p
         other = run.samplers()[0] if who == "learner" else run.learners()[0]
         run.until(lambda: not other.alive, f"the end of {other.name}")
         assert other.process.returncode == 0
-
-
-@pytest.mark.parametrize("direction", ["both", "up", "down"])
-def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_delays_no_role(tmp_path: Path, direction: str) -> None:
-    with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
-        started(run, proxy, "evaluator", tmp_path / "cut")
-        evaluator = BlockingStore(
-            tmp_path / "cut" / "store.addr",
-            role="evaluator",
-            name="evaluator",
-            patience_s=3.0,
-            call_s=1.0,
-            config_digest=run.digest,
-        )
-        try:
-            assert evaluator.published(None, 1.0) is not None
-            proxy.partition(direction)
-            at, began = run.acked(), time.monotonic()
-            with pytest.raises(JaxRollError):
-                evaluator.published(Version(9, 9), 1.0)
-            assert time.monotonic() - began < LIMIT_S
-            run.until_acked(at + 2)
-            proxy.heal()
-            assert evaluator.published(None, 1.0) is not None, "the same client goes on"
-        finally:
-            proxy.heal()
-            evaluator.close()
 
 
 ALPHA, CUT_AT, STEPS = 2, 3, 20
@@ -153,6 +124,73 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
         assert swapped[swapped.index(held) + 1] == at, f"after {held} the newest version follows: {swapped}"
         assert max(row["age_max"] for row in run.step_rows()) == ALPHA
         note(run.judge(f"9 weights cut off, {direction}", 1))
+
+
+EVERY = 2
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+@pytest.mark.parametrize("peer", ["store", "learner"])
+def test_an_evaluator_that_is_cut_off_delays_no_role_and_goes_on_with_the_newest_version(
+    tmp_path: Path, note: Callable[[Row], None], peer: str, direction: str
+) -> None:
+    """All roles are real. Cut off from the learner's weights it reports that; cut off from the store it cannot.
+
+    The cut lasts until twice the lease time is over and the others have trained four versions that it would have
+    evaluated.
+    """
+    changes = {
+        "evaluator__every": EVERY,
+        "evaluator__slots": 8,
+        "task__heldout_items": 8,
+        "transfer__channel": "tcp",
+        "transfer__deadline_s": 2,
+        "store__lease_s": 4,
+        "store__rpc_deadline_s": 3,
+        "schedule__steps": 1000,
+    }
+    with World(tmp_path / "run", **changes) as run, Courier(run.tap, "evaluator") as carrier:
+        target = (lambda: carrier.upstream) if peer == "learner" else (lambda: run.tap.address)
+        with Proxy(target) as proxy:
+            if peer == "learner":
+                carrier.address = proxy.address
+            run.learner()
+            run.sampler()
+            run.evaluator(proxy.address if peer == "store" else "")
+            run.until(lambda: len(evaluated(run)) >= 2, "two evaluations", 400.0)
+            proxy.partition(direction)
+            cut_s, at, before = time.monotonic(), last_step(run), evaluated(run)
+            if peer == "learner":
+                cut_off = lambda: any(text.startswith("weights 0.") for text in run.events("evaluator"))  # noqa: E731
+                run.until(cut_off, "the evaluator to report that it gets no weights")
+            run.until(lambda: time.monotonic() - cut_s >= 2 * run.config.store.lease_s, "twice the lease time")
+            run.until_step(at + 4 * EVERY)
+            during = evaluated(run)
+            assert len(during) <= len(before) + 1, f"it was not cut off: {before}, then {during}"
+            assert all(process.poll() is None for process in run.processes.values()), run.logs()
+            assert proxy.held, "nothing was sent on the link"
+            at = last_step(run)
+            proxy.heal()
+            run.until(lambda: max(evaluated(run)) >= at, "an evaluation of a version from after the cut")
+            done = evaluated(run)
+            assert done == sorted(set(done)), "it evaluated a version again, or an old one after a new one"
+            assert {step for step in done if step > during[-1]}.isdisjoint(range(during[-1] + 1, at - EVERY)), done
+            for name in ("evaluator", "sampler-0", "learner"):
+                run.processes[name].terminate()
+                assert run.ended(name) in (0, EXIT_INTERRUPTED), run.logs()
+        note(run.judge(f"9 evaluator cut from the {peer}, {direction}", 1, survived=f"{last_step(run)} steps"))
+
+
+def evaluated(run: World) -> list[int]:
+    """The steps of the versions that the evaluator has reported, in that order."""
+    run.step_rows()
+    return [row["step"] for row in run.rows if row["kind"] == "eval"]
+
+
+def last_step(run: World) -> int:
+    """The newest trained step."""
+    return max((row["step"] for row in run.step_rows()), default=0)
 
 
 def issued(run: World) -> int:

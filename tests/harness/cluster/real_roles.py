@@ -76,6 +76,10 @@ class World:
         """Start sampler-0."""
         return self._role("sampler", "--index=0")
 
+    def evaluator(self, address: str = "") -> subprocess.Popen:
+        """Start the evaluator, which reaches the store at `address` (default: the tap)."""
+        return self._role("evaluator", address=address)
+
     def kill(self, name: str) -> None:
         """Kill the role with SIGKILL and wait for its end."""
         self.processes[name].send_signal(signal.SIGKILL)
@@ -148,9 +152,9 @@ class World:
         files = sorted((self.run_dir / "logs").glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
-    def _role(self, name: str, *words: str) -> subprocess.Popen:
+    def _role(self, name: str, *words: str, address: str = "") -> subprocess.Popen:
         who = "sampler-0" if name == "sampler" else name
-        command = ["-m", "jaxroll", name, f"--run={self.run_dir}", f"--store={self.tap.address}", *words]
+        command = ["-m", "jaxroll", name, f"--run={self.run_dir}", f"--store={address or self.tap.address}", *words]
         return self._start(who, command)
 
     def _start(self, name: str, words: list[str]) -> subprocess.Popen:
