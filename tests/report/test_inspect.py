@@ -249,7 +249,7 @@ def test_control_characters_in_model_output_are_escaped() -> None:
 def test_no_log_and_a_broken_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run_file(tmp_path)
     assert cli.main(["inspect", str(tmp_path)]) == 1
-    assert "the store of a run makes it when it starts" in capsys.readouterr().err
+    assert "The store makes it when the run starts: jaxroll train" in capsys.readouterr().err
     (tmp_path / "store.db").write_bytes(b"noise " * 2000)
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "store.db" in capsys.readouterr().err
