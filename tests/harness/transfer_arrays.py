@@ -46,3 +46,12 @@ def abstract_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> d
 def host_snapshot(version: Version, values: dict[str, np.ndarray]) -> HostSnapshot:
     """A snapshot whose pieces are views of `values`, so that a test can change them later."""
     return from_pieces(version, {name: (v.shape, [(tuple((0, n) for n in v.shape), v)]) for name, v in values.items()})
+
+
+BIG = {"a": (512, 1024), "b": (1024, 512)}  # 4 MiB in several chunks
+
+
+def big_values() -> dict[str, np.ndarray]:
+    """Values of the shapes BIG."""
+    rng = np.random.default_rng(5)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in BIG.items()}

@@ -13,9 +13,11 @@ import pytest
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import VersionRef
-from jaxroll.transfer.ends import Publisher, Receiver
+from jaxroll.transfer.channel_device import HandedOver
+from jaxroll.transfer.ends import Publisher, Receiver, Staged
 from jaxroll.transfer.manifest import HostSnapshot
 from tests.harness.transfer_arrays import (
+    BIG,
     SHAPES,
     abstract_of,
     host_snapshot,
@@ -50,6 +52,13 @@ class Kit:
 
     def receiver(self, *, token: str = "", **changes: object) -> Receiver:
         return Receiver(self.config(**changes), token=token)
+
+    def fetch_big(self, announced: VersionRef, **receiver: object) -> Staged | HandedOver:
+        """A version of the shapes BIG, for two devices that split the second axis."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        target = dict.fromkeys(BIG, NamedSharding(self.mesh(1, 1, 2), PartitionSpec(None, "tensor")))
+        return self.receiver(**receiver).fetch(announced, target, self.abstract(BIG))
 
     def middle(self, address: str, **behaviour: object) -> Middle:
         made = Middle(address, **behaviour)

@@ -21,26 +21,14 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channel_device, channel_tcp, channels
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
+from tests.harness.transfer_arrays import BIG, big_values
 
 VERSION = Version(0, 1)
-BIG = {"a": (512, 1024), "b": (1024, 512)}  # 4 MiB in several chunks
-
-
-def _big_values() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(5)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in BIG.items()}
-
-
-def _fetch(kit, announced: VersionRef, **receiver: object):
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    target = dict.fromkeys(BIG, NamedSharding(kit.mesh(1, 1, 2), PartitionSpec(None, "tensor")))
-    return kit.receiver(**receiver).fetch(announced, target, kit.abstract(BIG))
 
 
 @pytest.fixture
 def published(kit) -> VersionRef:
-    return kit.publisher().offer(kit.host_snapshot(VERSION, _big_values()))
+    return kit.publisher().offer(kit.host_snapshot(VERSION, big_values()))
 
 
 def _through(kit, published: VersionRef, **behaviour: object) -> VersionRef:
@@ -53,28 +41,28 @@ def _through(kit, published: VersionRef, **behaviour: object) -> VersionRef:
 def test_a_line_that_is_cut_costs_the_deadline_and_nothing_once_it_is_healed(kit, published, direction: str) -> None:
     with Proxy(lambda: published.address) as proxy:
         through = msgspec.structs.replace(published, address=proxy.address)
-        _fetch(kit, through)
+        kit.fetch_big(through)
         proxy.partition(direction)
         began_s = time.monotonic()
         with pytest.raises(TransferError, match=r"version 0\.1"):
-            _fetch(kit, through, deadline_s=0.3)
+            kit.fetch_big(through, deadline_s=0.3)
         assert 0.3 <= time.monotonic() - began_s < 10.0
         proxy.heal()
-        got = _fetch(kit, through).place()
-    for name, value in _big_values().items():
+        got = kit.fetch_big(through).place()
+    for name, value in big_values().items():
         assert np.asarray(got[name]).tobytes() == value.tobytes()
 
 
 def test_chunks_larger_than_the_socket_buffers_arrive_exactly(kit, published) -> None:
-    got = _fetch(kit, _through(kit, published)).place()
-    for name, value in _big_values().items():
+    got = kit.fetch_big(_through(kit, published)).place()
+    for name, value in big_values().items():
         assert np.asarray(got[name]).tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize("flip_at", [1_000_000, 2_345_678, 4_000_000])
 def test_a_byte_flipped_on_the_wire_is_a_digest_mismatch(kit, published, flip_at: int) -> None:
     with pytest.raises(DigestMismatch, match=r"leaf '[ab]' of version 0\.1"):
-        _fetch(kit, _through(kit, published, flip_at=flip_at))
+        kit.fetch_big(_through(kit, published, flip_at=flip_at))
 
 
 def test_a_byte_flipped_in_a_slice_of_a_partial_leaf_is_a_digest_mismatch(kit, published) -> None:
@@ -83,7 +71,7 @@ def test_a_byte_flipped_in_a_slice_of_a_partial_leaf_is_a_digest_mismatch(kit, p
     reader = TcpReader(through.address, VERSION, "", deadline)
     kit.stack.callback(reader.close)
     reader.manifest()
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     into = np.empty((512, 512), np.uint32)
     with pytest.raises(DigestMismatch, match="damaged in transit"):
         reader.read(taken.manifest, [SlicePart(0, 0, ((0, 512), (0, 512)), into, checked=True)])
@@ -109,13 +97,13 @@ def test_a_host_that_holds_half_of_a_leaf_asks_for_checked_slices(kit, published
 @pytest.mark.parametrize("cut_at", [0, 3, 60, 1_500_000])
 def test_a_publisher_that_hangs_up_is_a_transfer_error_at_once(kit, published, cut_at: int) -> None:
     with pytest.raises(TransferError, match="broke off"):
-        _fetch(kit, _through(kit, published, cut_at=cut_at), deadline_s=3600.0)  # long after pytest's own
+        kit.fetch_big(_through(kit, published, cut_at=cut_at), deadline_s=3600.0)  # long after pytest's own
 
 
 @pytest.mark.parametrize("stall_at", [0, 1_500_000])
 def test_a_publisher_that_goes_silent_is_a_transfer_error_at_the_deadline(kit, published, stall_at: int) -> None:
     with pytest.raises(TransferError, match=r"fetching version 0\.1 .* not done within 0\.7 s"):
-        _fetch(kit, _through(kit, published, stall_at=stall_at), deadline_s=0.7)
+        kit.fetch_big(_through(kit, published, stall_at=stall_at), deadline_s=0.7)
 
 
 def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> None:
@@ -146,14 +134,14 @@ def test_a_dead_or_invalid_address_is_an_error(kit, published) -> None:
         port = free.getsockname()[1]
     for address, message in [(f"127.0.0.1:{port}", "no parameters from"), ("nowhere", "not a tcp address")]:
         with pytest.raises(TransferError, match=message):
-            _fetch(kit, msgspec.structs.replace(published, address=address))
+            kit.fetch_big(msgspec.structs.replace(published, address=address))
     with pytest.raises(TransferError, match="unknown channel 'pigeon'"):
-        _fetch(kit, msgspec.structs.replace(published, channel="pigeon"))
+        kit.fetch_big(msgspec.structs.replace(published, channel="pigeon"))
 
 
 def test_the_token_is_asked_for(kit) -> None:
     publisher = kit.publisher(token="s3cret")
-    announced = publisher.offer(kit.host_snapshot(VERSION, _big_values()))
+    announced = publisher.offer(kit.host_snapshot(VERSION, big_values()))
     for wrong in ("", "s3cre", "s3cret2", "ключ"):
         with pytest.raises(Unauthorized, match="wrong transfer token"):
             _fetch_with(kit, announced, wrong)
@@ -170,16 +158,16 @@ def _fetch_with(kit, announced: VersionRef, token: str):
 def test_an_open_reader_keeps_its_version_while_newer_ones_push_it_out(kit) -> None:
     sender = TcpSender(keep=1)
     kit.stack.callback(sender.close)
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     address = sender.offer(taken)
     with _reader(kit, address) as reader:
         assert reader.manifest() == taken.encoded
         for step in (2, 3):
-            sender.offer(kit.host_snapshot(Version(0, step), _big_values()))
+            sender.offer(kit.host_snapshot(Version(0, step), big_values()))
         assert sender.versions() == (Version(0, 3),)
         into = np.empty(BIG["b"], np.uint32)
         reader.read(taken.manifest, [SlicePart(1, 0, ((0, 1024), (0, 512)), into, checked=False)])
-        np.testing.assert_array_equal(into.view(np.float32), _big_values()["b"])
+        np.testing.assert_array_equal(into.view(np.float32), big_values()["b"])
     with _reader(kit, address) as late, pytest.raises(VersionGone, match=r"0\.1 is not available \(available: 0\.3\)"):
         late.manifest()
 
@@ -191,7 +179,7 @@ def _reader(kit, address: str, limit_s: float = 10.0):
 def test_more_readers_than_connections_wait_their_turn(kit) -> None:
     sender = TcpSender(max_connections=2)
     kit.stack.callback(sender.close)
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     address = sender.offer(taken)
 
     def once(_: int) -> bytes:
@@ -214,7 +202,7 @@ def test_a_reader_that_stalls_is_dropped(kit) -> None:
     clock = ManualClock()
     sender = TcpSender(max_connections=1, stall_s=30, clock=clock)
     kit.stack.callback(sender.close)
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     address = sender.offer(taken)
     with _reader(kit, address) as silent:
         assert silent.manifest() == taken.encoded
@@ -263,13 +251,13 @@ def test_noise_is_refused_and_others_are_served(kit, published, noise: bytes) ->
     refused = wire.decode(answer[4:], channels.Answer)
     assert isinstance(refused, channels.Refused)
     assert refused.kind in ("bad_request", "unauthorized")
-    assert _fetch(kit, published).version == VERSION
+    assert kit.fetch_big(published).version == VERSION
 
 
 def test_questions_may_be_sent_back_to_back_and_byte_by_byte(kit, published) -> None:
     host, _, port = published.address.rpartition(":")
     ask = channels.frame(channels.AskManifest(wire.PROTOCOL_VERSION, "", VERSION))
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     one = channels.frame(channels.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded
     with socket.create_connection((host, int(port)), timeout=5) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -323,18 +311,18 @@ def test_a_lying_publisher_is_refused(kit, reply: bytes, error: type, message: s
     liar = _Liar(reply)
     kit.stack.callback(liar.close)
     with pytest.raises(error, match=message):
-        _fetch(kit, VersionRef(VERSION, "tcp", liar.address, "0" * 32))
+        kit.fetch_big(VersionRef(VERSION, "tcp", liar.address, "0" * 32))
 
 
 def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
-    taken = kit.host_snapshot(VERSION, _big_values())
+    taken = kit.host_snapshot(VERSION, big_values())
     liar = _Liar(
         channels.frame(channels.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded,
         channels.frame(channels.Chunk(VERSION, 12)) + b"x" * 12,
     )
     kit.stack.callback(liar.close)
     with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes were announced, \d+ are needed"):
-        _fetch(kit, VersionRef(VERSION, "tcp", liar.address, taken.manifest_digest))
+        kit.fetch_big(VersionRef(VERSION, "tcp", liar.address, taken.manifest_digest))
 
 
 def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
@@ -342,7 +330,7 @@ def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
     sender.close()
     sender.close()
     with pytest.raises(TransferError, match="listener is not running"):
-        sender.offer(kit.host_snapshot(VERSION, _big_values()))
+        sender.offer(kit.host_snapshot(VERSION, big_values()))
 
 
 def test_closing_a_listener_whose_thread_is_just_ending() -> None:
@@ -368,7 +356,7 @@ def test_closing_a_listener_whose_thread_is_just_ending() -> None:
 def test_without_a_free_descriptor_the_listener_rests_and_then_serves(kit, monkeypatch) -> None:
     """The reader that waits makes the socket readable all the time: the thread must not spin for it."""
     sender, tries, free = TcpSender(), [], threading.Event()
-    sender.offer(kit.host_snapshot(VERSION, _big_values()))
+    sender.offer(kit.host_snapshot(VERSION, big_values()))
     accept = socket.socket.accept
 
     def full(listening: socket.socket):
@@ -387,7 +375,7 @@ def test_without_a_free_descriptor_the_listener_rests_and_then_serves(kit, monke
 
 def test_closing_wakes_readers_that_wait(kit) -> None:
     sender = TcpSender()
-    sender.offer(kit.host_snapshot(VERSION, _big_values()))
+    sender.offer(kit.host_snapshot(VERSION, big_values()))
     with _reader(kit, sender.address) as reader:
         reader.manifest()
         sender.close()

@@ -22,10 +22,10 @@ from jaxroll.transfer.channel_shm import SharedSegments
 from jaxroll.transfer.channel_tcp import TcpSender
 from jaxroll.transfer.manifest import HostSnapshot
 from jaxroll.transfer.relay import RelaySender
+from tests.harness.transfer_arrays import big_values
 
 PROGRAM = Path(__file__).parents[1] / "harness/programs/weight_hosts.py"
 VERSION = Version(0, 1)
-BIG = {"a": (512, 1024), "b": (1024, 512)}
 
 
 def parts_of(values: dict[str, np.ndarray], version: Version = VERSION) -> list[HostSnapshot]:
@@ -69,18 +69,6 @@ def exact(placed: dict, values: dict[str, np.ndarray]) -> None:
         assert np.asarray(placed[name]).tobytes() == value.tobytes(), name
 
 
-def big_values() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(5)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in BIG.items()}
-
-
-def fetch(kit, ref: VersionRef, **changes: object):
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    target = dict.fromkeys(BIG, NamedSharding(kit.mesh(1, 1, 2), PartitionSpec(None, "tensor")))
-    return kit.receiver(**changes).fetch(ref, target, kit.abstract(BIG))
-
-
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
 @pytest.mark.parametrize(("dims", "rules"), [((1, 1, 2), "sampler"), ((1, 4, 1), "learner"), ((2, 1, 1), "replicated")])
 def test_a_version_of_two_hosts_arrives_exactly(kit, channel: str, dims, rules: str) -> None:
@@ -122,7 +110,7 @@ def test_a_host_that_is_gone_is_a_transfer_error(kit) -> None:
     ref = hosts.publish(big_values())
     hosts.senders[1].close()
     with pytest.raises(TransferError, match=hosts.address):
-        fetch(kit, ref)
+        kit.fetch_big(ref)
 
 
 @pytest.mark.parametrize(("behaviour", "error", "message"), [
@@ -139,7 +127,7 @@ def test_a_bad_line_to_one_host_ends_the_transfer_at_once(kit, behaviour: dict, 
         ref = msgspec.structs.replace(ref, address=silent.address)
     began_s = time.monotonic()
     with pytest.raises(error, match=message):
-        fetch(kit, ref, deadline_s=60.0)
+        kit.fetch_big(ref, deadline_s=60.0)
     assert time.monotonic() - began_s < 30.0
 
 
@@ -158,7 +146,7 @@ def test_another_part_than_the_announced_one_is_refused(kit) -> None:
     ref = hosts.publish(big_values())
     hosts.senders[1].offer(parts_of({name: value + 1 for name, value in big_values().items()})[1])
     with pytest.raises(DigestMismatch, match="host 1 of the learner"):
-        fetch(kit, ref)
+        kit.fetch_big(ref)
 
 
 @pytest.mark.soak
