@@ -390,7 +390,7 @@ def _page_bytes(file: BinaryIO, chunk: Any, limit: int) -> int:
     """The uncompressed bytes of a Parquet file's column chunk by its pages' own headers, counted up to `limit`."""
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)  # the first is 0 or None if there is none
     total = 0
-    for size in disk.parquet_page_sizes(file, min(filter(None, offsets)), chunk.total_compressed_size):
+    for size in disk.parquet_page_sizes(file, min(filter(None, offsets), default=0), chunk.total_compressed_size):
         if (total := total + size) > limit:
             break
     return total

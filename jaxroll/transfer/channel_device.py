@@ -156,7 +156,7 @@ class PendingCopy:
     """Device copies during their transfer to the host: per leaf its shape and the arrays of its unique local boxes.
 
     `finish` removes them one by one, so that the device memory of each is freed as soon as it is on the host. Gathered
-    leaves are on the host already. On processes other than 0 there are no leaves.
+    leaves are on the host already; processes other than 0 have none of them.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
