@@ -158,8 +158,9 @@ def _dataset(name: str, settings: bytes) -> Any:
 def import_library(name: str, *, whole: bool = True) -> ModuleType:
     """Import a library, with empty modules in place of missing packages that only a few tasks use.
 
-    reasoning-gym imports all its tasks at once; without `whole`, its tables of tasks import a folder when a name is
-    looked up that they do not have yet. Raises ImportError where the library itself is not installed.
+    reasoning-gym imports all its tasks at once; if the first call is without `whole`, its tables of tasks import a
+    folder when a name is looked up that they do not have yet. Raises ImportError where the library itself is not
+    installed.
     """
     folders = [f"{name}.{each}" for each in _FOLDERS] if name == "reasoning_gym" else []
     later = [] if whole or name in sys.modules else folders
@@ -168,8 +169,6 @@ def import_library(name: str, *, whole: bool = True) -> ModuleType:
     if later:
         importer, factory = _Importer(library, later), library.factory
         factory.DATASETS, factory.CURRICULA = (_Table(importer, of) for of in (factory.DATASETS, factory.CURRICULA))
-    elif whole and folders:
-        len(library.factory.DATASETS)  # a table that is not complete imports the rest
     return library
 
 
