@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,48 @@ def test_a_role_without_free_memory_ends_with_that_cause_and_is_restarted(
     assert death["pid"] == victim.pid and "out of memory" in death["cause"], death
     words = [sys.executable, "-m", "jaxroll", "inspect", str(free_run_dir)]
     assert "out of memory" in subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        ("evaluator", ("--config.evaluator.every=2",)),
+        ("actor", ("--config.placement.actors=1",)),
+        ("feeder", ()),
+    ],
+)
+def test_an_evaluator_an_actor_or_a_feeder_without_free_memory(
+    role: str, words: tuple[str, ...], free_run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copes, or ends with that cause and is started again; no other process ends, and the run continues."""
+    for name in ("memory", "journal"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(f"CHAOS_{name.upper()}", str(tmp_path / name))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "benchmarks" / "faults" / "hooks"), str(ROOT)]))
+    one_device = ("--config.learner.mesh.fsdp=1", "--config.sampler.mesh.tensor=1")
+    with Train(free_run_dir, *TINY, *one_device, *words) as train:
+        train.until_step(4)
+        victim = train.role(role)
+        others = {train.role(name).pid for name in ("sampler", "learner", "store")}
+        (tmp_path / "memory" / role).touch()
+        free_again_s = time.time() + 30.0  # the hook holds all memory for 20 s, if the process lives so long
+        kind = "eval" if role == "evaluator" else "step"
+        train.until(
+            lambda rows: any(row["kind"] == kind and row["t"] > free_again_s for row in rows),
+            f"work with and after a {role} without memory",
+        )
+        at = last_step(train.rows)
+        train.until(lambda rows: last_step(rows) >= at + 6, f"steps after the {role} had no memory")
+        assert all(psutil.pid_exists(pid) for pid in others), "another role died"
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+    with contextlib.closing(sqlite3.connect(free_run_dir / "store.db")) as db:
+        assert lost_puts(db, read_journal(tmp_path / "journal")) == []
+    assert (tmp_path / "memory" / f"{role}.{victim.pid}").read_text() == "used up"
+    deaths = [row for row in train.rows if row["kind"] == "restart"]
+    assert all(row["process"].startswith(role) and "out of memory" in row["cause"] for row in deaths), deaths
 
 
 def test_without_a_locale_a_home_or_a_place_for_scratch_and_with_much_to_say(
