@@ -90,7 +90,7 @@ def test_a_store_whose_disk_becomes_read_only(tmp_path: Path, note: Callable[[Ro
         run.learner(step_s=0.0)
         run.sampler(work_s=0.01)
         run.until_acked(3)
-        disk.fail()
+        disk.fail(run.store.process.pid)
         run.store.may_fail = True
         run.until(lambda: not run.store.alive, "the end of the store")
         last = run.store.log_file.read_text().strip().splitlines()[-1]

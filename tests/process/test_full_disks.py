@@ -101,7 +101,7 @@ def test_a_disk_that_becomes_read_only(what: str, tmp_path: Path) -> None:
     with disks.failing_disk(folder, tmp_path / "disk.img", 256) as disk:
         with Train(tmp_path / "run", *WORDS, "--config.supervisor.max_restarts=1") as first:
             first.until_step(5)
-            disk.fail()
+            disk.fail(first.process.pid)
             code = first.finish()
             said = first.output.read_text()
         assert code == 1 and str(folder) in said and "Read-only file system" in said, first.logs()
