@@ -365,7 +365,8 @@ class KillTwice:
 
     target: str
     within_s: float
-    ends = alone = False
+    ends: bool = False
+    alone: bool = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         process, delay_s = there(run, self.target), chance.uniform(0.0, self.within_s)
@@ -434,7 +435,7 @@ FAULTS: dict[str, Fault] = {
     "kill_environment": Kill(("env",)),
     "kill_two": KillTogether(),
     "kill_supervisor": End(signal.SIGKILL),
-    AT_START: KillTwice("sft", 15.0),
+    AT_START: KillTwice("sft", 15.0, ends=True),  # it is restarted once
     "kill_resume": End(signal.SIGKILL, during_resume=True),
     "sigint": End(signal.SIGINT),
     "sigterm": End(signal.SIGTERM),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from benchmarks.faults import machine
@@ -75,8 +76,8 @@ class Certificates:
     alone: bool = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds, state = chance.choice(run.roles), chance.uniform(5.0, 20.0), ""
-        process = there(run, target)
+        target, seconds, state, refused = chance.choice(run.roles), chance.uniform(5.0, 20.0), "", ""
+        process, before = there(run, target), _complaints(run)
         with run.lock:  # no resume with the wrong ones
             self._replace(run)
             with gone_is_fine(target):
@@ -85,11 +86,13 @@ class Certificates:
                 run.wait_for(target)  # it connects with them only after its start
                 time.sleep(seconds)
                 state = "went on" if run.alive else "ended"
+                refused = ", ".join(sorted((_complaints(run) - before).keys())) or "no role"
                 Certificates("ca")._replace(run)
         if not self.ends:
             return f"certificates: {self.new}; {target} killed"
         return (
-            f"certificates: {self.new}; {target} killed; valid again {seconds:.1f} s after its start; the run {state}"
+            f"certificates: {self.new}; {target} killed; valid again {seconds:.1f} s after its start; "
+            f"refused in the log of {refused}; the run {state}"
         )
 
     def _replace(self, run: Run) -> None:
@@ -108,3 +111,11 @@ class Certificates:
             made.rename(folder)
         finally:
             shutil.rmtree(scratch)
+
+
+def _complaints(run: Run) -> Counter[str]:
+    """The number of lines about certificates in the log of each role."""
+    found: Counter[str] = Counter()
+    for log in RunPaths(run.run_dir).logs.glob("*.log"):
+        found[log.stem] = sum("certificate" in line for line in log.read_text(errors="replace").splitlines())
+    return found
