@@ -355,6 +355,8 @@ class _Eval(_Known):
     t1: Time | None = None
     reward_parts: dict[str, Number | None] | None = None
     examples: list[Any] | None = None
+    failed_by_cause: dict[str, dict[str, Count]] | None = None
+    env_faults: dict[str, Count] | None = None
     sets: dict[str, _Figures] | None = None
     sources: dict[str, _Figures] | None = None
 

@@ -20,7 +20,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import activity, trajectory
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.report.record import best_checkpoint, store_pid
-from jaxroll.report.summary import counts_by_reason
+from jaxroll.report.summary import environment_faults, evaluation_failures
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import resting, unreliable, waits
 from jaxroll.store.core.machine import replay
@@ -275,7 +275,7 @@ def main(
 
 
 def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
-    """Facts from the metric rows: bottleneck, best checkpoint, joins and leaves, faults of environments by cause."""
+    """Facts from the metric rows: bottleneck, best checkpoint, joins, leaves, failures of evaluations, faults."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
         rows = metrics.read(RunPaths(run_dir).metrics)
         found = activity.bottleneck(activity.latest(rows), config)
@@ -283,9 +283,11 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
             "bottleneck": asdict(found) if found else None,
             "best_checkpoint": best_checkpoint(run_dir, config),
             "joins_and_leaves": _joins_and_leaves(rows, time.time()),
-            "env_faults": counts_by_reason(rows, "env_faults") or {},
+            "evaluation_failures": evaluation_failures(rows, time.time())[:CAUSES],
+            "env_faults": environment_faults(rows),
         }
-    return {"bottleneck": None, "best_checkpoint": None, "joins_and_leaves": [], "env_faults": {}}
+    lists = ("joins_and_leaves", "evaluation_failures")
+    return {"bottleneck": None, "best_checkpoint": None, "env_faults": {}} | {name: [] for name in lists}
 
 
 def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
@@ -302,7 +304,9 @@ def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Fac
 
 
 def _run_sections(f: Facts) -> list[Section]:
-    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f),
+    causes = _causes("failures by cause", f["failures"]["causes"], "groups")
+    unscored = _causes("failures in evaluations by cause", f.get("evaluation_failures", ()), "evaluations")
+    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), causes, _failures(f), unscored,
             _faults(f), _holders(f), _joins(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
@@ -395,19 +399,13 @@ def _ended(f: Facts) -> Section:
     return Section("ended untrained", headings, rows, right=frozenset({1, 2, 3}))
 
 
-def _causes(f: Facts) -> Section:
+def _causes(title: str, found: Sequence[Facts], where: str) -> Section:
+    """Failures by cause; `where` is the key of the number of groups or evaluations."""
     rows = [
-        (
-            number(row["failures"]),
-            number(row["groups"]),
-            row["kind"],
-            f"{duration(row['ago_s'])} ago",
-            short(row["cause"], 80),
-        )
-        for row in f["failures"]["causes"]
+        (number(row["failures"]), number(row[where]), row["kind"], _ago(row["ago_s"]), short(row["cause"], 80))
+        for row in found
     ]
-    headings = ("failures", "groups", "kind", "newest", "cause")
-    return Section("failures by cause", headings, rows, right=frozenset({0, 1}))
+    return Section(title, ("failures", where, "kind", "newest", "cause"), rows, right=frozenset({0, 1}))
 
 
 def _failures(f: Facts) -> Section:

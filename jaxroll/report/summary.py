@@ -447,6 +447,28 @@ def counts_by_reason(rows: Sequence[Row], key: str) -> dict[str, int] | None:
     return {reason: counted(flat[reason], "count") or 0 for reason in reasons} if tables else None
 
 
+def environment_faults(rows: Sequence[Row]) -> dict[str, int]:
+    """Faults of environments by cause, in the episodes of samplers, actors and evaluators."""
+    found = Counter(counts_by_reason(rows, "env_faults"))
+    for row in of_kind(rows, "eval"):
+        found.update(row.get("env_faults") or {})
+    return dict(sorted(found.items()))
+
+
+def evaluation_failures(rows: Sequence[Row], now: float) -> list[dict[str, Any]]:
+    """Failed items of evaluations by cause, the most frequent first; `ago_s` is the time since the newest, at `now`."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in of_kind(rows, "eval"):
+        for kind, causes in (row.get("failed_by_cause") or {}).items():
+            for cause, count in causes.items():
+                known = {"kind": kind, "cause": cause, "failures": 0, "evaluations": 0}
+                entry = found.setdefault((kind, cause), known)
+                entry["failures"] += count
+                entry["evaluations"] += 1
+                entry["ago_s"] = now - row["t"]
+    return sorted(found.values(), key=lambda entry: -entry["failures"])
+
+
 def warnings(f: Mapping[str, Any]) -> list[str]:
     """Sentences about a run that ended in order but cannot have learned: its reward never changed."""
     if not f["steps"] or f["reward_max"] is None or f["reward_max"] != f["reward_min"]:

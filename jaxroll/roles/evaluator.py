@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
-from jaxroll.rollout.episode import sampling_params
+from jaxroll.rollout.episode import count_cause, sampling_params
 
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
@@ -68,6 +69,7 @@ class EvaluatorLoops:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
         self.manager = session.manager(sampling_params(self.config, self.tokenizer, 0.0))
+        self._faults_reported: Counter[str] = Counter()
         self.tasks, self.sets = sets[HELDOUT], {name: found for name, found in sets.items() if name != HELDOUT}
         hashes = json.dumps([task.question_hash for found in sets.values() for task in found])
         # the report checks that no held-out item was trained on
@@ -113,9 +115,14 @@ class EvaluatorLoops:
         t0 = unix_s()
         permits = 2 * self.config.evaluator.slots
         results = await manager.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
-        sets = {}
-        for name, found in self.sets.items():
-            sets[name] = _figures(await manager.scores(self.manager, found, self.tokenizer, version, permits=permits))
+        others = {
+            name: await manager.scores(self.manager, found, self.tokenizer, version, permits=permits)
+            for name, found in self.sets.items()
+        }
+        sets = {name: _figures(scored) for name, scored in others.items()}
+        failed = _failures_by_cause([results, *others.values()])
+        faults = self.manager.env_calls.faults - self._faults_reported
+        self._faults_reported += faults
         by_source = manager.grouped(results, lambda score: str(score.task.args().get("source", "")))
         sources = {label: _figures(scored) for label, scored in by_source.items()}
         t1 = unix_s()
@@ -147,7 +154,17 @@ class EvaluatorLoops:
             }
             | ({"sets": sets} if sets else {})
             | ({"sources": sources} if sources else {})
+            | ({"failed_by_cause": failed} if failed else {})
+            | ({"env_faults": dict(faults)} if faults else {})
         )
+
+
+def _failures_by_cause(scored: Sequence[Sequence[manager.Score]]) -> dict[str, Counter[str]]:
+    """The number of failed items by kind and cause."""
+    found: dict[str, Counter[str]] = {}
+    for score in (score for results in scored for score in results if score.failed):
+        count_cause(found.setdefault(score.failed, Counter()), score.text)
+    return found
 
 
 def _figures(results: Sequence[manager.Score]) -> dict[str, Any]:

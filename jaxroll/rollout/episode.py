@@ -66,9 +66,14 @@ class EnvCallCounts:
     faults: Counter[str] = field(default_factory=Counter)
 
     def add_fault(self, cause: str) -> None:
-        """Count one fault. Causes that differ in numbers only are one cause."""
-        cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
-        self.faults[cause if cause in self.faults or len(self.faults) < CAUSES else "other causes"] += 1
+        """Count one fault."""
+        count_cause(self.faults, cause)
+
+
+def count_cause(counts: Counter[str], cause: str) -> None:
+    """Count `cause`, at most `CAUSES` different ones. Causes that differ in numbers only are one cause."""
+    cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
+    counts[cause if cause in counts or len(counts) < CAUSES else "other causes"] += 1
 
 
 class EnvironmentCalls:

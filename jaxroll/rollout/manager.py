@@ -212,7 +212,8 @@ class Score:
     """Result of one task: its text, and `pinned` if all tokens are of the evaluated version.
 
     `right` is True if the reward was 1, or if its parts include one called `correct`, if that one was 1.
-    A failed item, and one with tokens of another version, is not pinned and does not count in any mean.
+    A failed item, and one with tokens of another version, is not pinned and does not count in any mean. `failed` is
+    INFRA or DATA for a failed item, whose text is the error; else ''.
     """
 
     task: Task
@@ -221,6 +222,7 @@ class Score:
     pinned: bool
     parts: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
+    failed: str = ""
 
 
 async def scores(
@@ -276,7 +278,7 @@ def expected(task: Task) -> str:
 def _score(task: Task, member: Member, tokenizer: Tokenizer, version: Version) -> Score:
     outcome = member.outcome
     if not isinstance(outcome, Finished):
-        return Score(task, outcome.error, right=False, pinned=False)
+        return Score(task, outcome.error, right=False, pinned=False, failed=outcome.kind)
     sampled = [int(t) for s in outcome.segments for t, on in zip(s.tokens, s.loss_mask, strict=True) if on]
     pinned = all(run.version == version for run in outcome.versions)
     right = outcome.reward_parts.get("correct", outcome.reward) == 1.0  # a sum of parts may be another number

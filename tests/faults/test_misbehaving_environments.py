@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
@@ -27,9 +30,11 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
+from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import LoopThread
+from jaxroll.rollout.manager import LoopThread, RolloutManager
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
@@ -40,6 +45,7 @@ DEADLINE_S = 240.0
 NAME = "tests.harness.envs.misbehaving:{}"
 TOKENIZER = CharTokenizer("abc")
 V0 = Version(0, 0)
+Play = Callable[[RoleArgs, asyncio.AbstractEventLoop, dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 class Model:
@@ -67,6 +73,10 @@ class Feed:
         found = [(self._task(index), str(index + 1).encode()) for index in range(self._at, end)]
         self._at = end
         return found
+
+    def tasks(self) -> list[Task]:
+        """All prompts of a feeder that has an end."""
+        return [self._task(index) for index in range(len(self._ways))]
 
     def _task(self, index: int) -> Task:
         args = json.dumps({"way": self._ways[index % len(self._ways)]})
@@ -106,6 +116,42 @@ async def store_of(run_dir: Path, config: Config, feed: Feed) -> AsyncIterator[S
             await job
 
 
+class Evaluating(sessions.Session):
+    """An evaluator's session with the scripted model, whose weights need no fetch."""
+
+    def __init__(self, args: RoleArgs, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__("evaluator", args, ScoringPool(1), loop)
+        self.parts: Any = SimpleNamespace(tokenizer=TOKENIZER, follower=SimpleNamespace(relay=None, load=self._fetch))
+
+    async def _fetch(self, ref: VersionRef, relays: Any) -> None:
+        pass
+
+    def manager(self, sampling: SamplingParams) -> RolloutManager:
+        return self.rollout_manager(Model(), TOKENIZER, sampling)
+
+
+async def evaluate(
+    args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, Any], sets: dict[str, list[Task]]
+) -> None:
+    """Run an evaluator of `sets` until its first row is recorded."""
+    session: Any = Evaluating(args, loop)
+
+    async def body() -> None:
+        evaluating = asyncio.ensure_future(EvaluatorLoops(session, sets).run())
+        while not evaluating.done() and not evaluations(args.run_dir):
+            await asyncio.sleep(0.05)
+        if evaluating.done():
+            await evaluating
+        evaluating.cancel()
+
+    await session.run(lambda: asyncio.sleep(0), body)
+
+
+def evaluations(run_dir: Path) -> list[metrics.Row]:
+    path = RunPaths(run_dir).metrics
+    return [row for row in metrics.read(path) if row["kind"] == "eval"] if path.exists() else []
+
+
 async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, Any]) -> None:
     """Run a sampler's tasks without an engine."""
     session = sessions.Session("sampler-0", args, ScoringPool(1), loop)
@@ -130,15 +176,17 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
     await session.run(lambda: asyncio.sleep(0), body)
 
 
-def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool]) -> tuple[dict, dict]:
+def run(
+    run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool], role: Play = play
+) -> tuple[dict, dict]:
     """The facts of `jaxroll inspect --json` and the sampler's counts once `over` is true of the store's status."""
-    store_thread, role_thread = LoopThread("store"), LoopThread("sampler", hand_over_s=0.4)
+    store_thread, role_thread = LoopThread("store"), LoopThread("role", hand_over_s=0.4)
     seen: dict[str, Any] = {}
     args = RoleArgs(config, run_dir, None, 0)
 
     async def whole() -> None:
         async with store_of(run_dir, config, feed) as learner, asyncio.timeout(DEADLINE_S):
-            playing = role_thread.start(play(args, role_thread.loop, seen))
+            playing = role_thread.start(role(args, role_thread.loop, seen))
             while not over(await learner.status()):
                 await asyncio.sleep(0.05)
                 if playing.done():
@@ -201,6 +249,30 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     assert re.search(r"2\s+close: .*SystemExit", capsys.readouterr().out)
     assert seen["env_calls_abandoned"] >= 1
     assert sum(times for cause, times in found["env_faults"].items() if "blocked the event loop at" in cause) >= 6
+
+
+def test_failures_in_an_evaluation_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The evaluator's environments misbehave, in two sets of items. The evaluation counts the other items."""
+    failing = ["raises", "exit", "part none", "infra"]
+    name = NAME.format("misbehaving")
+    sets = {"heldout": Feed(name, [*failing, "fair", *CLOSES]).tasks(), "other": Feed(name, ["raises"]).tasks()}
+
+    role = functools.partial(evaluate, sets=sets)
+    found, _ = run(tmp_path, configured(name, 0), Feed(name, []), lambda _: bool(evaluations(tmp_path)), role)
+    (row,) = evaluations(tmp_path)
+    assert (row["correct"], row["n"], row["sets"]["other"]["n"]) == ("----1111", 4, 0)
+    causes = found["evaluation_failures"]
+    assert [(cause["failures"], cause["evaluations"]) for cause in causes] == [(2, 1), (1, 1), (1, 1), (1, 1)]
+    for way in failing:
+        (said,) = [cause for cause in causes if WAYS[way][1] in cause["cause"]]
+        assert said["kind"] == ("INFRA" if way == "infra" else "DATA")
+    assert found["failures"]["causes"] == [], "the failures of members"
+    assert len(found["env_faults"]) == len(CLOSES) and set(found["env_faults"].values()) == {1}
+    capsys.readouterr()
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"== failures in evaluations by cause\n.*\n +2 +1 +DATA +.* ago +.*of mine", shown)
+    assert re.search(r"1\s+close: .*SystemExit", shown)
 
 
 @pytest.mark.process
