@@ -426,6 +426,8 @@ class _Restart(_Known):
     process: Name
     pid: int | None = None
     code: int | None = None
+    cause: str | None = None
+    error: str | None = None
 
 
 class _Event(_Known):

@@ -27,6 +27,7 @@ _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
 # Python, C++, XLA and the system, each in its own words.
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|cannot allocate memory|failed to allocate", re.IGNORECASE)
+_ERROR, _IN_GROUP = re.compile(r"(Fatal Python )?error: "), re.compile(r"\s*\| ")  # the latter: of an exception group
 _ABORTED = "a library aborted it, as gRPC does without a message when it is out of memory; see its log"
 _CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
 KILLED_S = 10.0
@@ -115,16 +116,32 @@ def out_of_memory(text: str) -> str:
     return f"out of memory: {lines[-1][:_CAUSE_CHARS]}" if lines else ""
 
 
+def last_error(log: Path) -> str:
+    """The last `error: …` line, or last line of a traceback, since the process was last started; '' without any."""
+    found, in_traceback = "", False
+    for line in _last_lines(log):
+        content = _IN_GROUP.sub("", line, count=1)
+        if "Traceback (most recent call last):" in content:
+            in_traceback = True
+        elif _ERROR.match(line) or (in_traceback and content[:1].strip()):
+            found, in_traceback = content, False
+    return _shown(found[:_CAUSE_CHARS])[:_CAUSE_CHARS]
+
+
 def tail(log: Path, lines: int = 20) -> str:
     """The last lines of the log since the process was last started, control characters written out."""
+    return "\n".join(_shown(line) for line in _last_lines(log)[-lines:])
+
+
+def _last_lines(log: Path) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
             text = file.read().decode(errors="replace")
     except OSError:
-        return ""
+        return []
     after = text.rpartition(_MARK)[2].partition("\n")[2] if _MARK in text else text
-    return "\n".join(_shown(line) for line in after.splitlines()[-lines:])
+    return after.splitlines()
 
 
 def _shown(line: str) -> str:

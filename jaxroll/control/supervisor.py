@@ -23,7 +23,7 @@ from jaxroll import disk, lifeline, metrics
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import child as policy
-from jaxroll.control.child import Child, tail
+from jaxroll.control.child import Child, last_error, tail
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, InfraError
 from jaxroll.run_paths import RunPaths
@@ -258,6 +258,7 @@ class Supervisor:
                 slot.lives = lives
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
+                error = last_error(self._log(slot.spec.name))
                 self._tracker.log(
                     {
                         "t": unix_s(),
@@ -267,6 +268,7 @@ class Supervisor:
                         "pid": pid,
                         "code": code,
                         **({"cause": cause} if cause else {}),
+                        **({"error": error} if error else {}),
                     }
                 )
                 why = f" ({cause})" if cause else ""

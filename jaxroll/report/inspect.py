@@ -298,7 +298,9 @@ def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Fac
             found.append({"name": row["role"], "what": row["text"], "ago_s": now - row["t"]})
         elif row.get("kind") == "restart":
             how = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
-            how += f" ({row['cause']})" if row.get("cause") else ""
+            cause, error = row.get("cause") or "", row.get("error") or ""
+            how += f" ({cause})" if cause else ""
+            how += f"; its last error: {error}" if error and error not in cause else ""
             found.append({"name": row["process"], "what": how, "ago_s": now - row["t"]})
     return found[: -JOINS - 1 : -1]
 

@@ -247,7 +247,7 @@ def _event_table(view: View, rows: Sequence[tuple[float, str, str]]) -> Markup:
 
 
 EVENT_WORDS: Mapping[str, Callable[[Row], str]] = {
-    "restart": lambda row: f"{row.get('who')} (pid {row.get('pid')}) ended with {row.get('code')}; started again",
+    "restart": lambda row: f"{row.get('process')} (pid {row.get('pid')}) ended with {row.get('code')}; started again",
     "event": lambda row: str(row.get("text", "")),
     "compile": lambda row: f"{row.get('what')}: {duration(row['seconds'])}" if known(row.get("seconds")) else "",
 }

@@ -17,10 +17,11 @@ import pytest
 from jaxroll import lifeline, metrics
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import live
-from jaxroll.control.child import out_of_memory, tail
+from jaxroll.control.child import last_error, out_of_memory, tail
 from jaxroll.control.live import PlainView
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Guarded, Supervisor
+from jaxroll.report import inspect, sections
 from tests.harness.cluster import disks
 
 PATIENCE_S = 60.0
@@ -365,6 +366,42 @@ def test_the_view_of_a_run_writes_to_any_terminal(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_log_says_that_memory_was_missing(words: str, cause: str) -> None:
     assert out_of_memory(words) == cause
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("error: a: 1.\nerror: b: 2.\nbye", "error: b: 2."),
+        ("Traceback (most recent call last):\n  File x\n    call()\n    ^^^\nKeyError: 1\nbye", "KeyError: 1"),
+        ("error: a\nTraceback (most recent call last):\n  File x\nOSError\n\nDuring\n\n"
+         "Traceback (most recent call last):\n  File y\nValueError: b\n  c", "ValueError: b"),
+        ("  + Exception Group Traceback (most recent call last):\n  |   File x\n"
+         "  | ExceptionGroup: two (1 sub-exception)\n  +-+---------------- 1 ----------------\n"
+         "    | Traceback (most recent call last):\n    |   File y\n"
+         "    | ValueError: of mine\n    +------------------------------------\n", "ValueError: of mine"),
+        ("Fatal Python error: Segmentation fault\n\nThread 1:\n  File x", "Fatal Python error: Segmentation fault"),
+        ("error: of the last process\n=== started now\nall is well", ""),
+        ("error: \x1b[2J" + "x" * 10_000, "error: \\x1b[2J" + "x" * 186),
+        ("an error: no", ""),
+    ],
+)  # fmt: skip
+def test_the_last_error_of_a_log(tmp_path: Path, words: str, error: str) -> None:
+    (tmp_path / "log").write_text(words)
+    assert last_error(tmp_path / "log") == error
+
+
+@pytest.mark.process
+def test_a_restart_has_the_last_error_of_the_log(tmp_path: Path) -> None:
+    code = "if not os.path.exists('again'): open('again', 'w'), sys.exit('error: the disk is full.')"
+    line = f"import os, sys\nos.chdir({str(tmp_path)!r})\n{code}"
+    spec = ProcessSpec("learner", "learner", (sys.executable, "-c", line))
+    config = SupervisorConfig(max_restarts=1, backoff_s=0.05)
+    assert Supervisor([spec], tmp_path, config, PlainView(tmp_path, 5), leader="learner").run() == 0
+    (row,) = rows = [row for row in metrics.read(tmp_path / "metrics.jsonl") if row["kind"] == "restart"]
+    assert row["error"] == "error: the disk is full." and "cause" not in row
+    (shown,) = inspect._joins_and_leaves(rows, row["t"])
+    assert shown["what"] == "ended with 1, started again; its last error: error: the disk is full."
+    assert sections.EVENT_WORDS["restart"](row).startswith(f"learner (pid {row['pid']}) ended with 1")
 
 
 @pytest.mark.process
