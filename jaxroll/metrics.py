@@ -372,6 +372,7 @@ class _Stats(_Known):
     tokens_aborted_done: Count | None = None
     answers_rejected: dict[str, Count] | None = None
     env_faults: dict[str, Count] | None = None
+    env_restored: Count | None = None
     scoring_failed: dict[str, Count] | None = None
     scoring_remote: dict[str, Count] | None = None
 

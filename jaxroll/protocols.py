@@ -94,7 +94,8 @@ class LLMProxy(Protocol):
 class StepResult(msgspec.Struct, frozen=True):
     """The result of an environment's step: the next messages (none when done), the reward so far, its parts.
 
-    `extracted` is the part of the answer that was scored; None if it was the whole answer.
+    `extracted` is the part of the answer that was scored; None if it was the whole answer. `state` is what `restore`
+    (see Environment) needs to continue after this step; None if it cannot.
     """
 
     done: bool
@@ -102,6 +103,7 @@ class StepResult(msgspec.Struct, frozen=True):
     reward: float = 0.0
     reward_parts: dict[str, float] = {}
     extracted: str | None = None
+    state: bytes | None = None
 
 
 @runtime_checkable
@@ -111,6 +113,9 @@ class Environment(Protocol):
     Its methods are coroutines or plain functions. It declares its `Traits` as attributes (of the class, if they do not
     depend on the config); absent attributes have the defaults of `traits`. An environment on the event loop that has an
     attribute `answer_tokens` finds there, at each step, the number of tokens of the answer.
+
+    Optional: `restore(state)`, after `reset` with the same task and seed, continues after the step whose result had
+    this `StepResult.state`, as if the steps up to it had been made here. If it raises, the instance is closed.
     """
 
     step_limit_s: float
@@ -140,7 +145,7 @@ class Traits(msgspec.Struct, frozen=True):
     `place` is where its methods run: on the event loop (coroutines, and functions that return at once), in a thread, or
     in a process that is killed when it hangs. A call that raises InfraError is repeated up to `reset_retries` or
     `step_retries` times, after pauses that double: declare retries only if a failed call changes nothing. An episode
-    has at most `max_turns` answers.
+    has at most `max_turns` answers. `restores` is True if it has a method `restore`.
     """
 
     place: Place
@@ -149,6 +154,7 @@ class Traits(msgspec.Struct, frozen=True):
     reset_retries: int = 0
     step_retries: int = 0
     max_turns: int = MAX_TURNS
+    restores: bool = False
 
 
 def traits(environment: Any) -> Traits:
@@ -166,7 +172,8 @@ def traits(environment: Any) -> Traits:
     reset_retries = int(_declared("reset_retries", get("reset_retries", 0), 0, MAX_RETRIES))
     step_retries = int(_declared("step_retries", get("step_retries", 0), 0, MAX_RETRIES))
     max_turns = int(_declared("max_turns", get("max_turns", MAX_TURNS), 1, 2**31))
-    return Traits(place, reset_limit_s, step_limit_s, reset_retries, step_retries, max_turns)
+    restores = callable(get("restore", None))
+    return Traits(place, reset_limit_s, step_limit_s, reset_retries, step_retries, max_turns, restores)
 
 
 def _declared(name: str, value: Any, least: float, most: float) -> float:
@@ -250,7 +257,10 @@ def step_result(value: Any) -> StepResult:
     if extracted is not None:
         extracted = text(extracted, "StepResult.extracted", MAX_SHOWN_CHARS)[:MAX_EXTRACTED_CHARS]
     shown = () if done else messages(value.messages, "StepResult.messages")
-    return StepResult(done, shown, number(value.reward, "the reward"), parts(value.reward_parts), extracted)
+    if not isinstance(value.state, bytes | None):
+        raise DataError(f"StepResult.state is {_named(value.state)}, not bytes")
+    reward = number(value.reward, "the reward")
+    return StepResult(done, shown, reward, parts(value.reward_parts), extracted, value.state)
 
 
 def messages(value: Any, field: str) -> tuple[Message, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 # Limits that are checked while a record is decoded, before memory is allocated. A member of 10⁵ tokens has two segments
 # and a few runs; a dialogue of a thousand turns has two thousand segments.
 MAX_SEGMENTS, MAX_RUNS, MAX_PARTS, MAX_LABEL_CHARS, MAX_ADDRESS_CHARS = 4096, 65_536, 256, 128, 4096
+MAX_STATE_BYTES = 64 * 2**10  # of an environment after one turn; a member holds one for each of its turns
 MAX_EXTRACTED_CHARS = 2000  # recorded with a sample; scorers receive the whole answer
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # the largest integer that every JSON reader represents exactly
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
@@ -123,11 +124,19 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 Outcome = Finished | Failed
 
 
+class TurnEnd(msgspec.Struct, frozen=True):
+    """The end of a turn in a conversation: S tokens shown after its answer, and the environment's state then."""
+
+    shown: np.ndarray  # int32 [S]
+    state: Annotated[bytes, msgspec.Meta(max_length=MAX_STATE_BYTES)]
+
+
 class Partial(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tokens of an unfinished member's first answer: T of them, from token `start` on.
+    """Sampled tokens of an unfinished member: T of them, all of one answer, from its sampled token `start` on.
 
     `prompt` is the digest of the tokens that precede the answer (`prompt_digest`); an answer continues only behind the
-    same prompt. `versions` and `support` are those of the T tokens, as in `Finished` and `Segment`.
+    same prompt. `versions` and `support` are those of the T tokens, as in `Finished` and `Segment`. With `turn` the
+    answer ends with these tokens.
     """
 
     group: Count
@@ -139,6 +148,7 @@ class Partial(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: np.ndarray  # float32 [T]
     versions: Annotated[tuple[VersionRun, ...], msgspec.Meta(max_length=MAX_RUNS)]
     support: np.ndarray = UNMARKED  # uint8 [N], or [0] if no token was truncated
+    turn: TurnEnd | None = None
 
 
 class Member(msgspec.Struct, frozen=True):

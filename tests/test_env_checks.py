@@ -50,6 +50,7 @@ def test_numbers_of_other_libraries_become_floats(reward: Any) -> None:
         (ended(reward_parts={"x" * (MAX_LABEL_CHARS + 1): 1.0}), "label .* has 129 characters"),
         (ended(reward_parts={"\ud800": 1.0}), "label .* lone surrogate"),
         (ended(reward_parts={str(i): 1.0 for i in range(MAX_PARTS)}), "reward_parts has 256 entries"),
+        (StepResult(done=False, state="3"), "StepResult.state is a value of type str, not bytes"),  # type: ignore[arg-type]
         (StepResult(done="yes"), "done is a value of type str"),  # type: ignore[arg-type]
         (StepResult(done=None), "done is None"),  # type: ignore[arg-type]
         (StepResult(done=False, messages=None), r"messages is None"),  # type: ignore[arg-type]

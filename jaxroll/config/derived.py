@@ -333,9 +333,12 @@ def one_version(config: Config) -> bool:
 
 
 def flush_tokens(config: Config) -> int:
-    """Sampled tokens between two flushes of an unfinished answer; 0 if no answer is long enough for one."""
+    """Sampled tokens between two flushes of an unfinished answer; 0 if no answer is long enough for one.
+
+    Turns of conversations (`task.max_episode_tokens`) are flushed at their end, however short they are.
+    """
     tokens = config.sampler.flush_tokens
-    return tokens if tokens < config.sampling.max_tokens else 0
+    return tokens if tokens < config.sampling.max_tokens or config.task.max_episode_tokens else 0
 
 
 def actor_members(config: Config, samplers: int) -> int:

@@ -50,10 +50,15 @@ class Calculator:
         if expression is not None:
             reply, succeeded = tool_reply(expression)
             self._calls, self._results = self._calls + 1, self._results + succeeded
-            return StepResult(done=False, messages=(Message("tool", reply),))
+            state = b"%d %d" % (self._calls, self._results)
+            return StepResult(done=False, messages=(Message("tool", reply),), state=state)
         grade = await self._grader.grade(self._env_args, answer, self.answer_tokens, self._messages)
         parts = {**grade.parts, "tool_used_ok": float(self._results > 0), "tool_calls": float(self._calls)}
         return StepResult(done=True, reward=grade.reward, reward_parts=parts, extracted=grade.extracted)
+
+    def restore(self, state: bytes) -> None:
+        """Continue after an earlier call of the tool."""
+        self._calls, self._results = map(int, state.split())
 
     async def close(self) -> None:
         """Forget the task; the pool is shared and stays open."""

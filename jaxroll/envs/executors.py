@@ -303,6 +303,8 @@ class InThread:
         self.step_limit_s = self.reset_limit_s = math.inf  # `Threads` enforces the limits, from the start on a thread
         self.reset_retries, self.step_retries = self._declared.reset_retries, self._declared.step_retries
         self.max_turns = self._declared.max_turns
+        if self._declared.restores:
+            self.restore = self._restore
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The first messages."""
@@ -311,6 +313,10 @@ class InThread:
     async def step(self, answer: str) -> StepResult:
         """The result of `answer`."""
         return await self._call(lambda: self._env.step(answer), self._declared.step_limit_s, "step")
+
+    async def _restore(self, state: bytes) -> None:
+        restore = getattr(self._env, "restore")  # noqa: B009 - optional in the protocol
+        await self._call(lambda: restore(state), self._declared.reset_limit_s, "restore")
 
     async def close(self) -> None:
         """Close the environment, unless a call never returned: it may not be used from another thread then."""

@@ -53,7 +53,8 @@ class FrozenLake:
         self._misread += action_in(answer) is None
         view = game.act(answer)
         if not game.over and self._left > 0:
-            return StepResult(done=False, messages=(Message("user", view),))
+            state = json.dumps([game.place, self._turns, self._misread]).encode()
+            return StepResult(done=False, messages=(Message("user", view),), state=state)
         parts = {
             "success": float(game.won),
             "fell": float(game.over and not game.won),
@@ -61,6 +62,14 @@ class FrozenLake:
             "misread": float(self._misread),
         }
         return StepResult(done=True, reward=float(game.won), reward_parts=parts)
+
+    def restore(self, state: bytes) -> None:
+        """Continue the game after an earlier step; DataError for a state that no step returned."""
+        game, (place, turns, misread) = self._game, json.loads(state)
+        if game is None or not (0 <= place < len(game.lake.cells) and 0 <= misread <= turns < self._left):
+            raise DataError(f"{state[:60]!r} is no state of this game")
+        game.skip(turns - misread)
+        game.place, self._turns, self._misread, self._left = place, turns, misread, self._left - turns
 
     def close(self) -> None:
         """Forget the game."""
@@ -184,6 +193,11 @@ class Game:
     def won(self) -> bool:
         """True if the player is at the goal."""
         return self.lake.cells[self.place] == GOAL
+
+    def skip(self, actions: int) -> None:
+        """Draw the chances of `actions` earlier actions."""
+        for _ in range(actions):
+            executed_action(0, self._slippery, self._random)
 
     def act(self, answer: str) -> str:
         """Execute `answer` and return the view, which marks an answer without an action; that changes nothing."""

@@ -61,6 +61,12 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     answer: str
 
 
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """Continue after the step whose result had this state."""
+
+    state: bytes
+
+
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """The episode is over."""
 
@@ -81,6 +87,10 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     result: StepResult
 
 
+class Restored(msgspec.Struct, frozen=True, tag="restored"):
+    """The environment continues after an earlier step."""
+
+
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
     """The environment is closed."""
 
@@ -92,8 +102,8 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     infra: bool = False
 
 
-Order = Reset | NextTask | Step | Close
-Answer = Ready | Shown | Stepped | Closed | Raised
+Order = Reset | NextTask | Step | Restore | Close
+Answer = Ready | Shown | Stepped | Restored | Closed | Raised
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -156,6 +166,9 @@ class Player:
                 return Shown(protocols.messages(self._done(self._current.reset(task, seed)), _SHOWN))
             case Step(text):
                 return Stepped(protocols.step_result(self._done(self._current.step(text))))
+            case Restore(state):
+                self._done(getattr(self._current, "restore")(state))  # noqa: B009 - optional in the protocol
+                return Restored()
             case Close():
                 env, self._env = self._env, None
                 if env is not None:
@@ -386,6 +399,8 @@ class InProcess:
         self.step_limit_s = self.reset_limit_s = math.inf  # `_asked` enforces the limits, from the call to a process
         self.reset_retries, self.step_retries = declared.reset_retries, declared.step_retries
         self.max_turns = declared.max_turns
+        if declared.restores:
+            self.restore = self._restore
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The first messages."""
@@ -403,6 +418,9 @@ class InProcess:
         found = await self._asked(Step(answer), self._declared.step_limit_s, "step")
         assert isinstance(found, Stepped)
         return found.result
+
+    async def _restore(self, state: bytes) -> None:
+        await self._asked(Restore(state), self._declared.reset_limit_s, "restore")
 
     async def close(self) -> None:
         """Return the process to the pool; it is reused if its environment closed properly."""

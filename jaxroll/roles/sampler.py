@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -62,7 +62,6 @@ class Members:
 
     `version` returns, once there are weights, the version to request leases with; every token of the granted members is
     sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
-
     Their tokens are flushed to the store `flush_tokens` at a time (0: never); `gather` requests the rest of the engine.
     """
 
@@ -134,7 +133,7 @@ class Members:
                 play, resumed = self._begin(grant), dict(grant.resumed)
                 for member, attempt in grant.members:
                     key = (grant.group, member, attempt)
-                    before = await self._partial(key) if member in resumed and self._flush_tokens else None
+                    before = await self._partial(key) if member in resumed and self._flush_tokens else ()
                     if key not in self.ended:
                         self._start(key, play, before)
             self.ended.clear()  # later grants are new attempts
@@ -173,18 +172,18 @@ class Members:
             await asyncio.sleep(0.2)
         return []
 
-    async def _partial(self, key: Key) -> Partial | None:
-        """The flushed tokens of a member; None if they cannot be read, so that it starts again."""
-        with contextlib.suppress(StoreRefusal, InfraError):
+    async def _partial(self, key: Key) -> Sequence[Partial]:
+        """The flushed answers of a member; none if they cannot be read, so that it starts again."""
+        try:
             return await self.store.partial(key)
+        except (StoreRefusal, InfraError):
+            return ()
 
-    def _start(self, key: Key, play: MemberPlayer, before: Partial | None = None) -> None:
+    def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = ()) -> None:
         stream = self.store.stream(key, self._flush_tokens, before) if self._flush_tokens else None
         self.playing[key] = Transcript(stream=stream)
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
-        task.add_done_callback(
-            lambda task: self._over(key, task)
-        )  # runs also if the task is cancelled before it starts
+        task.add_done_callback(lambda task: self._over(key, task))  # also if it is cancelled before it starts
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
         self.open.pop(key, None)
@@ -308,7 +307,7 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
-        "env_faults": dict(asked.faults), **executors.counts(),
+        "env_faults": dict(asked.faults), "env_restored": asked.restored, **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
 

@@ -35,7 +35,7 @@ from jaxroll.protocols import (
     Traits,
     described,
 )
-from jaxroll.records import NO_EXPERTS, Finished, Message, Segment, Task, VersionRun
+from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Partial, Segment, Task, VersionRun
 
 # --- Calls of environment code, with time limits and retries, isolated from each other
 #
@@ -63,6 +63,7 @@ class EnvCallCounts:
     retries: int = 0
     overdue: int = 0
     abandoned: int = 0
+    restored: int = 0  # environments that continue after the turns of another process
     faults: Counter[str] = field(default_factory=Counter)
 
     def add_fault(self, cause: str) -> None:
@@ -117,6 +118,26 @@ class EnvironmentCalls:
         declared = self.traits(env)
         call = lambda: env.step(answer)  # noqa: E731
         return await self._with_retries(env, call, declared.step_limit_s, declared.step_retries, "step")
+
+    async def restored(self, env: Environment, stream: AnswerStream | None, shown: list[int]) -> Sequence[Partial]:
+        """The completed turns of another process after the prompt `shown`; `env` continues there, or RestoreFailed."""
+        if stream is None or not self.traits(env).restores:
+            return ()
+        turns = stream.turns(np.asarray(shown, np.int32))
+        if turns and (end := turns[-1].turn) is not None:
+            try:
+                await self.restore(env, end.state)
+            except Exception as error:
+                self.counts.add_fault(f"restore: {described(error)}")
+                raise RestoreFailed(described(error)) from error
+        return turns
+
+    async def restore(self, env: Environment, state: bytes) -> None:
+        """Make `env`, which was reset, continue after the step that returned `state`. Raises what it raises."""
+        restore, limit_s = getattr(env, "restore"), self.traits(env).reset_limit_s  # noqa: B009 - optional in the protocol
+        self.counts.calls += 1
+        await self._within_limit(env, lambda: restore(state), limit_s, "restore")
+        self.counts.restored += 1
 
     async def close(self, env: Environment) -> None:
         """Close `env`, unless one of its calls is still running. Raises the error of its close."""
@@ -186,9 +207,7 @@ class EnvironmentCalls:
             if not task.done():
                 self.counts.abandoned += 1
                 self._stuck[id(env)] = task
-                task.add_done_callback(
-                    lambda _: self._stuck.pop(id(env), None)
-                )  # keeps `env` alive, so that its id is not reused
+                task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # keeps `env` alive, and its id taken
 
 
 async def _answered(call: Callable[[], Any], what: str) -> Any:
@@ -223,25 +242,35 @@ def _noticed(task: asyncio.Task[Any]) -> None:
 GENERATION_LIMIT_S = 600.0
 
 
+class RestoreFailed(Exception):
+    """An environment could not continue after the turns of another process; it must not be used any more."""
+
+
 class AnswerStream(Protocol):
-    """The tokens of a first answer on their way to the store, `piece_tokens` at a time."""
+    """The conversation on its way to the store, the tokens of an answer `piece_tokens` at a time."""
 
     piece_tokens: int
 
+    def turns(self, prompt: np.ndarray) -> Sequence[Partial]:
+        """The completed turns after the first prompt (int32 [P]) of another process; at a second call none."""
+        ...
+
     def begin(self, prompt: np.ndarray) -> Completion | None:
         """The first tokens of the answer to `prompt` (int32 [P]), if another process has sampled some."""
-        ...
 
     def add(self, piece: Completion) -> None:
         """Take further tokens of the answer."""
-        ...
+
+    def end_turn(self, answer: Completion, shown: Sequence[int], state: bytes) -> None:
+        """Take the complete answer, the tokens shown after it, and the environment's state."""
 
 
 @dataclass
 class Transcript:
     """The conversation so far, as segments; `context()` is the model's next prompt.
 
-    A `stream` receives the tokens of the first answer while they are sampled.
+    A `stream` receives the tokens of the first answer while they are sampled, and those of later turns as long as the
+    environment can be restored.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -346,21 +375,27 @@ async def run(
     answer: a model must end its answer to be rewarded. DataError if the environment exceeds its time limits,
     DeadlineExceeded if a generation exceeds `bounds.generation_s`; other errors pass through, InfraError after the
     retries that the environment declares. Cancelling aborts the generation.
+
+    It continues after the completed turns that the transcript's stream has of another process, for which it restores
+    the environment. RestoreFailed if that fails, before anything is in the transcript.
     """
-    env_calls = env_calls or EnvironmentCalls()
+    env_calls, transcript = env_calls or EnvironmentCalls(), transcript or Transcript()
     traits = env_calls.traits(env)
     turns, sampling = min(bounds.turns or traits.max_turns, traits.max_turns), with_stop(sampling, tokenizer)
-    transcript = transcript or Transcript()
-    tools = task.tools()
-    messages, most = protocols.messages(await env_calls.reset(env, task), "what reset() returned"), 0
+    tools, stream = task.tools(), transcript.stream
+    messages = protocols.messages(await env_calls.reset(env, task), "what reset() returned")
+    shown = _rendered(tokenizer, messages, tools, first=True)
+    most, played = bounds.most(len(shown)), await env_calls.restored(env, stream, shown)
     for turn in range(turns):
-        transcript.show(_rendered(tokenizer, messages, tools, first=turn == 0))
-        most = bounds.most(transcript.length) if turn == 0 else most
+        transcript.show(shown)
+        if turn < len(played) and (end := (one := played[turn]).turn) is not None:
+            transcript.add(Completion(one.tokens, one.logprobs, one.versions, "stop", one.support))
+            shown = end.shown.tolist()
+            continue
         left = room(most, transcript.length, sampling)
         if left is None:
             return _cut(transcript)
         more = turn + 1 < turns
-        stream = transcript.stream if turn == 0 else None
         prompt = transcript.context()
         completion = await generated(proxy, prompt, key, left, bounds.generation_s, keep=more, stream=stream)
         transcript.add(completion)
@@ -373,8 +408,22 @@ async def run(
         if result.done:
             parts = {**result.reward_parts, "truncated": 0.0}
             return transcript.finished("stop" if turn == 0 else "done", result.reward, parts, result.extracted)
-        messages = result.messages
+        shown = _rendered(tokenizer, result.messages, tools, first=False) if more else []
+        state = _kept_state(env, traits, result.state, env_calls.counts)
+        stream = stream if state is not None else None
+        if stream is not None and state is not None and more:
+            stream.end_turn(completion, shown, state)
     return _cut(transcript)
+
+
+def _kept_state(env: Environment, declared: Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:
+    """The state after a step, if there is one that can be kept; one that is too large is a fault."""
+    if state is not None and not declared.restores:
+        raise DataError(f"StepResult.state is given, but {type(env).__name__} has no method restore(state)")
+    if state is None or len(state) <= MAX_STATE_BYTES:
+        return state
+    counts.add_fault(f"state: {len(state)} bytes, at most {MAX_STATE_BYTES} are kept")
+    return None
 
 
 def room(tokens: int, length: int, sampling: SamplingParams) -> SamplingParams | None:
@@ -444,10 +493,8 @@ async def generated(
         raise InfraError(f"generation ended with {completion.finish!r} after {count} tokens")
     if not count:
         raise InfraError("a completion without a token")
-    if len(completion.logprobs) != count or sum(run.count for run in completion.versions) != count:
-        raise InfraError(
-            f"{count} tokens came with {len(completion.logprobs)} log-probs, versions {completion.versions}"
-        )
+    if (logprobs := len(completion.logprobs)) != count or sum(run.count for run in completion.versions) != count:
+        raise InfraError(f"{count} tokens came with {logprobs} log-probs, versions {completion.versions}")
     if not np.all(np.isfinite(completion.logprobs)):
         raise InfraError("a sampled token has a log-prob that is not finite")
     return completion

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -141,8 +142,9 @@ class RolloutManager:
         bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
         play: EpisodePlayer = episode.run,
     ) -> None:
-        self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
-        self._bounds, self._env_calls, self._play = bounds, EnvironmentCalls(), play
+        self._proxy, self._make_env, self._env_calls = proxy, make_env, EnvironmentCalls()
+        fixed = {"tokenizer": tokenizer, "sampling": sampling, "bounds": bounds, "env_calls": self._env_calls}
+        self._play = functools.partial(play, **fixed)
         self.counts = Counts()
 
     @property
@@ -173,27 +175,25 @@ class RolloutManager:
         self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
     ) -> Outcome:
         try:
-            env = self._env_calls.make(self._make_env, grant.task.env)
-            try:
-                return await self._play(
-                    grant.task,
-                    GenerationKey(grant.group, member, grant.key_salt),
-                    env=env,
-                    proxy=proxy,
-                    tokenizer=self._tokenizer,
-                    sampling=self._sampling,
-                    bounds=self._bounds,
-                    env_calls=self._env_calls,
-                    transcript=transcript,
-                )
-            finally:
-                await self._close(env)
+            with contextlib.suppress(episode.RestoreFailed):  # counted; another environment plays from the start
+                return await self._episode(grant, member, proxy, transcript)
+            return await self._episode(grant, member, proxy, transcript)
         except InfraError as error:
             return Failed("INFRA", described(error))
         except BaseException as error:
             if is_cancellation(error):
                 raise
             return Failed("DATA", described(error))
+
+    async def _episode(
+        self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
+    ) -> Finished:
+        env = self._env_calls.make(self._make_env, grant.task.env)
+        try:
+            key = GenerationKey(grant.group, member, grant.key_salt)
+            return await self._play(grant.task, key, env=env, proxy=proxy, transcript=transcript)
+        finally:
+            await self._close(env)
 
     async def _close(self, env: Environment) -> None:
         """Close the environment. A failure is counted and does not change the outcome."""

@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from jaxroll import metrics, wire
-from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
+from jaxroll.errors import DataError, InfraError, NoCredit, NotReady, StoreRefusal
 from jaxroll.records import (
     Claim,
     ClaimedGroup,
@@ -30,7 +32,7 @@ from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
-from jaxroll.store.flushes import Flushes, Stream, joined_partials
+from jaxroll.store.flushes import Flushes, Stream, answers
 from jaxroll.store.messages import (
     MAX_PUTS,
     Joined,
@@ -129,10 +131,10 @@ class StoreClient:
         """Store a member: OK, or SURPLUS if its group ended without it. Raises Conflict, Fenced."""
         return await self._puts.put(wire.encode(member))
 
-    def stream(self, key: Key, tokens: int, before: Partial | None = None) -> Stream:
-        """A stream of the first answer of a leased member, which sends whenever `tokens` new ones have come.
+    def stream(self, key: Key, tokens: int, before: Sequence[Partial] = ()) -> Stream:
+        """A stream of the conversation of a leased member, which sends whenever `tokens` new ones have come.
 
-        `before` are its first tokens, if the store has some. `end_stream` ends it.
+        `before` are its answers that the store has. `end_stream` ends it.
         """
         return self._flushes.begin(key, tokens, before)
 
@@ -144,10 +146,13 @@ class StoreClient:
         """Wait until the tokens that the streams have gathered are with the store."""
         await self._flushes.idle()
 
-    async def partial(self, key: Key) -> Partial | None:
-        """The first tokens of a leased member's first answer; None if the store has none."""
+    async def partial(self, key: Key) -> tuple[Partial, ...]:
+        """The answers of a leased member that the store has, all but the last one complete. InfraError if malformed."""
         reply = await self._call("Partial", msg.PartialCall(key), msg.PartialReply)
-        return joined_partials([wire.decode(piece, Partial) for piece in reply.pieces])
+        try:
+            return answers([wire.decode(piece, Partial) for piece in reply.pieces])
+        except (msgspec.MsgspecError, DataError) as error:
+            raise InfraError(f"the flushed tokens of member {key}: {error}") from error
 
     async def leave(self) -> None:
         """End all leases of this process, granted ones whose reply was lost included, as its last call."""

@@ -15,27 +15,36 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.errors import InfraError, StoreRefusal
 from jaxroll.protocols import Completion, Supports
-from jaxroll.records import Partial, prompt_digest
+from jaxroll.records import Partial, TurnEnd, prompt_digest, versions_after
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutCall
 
 MAX_CALL_BYTES = 2**20  # of pieces in one call, unless a single one has more
 
 
-def joined_partials(pieces: Sequence[Partial]) -> Partial | None:
-    """One partial of `pieces`, which follow one another from token 0 on; None if there are none or they do not."""
-    tokens = 0
+def answers(pieces: Sequence[Partial]) -> tuple[Partial, ...]:
+    """One partial for each answer in `pieces`, which follow one another from token 0 on; () if they do not.
+
+    All but the last answer are complete.
+    """
+    tokens, found, answer = 0, list[Partial](), list[Partial]()
     for piece in pieces:
-        if piece.start != tokens or piece.prompt != pieces[0].prompt:
-            return None
+        if piece.start != tokens or (answer and piece.prompt != answer[0].prompt):
+            return ()
         tokens += len(piece.tokens)
-    if not tokens:
-        return None
+        answer.append(piece)
+        if piece.turn is not None:
+            found.append(_joined(answer))
+            answer = []
+    return (*found, *([_joined(answer)] if answer else []))
+
+
+def _joined(pieces: Sequence[Partial]) -> Partial:
     ids = np.concatenate([piece.tokens for piece in pieces])
     support = Supports.joined([Supports.decoded(piece.support, piece.tokens) for piece in pieces])
     return msgspec.structs.replace(
         pieces[-1],
-        start=0,
+        start=pieces[0].start,
         tokens=ids,
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
         versions=tuple(run for piece in pieces for run in piece.versions),
@@ -44,27 +53,63 @@ def joined_partials(pieces: Sequence[Partial]) -> Partial | None:
 
 
 class Stream:
-    """The first answer of one member on its way to the store (`rollout.episode.AnswerStream`)."""
+    """The conversation of one member on its way to the store (`rollout.episode.AnswerStream`).
 
-    def __init__(self, flushes: Flushes, key: Key, piece_tokens: int, before: Partial | None) -> None:
+    `before` are the answers that the store has, in order.
+    """
+
+    def __init__(self, flushes: Flushes, key: Key, piece_tokens: int, before: Sequence[Partial]) -> None:
         self.key, self.piece_tokens = key, piece_tokens
-        self._flushes, self._before, self._prompt = flushes, before, ""
-        self._end = self.sent = 0  # tokens of the answer so far; those of them that the store has
+        self._flushes, self._before, self._prompt = flushes, tuple(before), ""
+        self._answer = 0  # sampled tokens before the current answer
+        self._end = self.sent = 0  # sampled tokens so far; those of them that the store has
         self._pieces: list[Partial] = []
 
+    def turns(self, prompt: np.ndarray) -> tuple[Partial, ...]:
+        """The completed turns after `prompt`, the first one, that the store has; the stream continues after them.
+
+        () if the stored answers do not belong to this prompt or to one another, and at a second call: the member then
+        starts again.
+        """
+        found, context = list[Partial](), prompt
+        for one in self._before:
+            if one.prompt != prompt_digest(context):
+                self._before, self._end, self.sent = (), 0, 0
+                return ()
+            if one.turn is not None:
+                found.append(one)
+                context = np.concatenate([context, one.tokens, one.turn.shown])
+        self._before = self._before[len(found) :]
+        self._end = self.sent = sum(len(one.tokens) for one in found)
+        return tuple(found)
+
     def begin(self, prompt: np.ndarray) -> Completion | None:
-        """The first tokens of the answer, if the store has some for this prompt."""
-        self._prompt, known = prompt_digest(prompt), self._before
-        if known is None or known.prompt != self._prompt:
+        """The first tokens of the next answer, if the store has some for this prompt."""
+        known, self._before = self._before[:1], ()
+        self._prompt, self._answer = prompt_digest(prompt), self._end
+        if not known or known[0].prompt != self._prompt or known[0].turn is not None:
             return None
-        self._end = self.sent = len(known.tokens)
-        return Completion(known.tokens, known.logprobs, known.versions, "", known.support)
+        self._end = self.sent = self._end + len(known[0].tokens)
+        return Completion(known[0].tokens, known[0].logprobs, known[0].versions, "", known[0].support)
 
     def add(self, piece: Completion) -> None:
         """Send these tokens as soon as the flush under way has ended."""
-        part = Partial(*self.key, self._end, self._prompt, piece.tokens, piece.logprobs, piece.versions, piece.support)
-        self._pieces.append(part)
-        self._end += len(piece.tokens)
+        self._add(piece, None)
+
+    def end_turn(self, answer: Completion, shown: Sequence[int], state: bytes) -> None:
+        """Send the rest of the current answer, the tokens shown after it, and the environment's state."""
+        rest = _after(answer, self._end - self._answer)
+        if len(rest.tokens):
+            self._add(rest, TurnEnd(np.asarray(shown, np.int32), state))
+        else:  # no piece could carry the turn
+            self._flushes.end(self.key)
+
+    def _add(self, piece: Completion, turn: TurnEnd | None) -> None:
+        tokens, start = piece.tokens, self._end
+        self._pieces.append(
+            Partial(*self.key, start, self._prompt, tokens, piece.logprobs, piece.versions, piece.support, turn)
+        )
+        self._end += len(tokens)
         self._flushes.due(self)
 
     def unsent(self) -> list[Partial]:
@@ -78,6 +123,13 @@ class Stream:
         return known == piece.start + len(piece.tokens) or lost_with_store
 
 
+def _after(answer: Completion, tokens: int) -> Completion:
+    """The completion without its first `tokens` tokens."""
+    rest = answer.tokens[tokens:]
+    support = Supports.decoded(answer.support, answer.tokens).part(tokens, len(answer.tokens)).encoded(rest)
+    return Completion(rest, answer.logprobs[tokens:], versions_after(answer.versions, tokens), "", support)
+
+
 class Flushes:
     """The streams of the members in flight, sent by `call`, one call at a time. Belongs to one event loop."""
 
@@ -87,7 +139,7 @@ class Flushes:
         self._due: dict[Key, Stream] = {}
         self._sending: asyncio.Task[None] | None = None
 
-    def begin(self, key: Key, piece_tokens: int, before: Partial | None) -> Stream:
+    def begin(self, key: Key, piece_tokens: int, before: Sequence[Partial] = ()) -> Stream:
         """A stream for the member, until `end`."""
         stream = self._open[key] = Stream(self, key, piece_tokens, before)
         return stream

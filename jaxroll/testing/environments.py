@@ -221,6 +221,7 @@ class _Check:
             each_s = (time.monotonic() - began_s) / len(ends)
             await self._lifecycle(good[0][0])
             await self._again(good)
+            await self._restored(good)
             await self._at_once(good)
             await self._cancelled(good[0][0])
             await self._leaks([play for play, _, _ in good], min(LEAK_EPISODES, int(LEAK_BUDGET_S / 3 / each_s)))
@@ -373,6 +374,28 @@ class _Check:
                     self._where(play, again),
                     "take all chance from the seed of reset",
                 )
+
+    async def _restored(self, good: Sequence[tuple[_Play, Observed | None, Outcome]]) -> None:
+        """Restore another instance after a turn of each play: its next result must be that of the first instance."""
+        for play, env, _ in good[: 2 * TASKS]:
+            turns = [] if env is None else [k for k, one in enumerate(env.results[:-1]) if one.state is not None]
+            if env is None or not turns:
+                continue
+            asking, other = EnvironmentCalls(), self._executors.create(self._name)
+            where, result = f"task {play.task.index}, restored after step {turns[-1] + 1}", env.results[turns[-1] + 1]
+            do = "the state must hold everything that the steps changed, random generators included"
+            try:
+                await asking.reset(other, play.task)
+                await asking.restore(other, env.results[turns[-1]].state or b"")
+                found = await asking.step(other, env.answers[turns[-1] + 1])
+                same = (found.done, found.messages, found.reward) == (result.done, result.messages, result.reward)
+                if not same or found.state != result.state:
+                    self.add("a restored instance answers the next step in another way", where, do)
+            except Exception as error:  # noqa: BLE001 - foreign code; it becomes a violation
+                self.add(f"restoring raised {described(error)[:300]}", where, do)
+            finally:
+                with contextlib.suppress(Exception):  # its close is checked elsewhere
+                    await asking.close(other)
 
     async def _at_once(self, good: Sequence[tuple[_Play, Observed | None, Outcome]]) -> None:
         """Play several instances at the same time, as in a run."""

@@ -34,6 +34,7 @@ class Observed:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self.first: tuple[Message, ...] | None = None
+        self.answers: list[str] = []
         self.results: list[StepResult] = []
         self.calls = 0
         self.close_s, self.close_error = 0.0, ""
@@ -56,6 +57,7 @@ class Observed:
         if inspect.isawaitable(found):
             asyncio.get_running_loop().call_soon(self.entered.set)
             found = await found
+        self.answers.append(answer)
         self.results.append(found)
         return found
 

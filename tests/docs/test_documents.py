@@ -271,6 +271,10 @@ def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypa
         heard, result = asyncio.run(play(task, answers))
         assert (result.done, result.reward, result.reward_parts) == (True, 1.0, {"guesses": float(len(answers))})
         assert heard == [message.content for message in said if message.role == "user"]
+        env = registry.create(task.env, ScoringPool(1), config.task)
+        env.reset(task, 0)
+        getattr(env, "restore")(b"6")  # noqa: B009 - optional in the protocol
+        assert env.step(answers[-1]).reward_parts == {"guesses": 7.0}
         heard, result = asyncio.run(play(task, ["1x", "²", ""]))
         assert heard == ["?"] * 3 and not result.done
 

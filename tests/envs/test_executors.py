@@ -69,6 +69,27 @@ def test_plain_functions_go_to_a_thread() -> None:
     play(body)
 
 
+async def restored(env: Environment) -> str:
+    """The process and thread that restore the environment, which continues after its first turn."""
+    process, _ = await where(env)
+    with pytest.raises((ValueError, DataError)) as error:
+        await EnvironmentCalls().restore(env, b"where")
+    assert str(process) in str(error.value)
+    await EnvironmentCalls().restore(env, b"1")
+    assert (await EnvironmentCalls().step(env, "b")).reward == 1.0, "the turn before is not counted"
+    return str(error.value)
+
+
+def test_an_environment_is_restored_where_it_is_played() -> None:
+    async def body(places: Executors) -> None:
+        env = places.create(NAME.format("in_thread"))
+        assert str(threading.get_ident()) not in await restored(env)
+        kept = places.create("tests.harness.envs.contract_breaking:kept")
+        assert not protocols.traits(kept).restores
+
+    play(body)
+
+
 @pytest.mark.parametrize("name", ["misplaced", "nowhere"])
 def test_a_place_that_cannot_be_is_refused(name: str) -> None:
     async def body(places: Executors) -> None:
@@ -99,6 +120,7 @@ def test_a_process_plays_one_episode_after_another() -> None:
             await env.close()  # type: ignore[misc]
         assert len(seen) == 1 and os.getpid() not in seen
         assert places.processes.pids == [*seen]
+        assert str(os.getpid()) not in (await restored(env)).split()
         assert places.counts()["env_processes_replaced"] == 0
 
     play(body)

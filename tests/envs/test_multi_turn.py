@@ -60,6 +60,21 @@ def test_slippery_ice_is_the_same_for_all_members_of_a_group() -> None:
     assert long[0] != [straight.step("right").messages for _ in range(12)], "it is slippery"
 
 
+def test_a_restored_game_goes_on_as_the_first_does() -> None:
+    moves = ["right", "down", "?", "left", "down", "right", "up", "right", "down"]
+    options = {"cells": "." * 24 + "G", "slippery": True, "max_turns": 9}
+    first = lake(**options)
+    results = [first.step(move) for move in moves]
+    assert results[-1].done and len({result.state for result in results}) == 9
+    for turn in range(8):
+        other = lake(**options)
+        other.restore(results[turn].state or b"")
+        assert [other.step(move) for move in moves[turn + 1 :]] == results[turn + 1 :]
+    for state in (b"", b"?", b"[1, 2]", b"[99, 1, 0]", b"[1, 1, 2]", b"[1, 9, 0]", b'["1", 1, 0]'):
+        with pytest.raises((DataError, ValueError, TypeError)):
+            lake(**options).restore(state)
+
+
 class FixedScores:
     """A pool that knows the right answer."""
 
@@ -76,6 +91,17 @@ def conversation(*answers: str) -> list[StepResult]:
         return [await env.step(answer) for answer in answers]
 
     return asyncio.run(play())
+
+
+def test_a_restored_calculator_has_counted_the_earlier_calls() -> None:
+    async def play() -> StepResult:
+        env = Calculator(FixedScores(), TaskConfig())  # type: ignore[arg-type]
+        await env.reset(Task(0, (Message("user", "12*7"),), "calculator", '{"answer": "84"}', 0, "h"), 0)
+        env.restore(second.state or b"")
+        return await env.step("84")
+
+    _, second, third = conversation("<calc>(</calc>", "<calc>1</calc>", "84")
+    assert asyncio.run(play()) == third and third.reward_parts["tool_calls"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.harness.virtual_run import Behaviour, DelayEngine, VirtualRun
 from tests.roles.test_joins_and_leaves import small
 
 LETTERS = TOKENIZER.encode("ab ")
+Draw = Callable[[GenerationKey, np.ndarray], list[int]]  # the answer to a prompt
 FLUSH, TOKEN_S = 8, 0.1
 
 
@@ -54,6 +55,8 @@ class Generation:
 
     key: GenerationKey
     by: int
+    tokens: list[int]  # the whole answer
+    prompt: int  # tokens of the conversation before it
     start: int
     end: int
     finished: bool = False
@@ -65,9 +68,10 @@ class Generation:
 class TokenEngine(DelayEngine):
     """Samples one token after the other. The log-prob of a token is minus the number of its engine."""
 
-    def __init__(self, number: int, slots: int, made: list[Generation]) -> None:
+    def __init__(self, number: int, slots: int, made: list[Generation], draw: Draw | None = None) -> None:
         super().__init__(Behaviour(), slots)
         self._number, self._made, self._running = number, made, list[Generation]()
+        self._draw = draw or (lambda key, prompt: text(key))
 
     async def generate(
         self,
@@ -80,10 +84,10 @@ class TokenEngine(DelayEngine):
         on_tokens: Callable[[Completion], None] | None = None,
         piece_tokens: int = 1,
     ) -> Completion:
-        tokens, known = text(key), 0 if before is None else len(before.tokens)
+        tokens, known = self._draw(key, prompt), 0 if before is None else len(before.tokens)
         async with self._slots:
             assert before is None or before.tokens.tolist() == tokens[:known]
-            this = Generation(key, self._number, known, known, sent=known, on_tokens=on_tokens)
+            this = Generation(key, self._number, tokens, len(prompt), known, known, sent=known, on_tokens=on_tokens)
             self._made.append(this)
             self._running.append(this)
             try:
@@ -113,7 +117,7 @@ class TokenEngine(DelayEngine):
             this.sent = this.end
 
     def _completion(self, this: Generation, start: int) -> Completion:
-        tokens = np.array(text(this.key)[start : this.end], np.int32)
+        tokens = np.array(this.tokens[start : this.end], np.int32)
         runs: list[VersionRun] = []
         for version in this.versions[start - this.start :]:
             same = runs.pop().count if runs and runs[-1].version == version else 0
@@ -124,7 +128,8 @@ class TokenEngine(DelayEngine):
 class Fleet:
     """Samplers that die and leave at random; the first is replaced at once, so that the run goes on."""
 
-    def __init__(self, at: VirtualRun, seed: int) -> None:
+    def __init__(self, at: VirtualRun, seed: int, draw: Draw | None = None) -> None:
+        self._draw = draw
         self.at, self.chance, self.made, self.born = at, random.Random(seed), list[Generation](), 0
         self.alive: list[int] = []
         self.left: set[int] = set()
@@ -132,7 +137,7 @@ class Fleet:
 
     def join(self) -> None:
         index, self.born = self.born, self.born + 1
-        engine = TokenEngine(index, self.at.config.sampler.slots, self.made)
+        engine = TokenEngine(index, self.at.config.sampler.slots, self.made, self._draw)
         self.at.start_engine(f"sampler-{index}", engine, lambda session: SamplerLoops(session).run())
         self.alive.append(index)
 

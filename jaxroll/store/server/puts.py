@@ -192,7 +192,11 @@ def put_request(
     return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
 
 
-_SHOWN = Segment(np.zeros(1, np.int32), np.zeros(1, np.uint8), np.zeros(1, np.float32))
+def _shown(tokens: np.ndarray) -> Segment:
+    return Segment(tokens, np.zeros(tokens.shape, np.uint8), np.zeros(tokens.shape, np.float32))
+
+
+_SHOWN = _shown(np.zeros(1, np.int32))
 
 
 def flush_request(body: bytes | memoryview, vocab_size: int = 0, support_tokens: int = 0) -> Flush:
@@ -202,7 +206,8 @@ def flush_request(body: bytes | memoryview, vocab_size: int = 0, support_tokens:
     part = wire.decode(body, Partial)
     key = (part.group, part.member, part.attempt)
     segment = Segment(part.tokens, np.ones(part.tokens.shape, np.uint8), part.logprobs, support=part.support)
-    _check(Finished((_SHOWN, segment), "", 0.0, {}, part.versions), key, vocab_size)
+    shown = () if part.turn is None else (_shown(part.turn.shown),)
+    _check(Finished((_SHOWN, segment, *shown), "", 0.0, {}, part.versions), key, vocab_size)
     _check_support(segment, f"flush {key}", vocab_size, support_tokens)
     return Flush(*key, part.start, part.tokens.size, part.versions, len(body))
 

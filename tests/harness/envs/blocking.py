@@ -59,7 +59,13 @@ class Blocking:
         self._turns += 1
         if self._turns == 2:
             return StepResult(done=True, reward=1.0, reward_parts={"turns": 2.0})
-        return StepResult(done=False, messages=(Message("user", "and?"),))
+        return StepResult(done=False, messages=(Message("user", "and?"),), state=str(self._turns).encode())
+
+    def restore(self, state: bytes) -> None:
+        """Continue after the turns that `state` counts."""
+        if state == b"where":
+            raise ValueError(f"{os.getpid()} {threading.get_ident()}")
+        self._turns = int(state)
 
     def close(self) -> None:
         """Nothing is held."""

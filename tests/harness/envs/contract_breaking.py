@@ -130,6 +130,20 @@ class PromptByChance(Kept):
         return (Message("user", str(random.random())),)
 
 
+@register("forgets")
+class Forgets(Kept):
+    """An environment whose state lacks what its steps changed."""
+
+    async def step(self, answer: str) -> StepResult:
+        """Show the number of the turn."""
+        self._turns += 1
+        return StepResult(self._turns == 3, (Message("user", str(self._turns)),), state=b"")
+
+    async def restore(self, state: bytes) -> None:
+        """Begin again."""
+        self._turns = 0
+
+
 @register("shared")
 class Shared(Kept):
     """State in the class: concurrent instances disturb each other."""

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 from jaxroll import wire
-from jaxroll.errors import StaleClient, StoreRefusal
+from jaxroll.errors import InfraError, StaleClient, StoreRefusal
 from jaxroll.protocols import Completion
-from jaxroll.records import Failed, Member, Partial, Version, VersionRef, VersionRun, prompt_digest
+from jaxroll.records import (
+    MAX_STATE_BYTES,
+    Failed,
+    Member,
+    Partial,
+    TurnEnd,
+    Version,
+    VersionRef,
+    VersionRun,
+    prompt_digest,
+)
 from jaxroll.sim.network import run
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
@@ -75,18 +85,64 @@ def test_another_sampler_reads_what_was_flushed(tmp_path: Path) -> None:
         grant = (await other.lease(V0, 1, 5.0))[0]
         assert grant.resumed == ((key[1], 8),)
         again = (*key[:2], 2)
-        found = await other.partial(again)
-        assert found is not None and found.tokens.tolist() == list(range(8))
+        (found,) = await other.partial(again)
+        assert found.tokens.tolist() == list(range(8))
         assert found.logprobs.tolist() == [-float(i) for i in range(8)]
         assert found.versions == (VersionRun(V0, 4), VersionRun(V0, 4))
         stream.add(piece(8, 4))
         await store.flushed()
         assert len(rows(at)) == 2, "a sampler that left still flushes"
-        mine = other.stream(again, 4, found)
+        mine = other.stream(again, 4, (found,))
         assert mine.begin(PROMPT + 1) is None, "the answer to another prompt is continued"
         mine.add(piece(0, 4))
         await other.flushed()
         assert rows(at) == [(key[1], 0, 4)], "the member was started again"
+
+    played(tmp_path, job)
+
+
+def test_completed_turns_come_with_what_was_shown_and_the_state(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await first_lease(store)
+        stream = store.stream(key, 4)
+        stream.begin(PROMPT)
+        stream.add(piece(0, 4))
+        stream.end_turn(piece(0, 6), [7, 8], b"one")
+        second = np.concatenate([PROMPT, np.arange(6), [7, 8]]).astype(np.int32)
+        stream.begin(second)
+        stream.end_turn(piece(6, 1), [9], b"two")
+        third = np.concatenate([second, [6, 9]]).astype(np.int32)
+        stream.begin(third)
+        stream.add(piece(7, 4))
+        await store.flushed()
+        assert rows(at) == [(key[1], 0, 4), (key[1], 4, 2), (key[1], 6, 1), (key[1], 7, 4)]
+        found = await store.partial(key)
+        assert [one.tokens.tolist() for one in found] == [[*range(6)], [6], [*range(7, 11)]]
+        ends = [one.turn and (one.turn.shown.tolist(), one.turn.state) for one in found]
+        assert ends == [([7, 8], b"one"), ([9], b"two"), None]
+        assert store.stream(key, 4, found).begin(PROMPT) is None, "a complete answer is continued"
+        assert store.stream(key, 4, found).turns(PROMPT + 1) == ()
+        assert store.stream(key, 4, (found[0], found[2])).turns(PROMPT) == ()
+        again = store.stream(key, 4, found)
+        assert len(again.turns(PROMPT)) == 2 and again.sent == 7
+        begun = again.begin(third)
+        assert begun is not None and begun.tokens.tolist() == [*range(7, 11)] and again.sent == 11
+        twice = store.stream(key, 4, found)
+        assert len(twice.turns(PROMPT)) == 2 and twice.turns(PROMPT) == () and twice.sent == 0
+        assert twice.begin(PROMPT) is None
+        twice.add(piece(0, 4))
+        await store.flushed()
+        assert rows(at) == [(key[1], 0, 4)], "the member was started again"
+
+    played(tmp_path, job)
+
+
+def test_rows_that_cannot_be_read_are_an_error_of_the_infrastructure(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        key = await flushed(store)
+        at.store._log.connection.execute("UPDATE partials SET body = x'c1'")
+        with pytest.raises(InfraError, match="flushed tokens of member"):
+            await store.partial(key)
 
     played(tmp_path, job)
 
@@ -139,6 +195,9 @@ def test_failed_dropped_and_stored_members_leave_no_rows(tmp_path: Path) -> None
         ({"logprobs": np.array([0, 0, 0, np.nan], np.float32)}, "not a finite number"),
         ({"versions": (VersionRun(V0, 3),)}, "versions cover 3"),
         ({"support": np.ones(4, np.uint8)}, "does not truncate"),
+        ({"turn": TurnEnd(np.array([-7], np.int32), b"")}, "token id -7"),
+        ({"turn": TurnEnd(np.zeros((2, 2), np.int32), b"")}, "shapes"),
+        ({"turn": TurnEnd(np.zeros(1, np.int32), bytes(MAX_STATE_BYTES + 1))}, "turn.state"),
     ],
 )
 def test_malformed_pieces_are_refused(tmp_path: Path, change: dict, why: str) -> None:
