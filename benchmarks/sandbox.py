@@ -3,7 +3,7 @@
 A scoring pool of two workers judges one-line programs, all different, by one test each: programs that read stdin, the
 same in a form that may not share a process (see `jaxroll.rewards.plain`), the same with an import, and functions that
 are called with a case. Aim: at least 2,000 scores per second on two cores for one-line programs. Then every reward hack
-and every escape of `jaxroll.testing.hacks` is run: none may be paid, none may have an effect, and the pool must still
+and every escape of `benchmarks.lib.hacks` is run: none may be paid, none may have an effect, and the pool must still
 score. `cpu_ms_per_score` counts all processes and depends less on other work on the machine than the rate does.
 
     python benchmarks/sandbox.py [--quick] [--scores=8000] [--rounds=3]
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.lib import hacks
 from benchmarks.lib.report import Runs, arguments, finish, say, spread
 from jaxroll.rewards.programs import Programs, Run
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.testing import hacks
 
 WORKERS = 2
 AIM_PER_S = 2000.0

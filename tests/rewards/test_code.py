@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lib import hacks
 from jaxroll.errors import DataError
 from jaxroll.rewards import code
 from jaxroll.rewards.code import RowTests, program_of, submission
 from jaxroll.rewards.programs import Programs, Run
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.testing import hacks
 
 FENCED = "I add them.\n```python\nprint(1)\n```\nNo, so:\n```python\nprint(2)\n```\n"
 

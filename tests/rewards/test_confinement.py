@@ -20,12 +20,13 @@ import pytest
 
 from jaxroll.rewards import sandbox
 
+ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import ctypes, json, os, sys, tempfile
 from pathlib import Path
 from jaxroll.errors import DataError
 from jaxroll.rewards.programs import Programs, Run
-from jaxroll.testing import hacks
+from benchmarks.lib import hacks
 
 folder, code = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 if code:
@@ -57,7 +58,7 @@ print(json.dumps(found))
 def found_by(folder: Path, *prefix: str, code: bytes = b"") -> dict[str, Any]:
     """The findings of `CHILD`, started with the words of `prefix`, under the filter `code`."""
     command = [*prefix, sys.executable, "-c", CHILD, str(folder), code.hex()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

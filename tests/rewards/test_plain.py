@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.lib import hacks
 from jaxroll.rewards import plain
 from jaxroll.rewards.programs import Outcome, Programs, Run
-from jaxroll.testing import hacks
 
 PLAIN = {
     "print(int(input()) + 1)": "42\n",
