@@ -13,7 +13,7 @@ actions. Two rules fix the order of all calls:
 `Program` checks the graph. `run` executes it on threads, as fast as they are. `play` executes it on an event loop,
 where a tag begins when the loop's clock shows its time; under `network.VirtualTimeLoop` that is the virtual clock.
 
-Values are passed by reference: neither sender nor receiver may change them later.
+Values are passed by reference: neither sender nor receiver may change them later. A recorded execution checks that.
 
 The model is that of M. Lohstroh et al., "Toward a Lingua Franca for Deterministic Concurrent Systems", ACM TECS 2021;
 J. Kwok et al. run reinforcement learning on it (arXiv 2312.04704).
@@ -309,21 +309,16 @@ class Program:
         """The calls of one level after the other, for a scheduler that makes them before it takes the next.
 
         Ends when no value is left, with `Moment.stop`, or before the first tag after `until_s`. `record` gets an event
-        for each call, in an order that does not depend on the scheduler. Raises the first error of a level.
+        for each call, in an order that does not depend on the scheduler. Raises the first error of a level, and with
+        `record` DataError for a value that was changed after it was sent.
         """
-        values: dict[Tag, dict[Port[Any], Any]] = {Tag(0): {one.start: None for one in self.reactors}}
-        tags = [Tag(0)]
-
-        def send(tag: Tag, port: Port[Any], value: Any) -> None:
-            while port in values.setdefault(tag, {}):  # two sent at different microsteps with one delay
-                tag = tag.after(0)
-            if not values[tag]:
-                heapq.heappush(tags, tag)
-            values[tag][port] = value
-
-        while tags and tags[0].time_ns <= until_s * 1e9:
-            tag = heapq.heappop(tags)
-            present, stopped = values.pop(tag), False
+        mail = _Mail(record is not None)
+        for one in self.reactors:
+            mail.send(Tag(0), one.start, None)
+        while mail.tags and mail.tags[0].time_ns <= until_s * 1e9:
+            tag = heapq.heappop(mail.tags)
+            present, stopped = mail.values[tag], False
+            mail.check(tag, [])
             called = {index for port in present for index in self._triggered[port]}
             due = [(self._level[index], index) for index in called]
             heapq.heapify(due)
@@ -332,28 +327,65 @@ class Program:
                 while due and due[0][0] == level:
                     moments.append(Moment(tag, self.reactions[heapq.heappop(due)[1]], level, present))
                 yield moments
+                mail.check(tag, moments)
                 for moment in moments:
                     if moment.error is not None:
                         raise moment.error
                     if record is not None:
                         record(Event.of(moment))
                     stopped |= moment.stopped
-                    for action, delay_ns, value in moment.scheduled:
-                        send(tag.after(delay_ns), action, value)
-                    for port, value in moment.outputs.items():
-                        for one in self._targets[port]:
-                            if one.delay_ns is not None:
-                                send(tag.after(one.delay_ns), one.target, value)
-                                continue
-                            if one.target in present:
-                                raise DataError(f"{port.name} is set by two reactions at {tag}")
-                            present[one.target] = value
-                            for index in self._triggered[one.target]:
-                                if index not in called:
-                                    called.add(index)
-                                    heapq.heappush(due, (self._level[index], index))
+                    for port in self._sent(moment, mail):
+                        for index in self._triggered[port]:
+                            if index not in called:
+                                called.add(index)
+                                heapq.heappush(due, (self._level[index], index))
+            mail.drop(tag)
             if stopped:
                 return
+
+    def _sent(self, moment: Moment, mail: _Mail) -> Iterator[Port[Any]]:
+        """Send what a call has set; the ports that have a value at its tag already."""
+        tag = moment.tag
+        for action, delay_ns, value in moment.scheduled:
+            mail.send(tag.after(delay_ns), action, value)
+        for port, value in moment.outputs.items():
+            for one in self._targets[port]:
+                if one.delay_ns is not None:
+                    mail.send(tag.after(one.delay_ns), one.target, value)
+                elif one.target in mail.values[tag]:
+                    raise DataError(f"{port.name} is set by two reactions at {tag}")
+                else:
+                    mail.send(tag, one.target, value)
+                    yield one.target
+
+
+class _Mail:
+    """Values by tag and port. `checked`: a value must be as it was when it was sent."""
+
+    def __init__(self, checked: bool) -> None:
+        self.values: dict[Tag, dict[Port[Any], Any]] = {}
+        self.tags: list[Tag] = []  # a heap
+        self._checked, self._digests = checked, dict[tuple[Tag, Port[Any]], str]()
+
+    def send(self, tag: Tag, port: Port[Any], value: Any) -> None:
+        while port in self.values.get(tag, {}):  # two sent at different microsteps with one delay
+            tag = tag.after(0)
+        if tag not in self.values:
+            heapq.heappush(self.tags, tag)
+        self.values.setdefault(tag, {})[port] = value
+        if self._checked:
+            self._digests[tag, port] = digest(value)
+
+    def drop(self, tag: Tag) -> None:
+        for port in self.values.pop(tag):
+            self._digests.pop((tag, port), None)
+
+    def check(self, tag: Tag, moments: Sequence[Moment]) -> None:
+        """Raise DataError for a value of `tag` that was changed, during these calls or at an earlier tag."""
+        for port, value in self.values[tag].items() if self._checked else ():
+            if digest(value) != self._digests[tag, port]:
+                names = " or ".join(moment.reaction.name for moment in moments) or "a reaction of an earlier tag"
+                raise DataError(f"{names} changed the value of {port.name} at {tag} after it was sent; change a copy")
 
 
 def _check_names(names: Sequence[str], what: str) -> None:
@@ -429,12 +461,16 @@ class Event(NamedTuple):
     @classmethod
     def of(cls, moment: Moment) -> Event:
         """The event of a finished call. DataError for a value without a digest."""
-        state = hashlib.blake2b(digest_size=8)
-        for port, value in sorted(moment.outputs.items(), key=lambda item: item[0].name):
-            _add(state, (port.name, value))
-        for action, delay_ns, value in moment.scheduled:
-            _add(state, (action.name, delay_ns, value))
-        return cls(moment.tag, moment.level, moment.reaction.name, state.hexdigest())
+        outputs = [(port.name, value) for port, value in moment.outputs.items()]
+        scheduled = [(action.name, delay_ns, value) for action, delay_ns, value in moment.scheduled]
+        return cls(moment.tag, moment.level, moment.reaction.name, digest((outputs, scheduled)))
+
+
+def digest(value: Any) -> str:
+    """A digest of a value's type and all of its bits. DataError if it is of another class than `_add` lists."""
+    state = hashlib.blake2b(digest_size=8)
+    _add(state, value)
+    return state.hexdigest()
 
 
 def _add(state: Any, value: Any) -> None:

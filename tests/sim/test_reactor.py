@@ -17,7 +17,7 @@ import pytest
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.sim import network, reactor
 from jaxroll.sim.network import OrderedThreads
-from jaxroll.sim.reactor import Action, Event, Moment, Port, Program, Reactor, Tag, connect
+from jaxroll.sim.reactor import Action, Event, Moment, Port, Program, Reactor, Tag, connect, digest
 
 DEADLINE_S = 20.0
 
@@ -399,6 +399,54 @@ def test_a_value_without_a_digest_is_refused_in_a_trace_only() -> None:
         trace(Program([Opaque()], []), 1, 1.0)
 
 
+class Changing(Reactor):
+    """Sends an array to `Changed`, and changes it later."""
+
+    def __init__(self, later_s: float) -> None:
+        super().__init__("changing")
+        self._array, self._later_s = np.zeros(2), later_s
+        self.out, self.later = self.output("out", np.ndarray), self.action("later", int)
+        self.reaction(self.send, on=[self.start], sets=[self.out, self.later])
+        self.reaction(self.change, on=[self.later])
+
+    def send(self, now: Moment) -> None:
+        now.set(self.out, self._array)
+        now.schedule(self.later, 1, self._later_s)
+
+    def change(self, now: Moment) -> None:
+        self._array += 1.0
+
+
+class Changed(Reactor):
+    """Adds to the array that it gets, or to a copy."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__("changed")
+        self._in_place, self.inp = in_place, self.input("in", np.ndarray)
+        self.reaction(self.take, on=[self.inp])
+
+    def take(self, now: Moment) -> None:
+        array = now[self.inp] if self._in_place else now[self.inp].copy()
+        array += 1.0
+
+
+def changing(later_s: float, in_place: bool, after_s: float | None) -> Program:
+    sender, receiver = Changing(later_s), Changed(in_place)
+    return Program([sender, receiver], [connect(sender.out, receiver.inp, after_s)])
+
+
+def test_a_recorded_execution_names_the_reaction_that_changes_a_value() -> None:
+    for later_s, after_s in ((0.0, None), (0.2, 0.1)):
+        assert len(trace(changing(later_s, False, after_s), 2, 1.0)) == 3, "it is changed after its tag"
+    with pytest.raises(DataError, match=r"changed\.take changed the value of changed\.in"):
+        trace(changing(1.0, True, None), 1, 1.0)
+    with pytest.raises(DataError, match="a reaction of an earlier tag changed"):
+        trace(changing(0.1, False, 0.2), 1, 1.0)
+    with pytest.raises(DataError, match=r"^changing\.change changed the value"):
+        trace(changing(0.1, False, 0.1), 1, 1.0)
+    reactor.run(changing(0.1, True, 0.2))
+
+
 @dataclass
 class Pair:
     left: object
@@ -422,9 +470,4 @@ class Pair:
     ],
 )
 def test_values_that_differ_have_different_digests(one: object, other: object) -> None:
-    def found(value: object) -> str:
-        moment = Moment(Tag(0), (made := Opaque()).reactions[0], 0, {})
-        moment.set(made.out, value)
-        return Event.of(moment).digest
-
-    assert found(one) == found(one) != found(other)
+    assert digest(one) == digest(one) != digest(other)
