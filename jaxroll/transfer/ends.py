@@ -57,35 +57,6 @@ class Exposure:
 LOOPBACK_ONLY = Exposure()
 
 
-def open_sender(
-    config: TransferConfig,
-    run_dir: str | os.PathLike[str],
-    host: str,
-    *,
-    keep: int,
-    token: str,
-    max_connections: int,
-    exposure: Exposure,
-) -> Sender:
-    """The sender of the channel that the config names. `tensorstore` without a path writes to RUN/transfer."""
-    if config.channel == "tensorstore":
-        path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
-        return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
-    shared = None if config.channel in ("tcp", "device") else SharedSegments(required=config.channel == "shm")
-    return TcpSender(
-        host,
-        keep=keep,
-        token=token,
-        max_connections=max_connections,
-        stall_s=config.deadline_s,
-        tls=exposure.tls,
-        mutual_tls=exposure.mutual_tls,
-        insecure=exposure.insecure,
-        name=config.channel,
-        shared=shared,
-    )
-
-
 class Publisher:
     """Publisher of versions through one channel.
 
@@ -110,14 +81,30 @@ class Publisher:
         others: OtherHosts | None = None,
         told: Callable[[Version, str, bytes], None] | None = None,
     ) -> None:
-        """Open the channel. `others`: in process 0 of a learner on several hosts; `told`: in its other processes, of a
-        version that this one serves, with its address and encoded manifest."""
+        """Open the channel that the config names; `tensorstore` without a path writes to RUN/transfer.
+
+        `others`: in process 0 of a learner on several hosts; `told`: in its other processes, of a version that this one
+        serves, with its address and encoded manifest.
+        """
         self._config, self._others, self._told, self._gathers = config, others, told, config.channel == "tensorstore"
         self._sender: Sender = NoSender()
-        if not self._gathers or told is None:
-            self._sender = open_sender(
-                config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
+        if not self._gathers:
+            shared = None if config.channel in ("tcp", "device") else SharedSegments(required=config.channel == "shm")
+            self._sender = TcpSender(
+                host,
+                keep=keep,
+                token=token,
+                max_connections=max_connections,
+                stall_s=config.deadline_s,
+                tls=exposure.tls,
+                mutual_tls=exposure.mutual_tls,
+                insecure=exposure.insecure,
+                name=config.channel,
+                shared=shared,
             )
+        elif told is None:
+            path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
+            self._sender = TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
         self._frozen: HostSnapshot | None = None
 
@@ -317,15 +304,14 @@ class Receiver:
                     transfer, relays, snapshot.version, self._token, self._tls, self._clock, self._limit_s
                 )
             if not transfer.is_complete:
-                started_s = self._clock.now_s()
-                opened = _READERS[snapshot.channel]
-                reader = HostsReader(
-                    lambda address: opened(address, snapshot.version, self._token, deadline, self._tls),
-                    snapshot.address,
-                )
-                before = transfer.fetched_bytes
-                with contextlib.closing(reader):
-                    transfer.read(reader)
+                started_s, before = self._clock.now_s(), transfer.fetched_bytes
+                with contextlib.ExitStack() as stack:
+
+                    def opened(address: str) -> Any:
+                        made = _READERS[snapshot.channel](address, snapshot.version, self._token, deadline, self._tls)
+                        return stack.enter_context(contextlib.closing(made))
+
+                    transfer.read(opened(snapshot.address), opened)
                 sources.append(Fetched(LEARNER, transfer.fetched_bytes - before, self._clock.now_s() - started_s))
         except BaseException as error:
             if arriving is not None:
@@ -357,46 +343,55 @@ class _Transfer:
     @property
     def is_complete(self) -> bool:
         """True if every leaf is here and verified."""
-        return self._published is not None and not self._missing
+        return bool(self.leaves) and not self._missing
 
-    def read(self, reader: Reader) -> None:
-        """Read and verify what is missing. Raises TransferError, also for a damaged leaf."""
-        published = self._published or self._open(reader)
+    def read(self, reader: Reader, opened: Callable[[str], Any] | None = None) -> None:
+        """Read and verify what is missing. Raises TransferError, also for a damaged leaf.
+
+        `opened` connects to the other hosts of the learner; without it `reader` reads from a relay.
+        """
+        published = self._published = self._published or self._manifest(reader)
+        source = HostsReader(reader, opened) if opened is not None and published.addresses else reader
+        if not self.leaves:
+            self._open(published, source)
 
         def verify(number: int) -> None:
             leaf = self._missing[number]
-            _verify(leaf, self.snapshot.version, reader.verified)
+            _verify(leaf, self.snapshot.version, source.verified)
             with self._guard:  # the threads of several hosts may verify
                 del self._missing[number]
                 self.fetched_bytes += leaf.size_bytes
             self._hand_on(number, leaf)
 
         missing = list(self._missing.items())
-        reader.read(published, [part for number, leaf in missing for part in _parts(number, leaf)], verify)
+        source.read(published, [part for number, leaf in missing for part in _parts(number, leaf)], verify)
         for number in list(self._missing):  # leaves without parts, and channels that read in any order
             verify(number)
 
-    def _open(self, reader: Reader) -> manifests.Manifest:
-        """The manifest, checked; the leaves get their buffers."""
-        self.leaves, self._missing = [], {}
+    def _manifest(self, reader: Reader) -> manifests.Manifest:
+        """The manifest, checked."""
         published = manifests.decode(encoded := reader.manifest(), self.snapshot)
         manifests.check(published, self._shapes)
+        if self._arriving is not None:
+            self._arriving.open(encoded, published)
+        return published
+
+    def _open(self, published: manifests.Manifest, reader: Reader | HostsReader) -> None:
+        """Give the leaves their buffers."""
+        leaves, self._missing = list[StagedLeaf](), {}
         target, held = self._target, self._held
         here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
         self._buffers.expect(_buffer_sizes(published, target))
-        if self._arriving is not None:
-            self._arriving.open(encoded, published)
         for number, leaf in enumerate(published.leaves):
             known = held[leaf.name].buffers if leaf.name in here else None
             views = functools.partial(reader.view, published, number)
             staged = _staged_leaf(leaf, target[leaf.name], self._shapes[leaf.name].dtype, views, self._buffers, known)
-            self.leaves.append(staged)
+            leaves.append(staged)
             if known is None:
                 self._missing[number] = staged
             else:
                 self._hand_on(number, staged)
-        self._published = published
-        return published
+        self.leaves = leaves
 
     def _hand_on(self, number: int, leaf: StagedLeaf) -> None:
         if self._arriving is not None:

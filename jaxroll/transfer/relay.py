@@ -301,36 +301,25 @@ class _Lane(NamedTuple):
 
 
 class HostsReader:
-    """A reader of every host of a learner, at the same time; of a learner on one host, the reader of that host."""
+    """A reader of every host of a learner on several hosts, at the same time."""
 
-    def __init__(self, opened: Callable[[str], Any], address: str) -> None:
-        """Connect to `address` by `opened`; to the other hosts when they are known."""
-        self._opened, self._first = opened, opened(address)
+    def __init__(self, first: Any, opened: Callable[[str], Any]) -> None:
+        """`first` reads from process 0; `opened` connects to the other hosts. The caller closes all readers."""
+        self._first, self._opened = first, opened
         self._lanes: list[_Lane] = []
-        self._asked = False
-
-    def manifest(self) -> bytes:
-        """The manifest's bytes, unchecked."""
-        self._asked = True
-        return self._first.manifest()
 
     @property
     def verified(self) -> bool:
         """True if no host's bytes need a comparison with the manifest's digests."""
-        return all(reader.verified for reader in self._readers())
+        return all(lane.reader.verified for lane in self._lanes)
 
     def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
         """The bits of one source box that can be used in place, from the host that serves it."""
-        if not manifest.addresses:
-            return self._first.view(manifest, leaf, source)
         lane = self._connected(manifest)[manifest.leaves[leaf].hosts[source]]
         return lane.reader.view(lane.manifest, *lane.numbers[leaf, source])
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = channels.ignore) -> None:
         """Fill every part; `leaf_read` is called on the thread of the last host that has filled parts of a leaf."""
-        if not manifest.addresses:
-            self._first.read(manifest, parts, leaf_read)
-            return
         lanes, guard = self._connected(manifest), threading.Lock()
         shares: list[list[SlicePart]] = [[] for _ in lanes]
         missing: dict[int, set[int]] = {}
@@ -365,14 +354,6 @@ class HostsReader:
         if errors:
             raise errors[0]
 
-    def close(self) -> None:
-        """Close all connections."""
-        for reader in self._readers():
-            reader.close()
-
-    def _readers(self) -> list[TcpReader]:
-        return [lane.reader for lane in self._lanes] or [self._first]
-
     def _connected(self, manifest: Manifest) -> list[_Lane]:
         """The connections to all hosts of the manifest."""
         for host in range(len(self._lanes), 1 + len(manifest.addresses)):
@@ -380,6 +361,6 @@ class HostsReader:
             reader = self._opened(manifest.addresses[host - 1]) if host else self._first
             leaves = {own: leaf for (leaf, _), (own, _) in numbers.items()}
             self._lanes.append(_Lane(reader, part, numbers, leaves))
-            if host and self._asked and reader.manifest() != manifests.encode(part):
+            if host and reader.manifest() != manifests.encode(part):
                 raise DigestMismatch(f"host {host} of the learner does not serve its part of version {part.version}")
         return self._lanes

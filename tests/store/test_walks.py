@@ -19,7 +19,7 @@ LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
     "one lease": 12,
     "one put": 7,
-    "weight version": 12,
+    "weight version": 11,
     "the life of a sample": 41,
 }  # measured numbers above the limit; they may only fall
 
