@@ -474,7 +474,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
 
     def _wait_for_turn(self) -> None:
         if self.is_elsewhere:
-            self.call_soon_threadsafe(lambda: None)  # wakes the other thread: the callback may have scheduled some
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self.call_soon_threadsafe(lambda: None)  # wakes the other thread: the callback may have scheduled some
             with self._turn:
                 self._waiting += 1
                 self._turn.wait_for(lambda: not self.is_elsewhere)

@@ -133,6 +133,21 @@ def test_another_thread_takes_the_loop_over_from_an_environment_that_blocks_it()
     closed(thread)
 
 
+def test_a_thread_that_lost_the_loop_waits_quietly_after_the_loop_is_closed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It waits forever: with its end, the child processes that it started would end too."""
+    thread, calls, free = LoopThread("test", hand_over_s=0.2), EnvironmentCalls(), threading.Event()
+    blocked, lost = thread.start(calls.step(Blocks(free), "")), thread._thread  # type: ignore[arg-type]
+    until_s = time.monotonic() + DEADLINE_S
+    while not thread.loop.blocked and time.monotonic() < until_s:
+        time.sleep(0.01)
+    closed(thread)
+    free.set()
+    while thread.loop.blocked and lost.is_alive() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert lost.is_alive() and not thread.loop.blocked and "RuntimeError" not in capfd.readouterr().err
+    blocked.cancel()
+
+
 def test_too_many_environments_that_block_the_loop_fail_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "MOST_BLOCKED", 1)
     thread, calls, free = LoopThread("test", blocked_s=1.5, hand_over_s=0.2), EnvironmentCalls(), threading.Event()
