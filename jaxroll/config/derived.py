@@ -327,6 +327,11 @@ def sampler_members(config: Config) -> int:
     return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
+def rollouts_at_once(config: Config) -> int:
+    """Rollouts that a sampler generates at the same time."""
+    return config.sampler.concurrent_episodes or config.sampler.slots
+
+
 def one_version(config: Config) -> bool:
     """True if an answer has tokens of one version only."""
     return config.schedule.weight_swap == "drain"

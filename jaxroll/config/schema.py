@@ -282,6 +282,9 @@ class SamplerConfig:
 
     # Number of samplers that the run starts with. 0: all of them join later (docs/machines.md).
     count: NonNegativeInt = 1
+    # Least number of samplers if their number is planned again whenever one joins, leaves or is lost: those that do not
+    # shorten a step leave (docs/placement.md). 0: all stay.
+    least_count: NonNegativeInt = 0
     # Mesh of each sampler.
     mesh: MeshConfig = field(default_factory=MeshConfig)
     # Sequences decoded at the same time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, get_type_hints
@@ -44,9 +44,10 @@ def _check_agent(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Check what runs elsewhere: answers of other processes under a virtual clock, and relays."""
+    """Check what runs elsewhere: answers of other processes under a virtual clock, relays, samplers that may leave."""
     _check_clock(config)
     _check_relay(config)
+    _check_least_count(config)
 
 
 def _check_clock(config: Config) -> None:
@@ -61,46 +62,52 @@ def _check_clock(config: Config) -> None:
         ("task.reward", config.task.reward, f"parts other than {', '.join(waits)}", bool(waits)),
     ):
         if config.run.deterministic and refused:
-            raise ConfigError(
-                key,
-                value,
-                f"with {run} all roles are one process, whose clock waits for no other",
-                f"Set it to {none}, or {run} to False.",
-            )
+            reason = f"with {run} all roles are one process, whose clock waits for no other"
+            raise ConfigError(key, value, reason, f"Set it to {none}, or {run} to False.")
+
+
+def _refuse(key: str, value: object, cases: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise ConfigError for the first case that is true: (refused, reason, remedy)."""
+    for refused, reason, remedy in cases:
+        if refused:
+            raise ConfigError(key, value, reason, remedy)
 
 
 def _check_relay(config: Config) -> None:
     """Refuse relays where no sampler receives over the `tcp` channel."""
     transfer = config.transfer
-    if transfer.relay != "none" and transfer.channel != "tcp":
-        raise ConfigError(
-            "transfer.relay",
-            transfer.relay,
-            f"relays serve over the tcp channel, and transfer.channel is {transfer.channel!r}",
-            "Set transfer.channel to tcp, or transfer.relay to none.",
-        )
-    if transfer.relay != "none" and config.placement.colocated:
-        raise ConfigError(
-            "transfer.relay",
-            transfer.relay,
-            "placement.colocated has one process, which sends nothing",
-            "Set it to none, or placement.colocated to False.",
-        )
+    if transfer.relay != "none":
+        no_tcp = f"relays serve over the tcp channel, and transfer.channel is {transfer.channel!r}"
+        one = "placement.colocated has one process, which sends nothing"
+        _refuse("transfer.relay", transfer.relay, (
+            (transfer.channel != "tcp", no_tcp, "Set transfer.channel to tcp, or transfer.relay to none."),
+            (config.placement.colocated, one, "Set it to none, or placement.colocated to False."),
+        ))  # fmt: skip
+
+
+def _check_least_count(config: Config) -> None:
+    """Refuse to plan the number of samplers where one cannot leave alone, or others depend on it."""
+    sampler, placement, remedy = config.sampler, config.placement, "Set it to 0, or"
+    if least := sampler.least_count:
+        more = f"the run starts with sampler.count = {sampler.count}"
+        _refuse("sampler.least_count", least, (
+            (0 < sampler.count < least, more, f"Set it to {sampler.count} or less, or to 0."),
+            (placement.colocated, "no sampler can leave one process", f"{remedy} placement.colocated to False."),
+            (placement.actors > 0, "actors lease the work of all samplers", f"{remedy} placement.actors to 0."),
+            (sampler.http_port >= 0, "clients need samplers that stay", f"{remedy} sampler.http_port to -1."),
+        ))  # fmt: skip
 
 
 def check_flushes(config: Config) -> None:
     """Raise ConfigError where unfinished answers cannot be continued by another sampler."""
-    tokens = config.sampler.flush_tokens
-    remedy = "Set sampler.flush_tokens to 0, or"
-    if tokens and config.learner.routing_replay:
-        reason = "the experts chosen for flushed tokens are not kept"
-        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} learner.routing_replay to False.")
-    if tokens and config.placement.actors:
-        reason = "members that actors play are not continued elsewhere"
-        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} placement.actors to 0.")
-    if tokens and config.schedule.weight_swap == "restart":
-        reason = "weight swaps discard the tokens of unfinished answers"
-        raise ConfigError("sampler.flush_tokens", tokens, reason, f"{remedy} schedule.weight_swap to another policy.")
+    actors, swap, remedy = config.placement.actors, config.schedule.weight_swap, "Set sampler.flush_tokens to 0, or"
+    if tokens := config.sampler.flush_tokens:
+        experts, lost = "the experts chosen for flushed tokens are not kept", "weight swaps discard unfinished answers"
+        _refuse("sampler.flush_tokens", tokens, (
+            (config.learner.routing_replay, experts, f"{remedy} learner.routing_replay to False."),
+            (actors > 0, "members that actors play are not continued elsewhere", f"{remedy} placement.actors to 0."),
+            (swap == "restart", lost, f"{remedy} schedule.weight_swap to another policy."),
+        ))  # fmt: skip
 
 
 def check_algorithm(config: Config) -> None:
@@ -290,21 +297,15 @@ def _check_best(config: Config) -> None:
         reason = "task.heldout_items is 0"
         raise ConfigError("learner.keep_best", metric, reason, "Hold questions out, or name a set: sets.NAME.accuracy.")
     if evaluator.every % learner.checkpoint_every:
-        raise ConfigError(
-            "evaluator.every",
-            evaluator.every,
-            f"with learner.keep_best an evaluated version needs a checkpoint, and there is one every "
-            f"{learner.checkpoint_every} steps",
-            "Set it to a multiple of learner.checkpoint_every.",
-        )
+        one = f"there is one every {learner.checkpoint_every} steps"
+        reason = f"with learner.keep_best an evaluated version needs a checkpoint, and {one}"
+        remedy = "Set it to a multiple of learner.checkpoint_every."
+        raise ConfigError("evaluator.every", evaluator.every, reason, remedy)
     if learner.checkpoint_every % config.schedule.publish_every:
-        raise ConfigError(
-            "learner.checkpoint_every",
-            learner.checkpoint_every,
-            f"with learner.keep_best a checkpoint needs a published version, and there is one every "
-            f"{config.schedule.publish_every} steps",
-            "Set it to a multiple of schedule.publish_every.",
-        )
+        one = f"there is one every {config.schedule.publish_every} steps"
+        reason = f"with learner.keep_best a checkpoint needs a published version, and {one}"
+        remedy = "Set it to a multiple of schedule.publish_every."
+        raise ConfigError("learner.checkpoint_every", learner.checkpoint_every, reason, remedy)
     if learner.checkpoints_kept < 2:
         reason = "the evaluator may still fetch the version before the newest (learner.keep_best)"
         raise ConfigError("learner.checkpoints_kept", learner.checkpoints_kept, reason, "Set it to 2 or more.")

@@ -157,6 +157,7 @@ class Supervisor:
         self._paths.logs.mkdir(parents=True, exist_ok=True)
         self._tracker = metrics.JsonlTracker(self._paths.metrics, self._observer.say)
         self._unreadable = False  # whether the metrics could not be read the last time
+        self._missing = 0  # samplers that plans ask for (`sampler.least_count`)
 
     def run(self) -> int:
         """The exit code: 0 complete, 130 interrupted, 64 a refused config, 1 anything else. Nothing is left running."""
@@ -201,6 +202,8 @@ class Supervisor:
 
     def _advance(self) -> int | None:
         """Start the processes that are due and handle ended ones; an exit code when the run must end."""
+        if self._missing and not self._slots[self._leader].done:
+            self._start_missing()
         for slot in self._slots.values():
             try:
                 self._start_if_due(slot)
@@ -216,6 +219,14 @@ class Supervisor:
                 if failure is not None:
                     return failure
         return None
+
+    def _start_missing(self) -> None:
+        """Start samplers again that had left in order, as many as the run asks for."""
+        spare = [slot for slot in self._slots.values() if slot.spec.role == "sampler" and slot.done]
+        for slot in spare[: self._missing]:
+            slot.done, slot.due_s, slot.since_s = False, self._clock.now_s(), self._clock.now_s()
+            self._missing -= 1
+            self._observer.say(f"{slot.spec.name} starts again: the run needs it.")
 
     def _start_if_due(self, slot: _Slot) -> None:
         now = self._clock.now_s()
@@ -382,6 +393,9 @@ class Supervisor:
             self._unreadable = True
             return []
         self._unreadable = False
+        for row in rows:
+            if row.get("what") == "plan" and isinstance(more := row.get("more"), int):
+                self._missing = self._missing + more if more else 0
         return rows
 
     def _show(self) -> None:

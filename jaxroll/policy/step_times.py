@@ -11,10 +11,11 @@ ROLL Flash's proposition 2 (arXiv 2510.11345) is max(t, N·μ/K + L/(α + 1)): i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -238,3 +239,147 @@ class _Losses:
             elif back_s > begin_s:
                 begin_s = back_s if self._queued_s is None else min(back_s, begin_s + self._queued_s)
         return begin_s + lasting_s
+
+
+# --- samplers that a running run needs
+#
+# A run with `sampler.least_count` plans again when its membership changes: a sampler joins, leaves or is lost. The cost
+# model is that of the planner with what the store measures in place of drawn rollouts:
+#
+#     step_s(n) = max(t, R·m/(n·c), (m + t + q)/(α + 1)),   q = max(0, (α + 1)·R/(n·c) − 1)·m
+#
+# where R rollouts of a step take m seconds in the mean, a sampler has room for c of them, and q is the time for which a
+# rollout waits for room. The longest rollout and the time of new weights are not measured, so that the third term is
+# too small, and m grows where a full engine is slower. So a plan is checked: if steps take longer after samplers have
+# been released, the run asks for them again.
+
+STEADY_S = 10.0  # a loss must last so long before another sampler is asked for
+STEPS, MOST_STEPS = 8, 256  # measured under one membership before a plan; before a release twice as many per request
+WITHIN, WORSE = 0.05, 0.10  # a step may be so much longer than with more samplers; than before a release
+
+
+@dataclass(frozen=True)
+class Load:
+    """Measured: seconds of training and, in the mean, of a rollout; rollouts of a step; a sampler's room for them."""
+
+    train_s: float
+    rollout_s: float
+    rollouts: int
+    room: int
+    alpha: float
+
+    def step_s(self, samplers: int) -> float:
+        """The seconds of a step with so many samplers."""
+        ahead, room = self.alpha + 1, samplers * self.room
+        queued_s = max(0.0, ahead * self.rollouts / room - 1) * self.rollout_s
+        latency_s = (self.rollout_s + self.train_s + queued_s) / ahead
+        return max(self.train_s, self.rollouts * self.rollout_s / room, latency_s)
+
+    def needed(self, least: int = 1) -> int:
+        """The smallest number of samplers, at least `least`, with which a step takes as long as with any number."""
+        enough = math.ceil((self.alpha + 1) * self.rollouts / self.room)  # none waits for room
+        limit_s = (1 + WITHIN) * self.step_s(max(least, enough))
+        return next((n for n in range(least, enough) if self.step_s(n) <= limit_s), max(least, enough))
+
+
+@dataclass(frozen=True)
+class SamplerPlan:
+    """A decision: the samplers that the run needs, those that leave, how many more are asked for, and why."""
+
+    needed: int
+    leave: tuple[str, ...]
+    more: int
+    reason: str
+
+
+class Replanner:
+    """Plans the number of samplers of a running run. Pure: the caller passes time, membership and measurements.
+
+    Between two changes that others make it makes at most 2·n + 1 plans, with n the most samplers that were present:
+    releases come first, each of at least one sampler, and after it has asked for one it releases none. Each request
+    doubles the steps that the next release waits for, so that a sampler that comes and goes causes ever fewer plans.
+    """
+
+    def __init__(self, least: int, settling: int, needed: int = 0, most: int = 0) -> None:
+        """`settling`: steps that were begun before a change. `needed` and `most` are those of an earlier process."""
+        self.least, self.needed, self.most, self.missing = least, needed, most, 0
+        self._settling, self._known = settling, frozenset[str]()
+        self._changed_s: float | None = None  # time of the last change of the membership; None before the first
+        self._since_step = 0
+        self._marks = list[tuple[float, int]]()  # times at which steps had been trained, with their number
+        self._asked = False  # since the last change that others made
+        self._patience = STEPS  # steps measured before a release
+        self._before: tuple[int, float] | None = None  # samplers and seconds of a step before the last release
+
+    def plan(
+        self, now_s: float, present: Collection[str], steps: int, load: Load | None, victims: Sequence[str]
+    ) -> SamplerPlan | None:
+        """The plan that is due now; None: all stays as it is.
+
+        `present`: names of the samplers that have not been asked to leave. `steps` have been trained. `victims`: their
+        names, the first to be released first.
+        """
+        steady_s = self._follow(now_s, frozenset(present), steps)
+        count = len(self._known)
+        if self.needed - count > self.missing and steady_s >= STEADY_S:
+            return self._ask(steps, self.needed, f"{count} of {self.needed} samplers are left")
+        if load is None or (step_s := self._measured_s(now_s, steps)) is None:
+            return None
+        before, self._before = self._before, None
+        wanted = min(load.needed(self.least), max(self.most, self.least))
+        if before is not None and step_s > (1 + WORSE) * before[1]:
+            reason = f"a step takes {step_s:.3g} s, and took {before[1]:.3g} s with {before[0]} samplers"
+            return self._ask(steps, before[0], reason)
+        if wanted > count:
+            least_s = load.step_s(wanted)
+            if step_s > (1 + WORSE) * least_s and wanted - count > self.missing:
+                return self._ask(steps, wanted, f"with {wanted} samplers a step would take {least_s:.3g} s")
+        elif wanted < count and not self._asked:
+            measured = self._marks[-1][1] - self._marks[0][1]
+            return self._release(steps, wanted, step_s, victims) if measured >= self._patience else None
+        self.needed = max(self.needed, count) if self._asked else count
+        self.missing = self.missing if self._asked else 0
+        self._restart(steps)
+        return None
+
+    def _follow(self, now_s: float, present: frozenset[str], steps: int) -> float:
+        """Take note of the membership; the seconds for which it has been as it is."""
+        if present == self._known:
+            return now_s - self._changed_s if self._changed_s is not None else 0.0
+        arrived, gone = present - self._known, self._known - present
+        expected = min(len(arrived), self.missing)
+        self.missing -= expected
+        if gone or len(arrived) > expected:
+            self._asked, self._before = False, None
+        if len(present) >= self.needed:
+            self.missing = 0
+        self._known, self.most, self._changed_s = present, max(self.most, len(present)), now_s
+        self._restart(steps)
+        return 0.0
+
+    def _restart(self, steps: int) -> None:
+        """Measure from now on."""
+        self._since_step, self._marks = steps, []
+
+    def _measured_s(self, now_s: float, steps: int) -> float | None:
+        """The median seconds of `STEPS` steps or more since the last change has settled; None until then."""
+        first = self._since_step + self._settling + 1
+        if steps >= first and (not self._marks or steps > self._marks[-1][1]):
+            self._marks.append((now_s, steps))
+        if len(self._marks) < 2 or self._marks[-1][1] - self._marks[0][1] < STEPS:
+            return None
+        return statistics.median((t - s) / (m - n) for (s, n), (t, m) in itertools.pairwise(self._marks))
+
+    def _ask(self, steps: int, needed: int, reason: str) -> SamplerPlan:
+        self.needed, self._asked, self._patience = needed, True, min(2 * self._patience, MOST_STEPS)
+        missing, self.missing = self.missing, max(0, needed - len(self._known))
+        self._restart(steps)
+        return SamplerPlan(needed, (), self.missing - missing, reason)
+
+    def _release(self, steps: int, wanted: int, step_s: float, victims: Sequence[str]) -> SamplerPlan:
+        count = len(self._known)
+        leave = tuple(name for name in victims if name in self._known)[: count - wanted]
+        self.needed, self.missing, self._before = wanted, 0, (count, step_s)
+        self._known -= set(leave)
+        self._restart(steps)
+        return SamplerPlan(wanted, leave, 0, f"{wanted} of {count} samplers keep a step at {step_s:.3g} s")

@@ -275,7 +275,7 @@ def main(
 
 
 def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
-    """Facts from the metric rows: bottleneck, best checkpoint, joins, leaves, failures of evaluations, faults."""
+    """Facts from the metric rows: bottleneck, best checkpoint, joins, leaves, plans, failed evaluations, faults."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
         rows = metrics.read(RunPaths(run_dir).metrics)
         found = activity.bottleneck(activity.latest(rows), config)
@@ -291,10 +291,10 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
 
 
 def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Facts]:
-    """The newest joins and leaves of samplers and actors, and restarts by a supervisor, the newest first."""
+    """The newest joins and leaves of samplers and actors, plans of their number, and restarts, the newest first."""
     found = []
     for row in rows:
-        if row.get("kind") == "event" and row.get("what") in ("join", "leave"):
+        if row.get("kind") == "event" and row.get("what") in ("join", "leave", "plan"):
             found.append({"name": row["role"], "what": row["text"], "ago_s": now - row["t"]})
         elif row.get("kind") == "restart":
             how = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"

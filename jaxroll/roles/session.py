@@ -66,7 +66,7 @@ class Session:
     ) -> None:
         self._store_at, self._threads = transport or args.store_address or args.paths.store_address, threads
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
-        self.stopping, self._stopped = asyncio.Event(), asyncio.Event()
+        self.stopping, self._stopped, self._drain_s = asyncio.Event(), asyncio.Event(), args.drain_s
         self._rows: list[dict] = []
         self.store: StoreClient
         self.executors: Executors
@@ -83,6 +83,11 @@ class Session:
     def _stop(self, at_once: bool) -> None:
         if at_once or self.stopping.is_set():
             self._stopped.set()
+        self.stopping.set()
+
+    def _leave(self) -> None:
+        """Stop when the running members have ended: the run needs fewer samplers (`sampler.least_count`)."""
+        self._drain_s = max(self._drain_s, self.config.schedule.straggler_deadline_s)
         self.stopping.set()
 
     def add_row(self, row: dict) -> None:
@@ -121,6 +126,7 @@ class Session:
             call_s=self.config.store.rpc_deadline_s,
             run_dir=self.args.run_dir,
         )
+        self.store.on_surplus = self._leave
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None
@@ -135,7 +141,7 @@ class Session:
             playing = asyncio.ensure_future(play())
             exhausted = asyncio.ensure_future(self.executors.raise_when_worn_out())
             await asyncio.wait([playing, stopping, reporting, exhausted], return_when="FIRST_COMPLETED")
-            if self.stopping.is_set() and self.args.drain_s:
+            if self.stopping.is_set() and self._drain_s:
                 await self._drain(playing, reporting, exhausted)
             for job in (playing, reporting, exhausted):
                 if job.done():
@@ -160,10 +166,10 @@ class Session:
                 raise end
 
     async def _drain(self, *jobs: asyncio.Future[Any]) -> None:
-        """Wait until a job ends, for `args.drain_s`, or until a second request to stop."""
-        self.progress(f"leaves when its running members end, within {self.args.drain_s:g} s")
+        """Wait until a job ends, for the time to drain, or until a second request to stop."""
+        self.progress(f"leaves when its running members end, within {self._drain_s:g} s")
         stopped = asyncio.ensure_future(self._stopped.wait())
-        await asyncio.wait([*jobs, stopped], timeout=self.args.drain_s, return_when="FIRST_COMPLETED")
+        await asyncio.wait([*jobs, stopped], timeout=self._drain_s, return_when="FIRST_COMPLETED")
         stopped.cancel()
 
     async def _send_rows(self) -> None:

@@ -182,6 +182,7 @@ class Cluster:
     rpc_bytes_per_s: Positive = math.inf
     failures: tuple[Failure, ...] = ()
     samplers: tuple[SamplerCosts, ...] = ()  # of samplers 0, 1, …, instead of `sampler`
+    start_s: NotNegative = 0.0  # until a sampler that the run asks for has started (`sampler.least_count`)
 
     def sampler_costs(self, index: int) -> SamplerCosts:
         """The costs of a sampler."""

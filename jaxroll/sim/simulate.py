@@ -39,6 +39,7 @@ EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every sim
 SETTLING = 0.1  # share of the steps that the figures leave out at the start
 POLLS = 50  # looks at the devices in a step of the learner
 LIMIT_S = 365 * 86400.0
+STARTED_S = 2.0  # the store counts a sampler that has started
 REPORT_EVERY_S = 5.0  # of the real clock
 
 Figures = dict[str, Any]
@@ -82,6 +83,7 @@ class SimulatedRun(World):
         super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
         self.engines: list[SimulatedEngine] = []
         self._ended_s: dict[int, float] = {}
+        self._starting = set[str]()  # samplers that had left and start again
 
     def _question(self, index: int) -> str:
         drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config, index))
@@ -123,6 +125,7 @@ class SimulatedRun(World):
                     f"simulated {asyncio.get_running_loop().time():,.0f} s: step "
                     f"{self.store.keeper.state.acked:,} of {self.store.keeper.settings.steps:,}"
                 )
+            self._start_missing(failing)
             if not self._training.cancelled():
                 await asyncio.wait([self._training], timeout=10.0)
             else:
@@ -132,8 +135,24 @@ class SimulatedRun(World):
         if code := self._training.result():
             raise InfraError(f"the simulated learner ended with exit code {code}")
 
+    def _start_missing(self, starting: list[asyncio.Task[None]]) -> None:
+        """Start samplers again that had left, as many as the run asks for, as a supervisor does."""
+        asked = self.store.fleet.missing - len(self._starting) if self.store.fleet else 0
+        names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in self._starting]
+        for name in names[: max(0, asked)]:
+            self._starting.add(name)
+            starting.append(asyncio.ensure_future(self._start_again(name)))
+
+    async def _start_again(self, name: str) -> None:
+        await asyncio.sleep(self._cluster.start_s)
+        self.sampler(int(name.rpartition("-")[2]))
+        await asyncio.sleep(STARTED_S)
+        self._starting.remove(name)
+
     async def _fail(self, failure: Failure) -> None:
         await asyncio.sleep(failure.at_s)
+        if self.has_left(failure.role):
+            return
         with contextlib.suppress(KeyError):  # it is down already
             await self.kill(failure.role)
             await asyncio.sleep(failure.down_s)
@@ -219,7 +238,8 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
 
     `step_s` (between two ends of steps), `samples_per_s`, `tokens_per_s` (trained), `age_mean`, `age_max`, `age_hist`
     (tokens by age), `learner_busy` and `learner_wait` (shares of the time), `sampler_busy` (share of the time in which
-    engines work, in the mean), and with `cluster` the price of a million trained tokens.
+    engines work, in the mean), and with `cluster` the price of a million trained tokens and `samplers_paid`, the mean
+    number of samplers that had not left.
     """
     last = {row["step"]: row for row in rows if row.get("kind") == "step"}
     steps = [last[step] for step in sorted(last)]
@@ -253,10 +273,24 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         "sampler_busy": busy_s / elapsed_s / max(1, len(sampler_names(config))),
     }
     if cluster is not None:
-        prices = [cluster.sampler_costs(index).price_per_hour for index in range(config.sampler.count)]
+        events = [row for row in rows if row.get("kind") == "event" and row.get("what") in ("join", "leave")]
+        paid = [1 - _away_s(events, name, start, end) / elapsed_s for name in sampler_names(config)]
+        prices = [cluster.sampler_costs(index).price_per_hour * share for index, share in enumerate(paid)]
+        found["samplers_paid"] = sum(paid)
         per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600
         found["cost_per_million_tokens"] = per_s / found["tokens_per_s"] * 1e6 if found["tokens_per_s"] else math.inf
     return found
+
+
+def _away_s(events: Sequence[Mapping[str, Any]], name: str, start: float, end: float) -> float:
+    """The seconds between two times in which a sampler that left, and was not lost, had not joined again."""
+    away_s, left_t = 0.0, math.inf
+    for row in events:
+        if row.get("role") == name and row["what"] == "join":
+            away_s, left_t = away_s + max(0.0, min(row["t"], end) - max(left_t, start)), math.inf
+        elif row.get("role") == name and str(row.get("text")).startswith("left"):
+            left_t = row["t"]
+    return away_s + max(0.0, end - max(left_t, start))
 
 
 # --- Schedules and sweeps

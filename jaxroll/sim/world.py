@@ -93,6 +93,7 @@ class VirtualStore:
         self.metrics: Any = Rows() if metrics is None else metrics
         self._log = MemoryLog(keep_bytes=keep_bytes)
         self.keeper: Keeper
+        self.fleet: store_server.Fleet | None = None
         self._job: asyncio.Future[None] | None = None
 
     def start(self) -> None:
@@ -101,6 +102,7 @@ class VirtualStore:
         linger_s = store_server.LINGER_S
         store = store_server._Store(self.config, keeper, self.metrics, self._feed(), linger_s, None, lambda: 0)
         self.server.start(msg.SERVICE, store.service.methods(), lambda: keeper.state.position)
+        self.fleet = store.fleet
         self._job = asyncio.ensure_future(store.run())
 
     async def stop(self) -> None:
@@ -243,6 +245,10 @@ class World:
         for client in self._clients:
             await client.aclose()
         await self.store.stop()
+
+    def has_left(self, role: str) -> bool:
+        """True if the role has ended by itself, as a sampler that the run does not need."""
+        return role in self._alive and self._alive[role][0].done()
 
     def jobs(self) -> list[asyncio.Future[Any]]:
         """The roles that run, or have ended without being killed."""

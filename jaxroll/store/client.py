@@ -60,6 +60,7 @@ class StoreClient:
     def __init__(self, raw: RawClient, config_digest: str, call_s: float = _CALL_S) -> None:
         self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
         self.holders = 1  # processes that request leases, as of the last grant
+        self.on_surplus: Callable[[], None] = lambda: None  # called when the run needs this sampler no more
         self._puts = Puts(lambda call: self._call("Put", call, msg.PutReply))
         self._flushes = Flushes(lambda call: self._call("Flush", call, msg.FlushReply))
 
@@ -113,6 +114,8 @@ class StoreClient:
             call = msg.LeaseCall(version, max_members, left_s, request)
             reply = await self._call("Lease", call, msg.LeaseReply, left_s)
             self.holders = reply.holders
+            if reply.surplus:
+                self.on_surplus()
             return list(reply.grants)
 
         return await _until(ask, wait_s, NoCredit)

@@ -51,10 +51,11 @@ class LeaseCall(msgspec.Struct, frozen=True):
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
-    """Granted leases; `holders` is the number of processes that request leases."""
+    """Granted leases; `holders` is the number of processes that request leases. With `surplus` the caller leaves."""
 
     grants: tuple[Grant, ...]
     holders: int = 1
+    surplus: bool = False
 
 
 class Members(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from jaxroll import metrics
 from jaxroll.config import SupervisorConfig
 from jaxroll.control.child import Child
 from jaxroll.control.program import ProcessSpec
-from jaxroll.control.supervisor import Supervisor
+from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.process
@@ -183,6 +183,39 @@ def test_all_processes_of_a_learner_restart_when_one_dies(stage: Stage, victim: 
     assert sorted(stage.names("again")) == ["learner", "sampler-1"], "no other role, and only once"
     restarts = [row["process"] for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "restart"]
     assert restarts == [victim]
+
+
+def test_a_sampler_that_left_starts_again_when_a_plan_asks_for_one(tmp_path: Path) -> None:
+    """Without processes: both samplers leave, a plan asks for one, and the learner ends when that has started."""
+    alive: dict[str, Any] = {}
+    starts: list[str] = []
+
+    def start(spec: ProcessSpec, log: Path, environ: object) -> Any:
+        starts.append(spec.name)
+        one = SimpleNamespace(pid=1, cause="", code=None)
+        one.poll, one.kill, one.terminate = lambda: one.code, lambda: None, lambda: setattr(one, "code", 0)
+        alive[spec.name] = one
+        return one
+
+    def tick(processes: Sequence[ProcessView]) -> None:
+        states = {each.name: each.state for each in processes}
+        ticks.append(0)
+        if len(ticks) > 100:  # it did not start: end the run with an error
+            alive["store"].code = 0
+        if starts[4:]:
+            alive["learner"].code = 0
+        elif states["sampler-0"] == states["sampler-1"] == "done" and not asked:
+            asked.append(metrics.JsonlTracker(tmp_path / "metrics.jsonl"))
+            asked[0].log({"t": 0.0, "kind": "event", "role": "store", "what": "plan", "more": 1, "text": "x"})
+        elif len(starts) == 4:
+            alive["sampler-0"].code = alive["sampler-1"].code = 0
+
+    asked: list[metrics.JsonlTracker] = []
+    said, ticks = list[str](), list[int]()
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=tick, say=said.append)
+    specs = [ProcessSpec(name, name.partition("-")[0], (name,)) for name in NAMES[:4]]
+    assert Supervisor(specs, tmp_path, SupervisorConfig(), view, start=start).run() == 0
+    assert starts == [*NAMES[:4], "sampler-0"] and "sampler-0 starts again: the run needs it." in said
 
 
 def test_a_death_after_the_learner_has_finished_restarts_nothing(stage: Stage) -> None:

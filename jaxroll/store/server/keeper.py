@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -412,6 +412,7 @@ class Workers:
         self._silence_s = max(SILENCE_S, config.store.lease_s)
         self._present: dict[str, _Process] = {}
         self._silent: dict[str, str] = {}  # name → session of a process that was reported as silent
+        self.surplus: dict[str, str] = {}  # name → session of a sampler that is asked to leave
 
     @property
     def holders(self) -> int:
@@ -419,9 +420,13 @@ class Workers:
         return sum(one.leases for one in self._present.values())
 
     @property
-    def names(self) -> Collection[str]:
-        """The names of the processes."""
-        return self._present.keys()
+    def sessions(self) -> dict[str, str]:
+        """The sessions of the processes by name."""
+        return {name: one.session for name, one in self._present.items()}
+
+    def is_surplus(self, caller: Caller) -> bool:
+        """True if the caller is asked to leave."""
+        return self.surplus.get(caller.name) == caller.session
 
     @property
     def serving(self) -> dict[str, str]:

@@ -18,16 +18,17 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
-from jaxroll.config.derived import max_message_bytes, update_slot_s
+from jaxroll.config.derived import max_message_bytes, rollouts_at_once, rollouts_per_step, update_slot_s
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
+from jaxroll.policy.step_times import Load, Replanner
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings, status
-from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
+from jaxroll.store.core.state import next_deadline_s, next_straggler_s, outstanding, straggler_due
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
@@ -44,6 +45,7 @@ _GRACE_S = 0.5
 _SWITCH_S = 0.0005  # interpreter switch interval: the loop must not wait long for the thread that decodes large members
 _TICK_S = 1.0
 _PROMPTS_AHEAD = 256
+PLAN = "plan"  # `what` of the event of a new plan
 _CERTIFICATES_EVERY_S = 3600.0  # interval between checks for certificates that expire soon
 
 
@@ -130,7 +132,7 @@ class _Store:
         self._certificates, self._certificates_at_s = certificates, -math.inf
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
         keeper.decide(ev.Open())
-        keeper.on_acked = self._write_row
+        keeper.on_acked = self._on_acked
         keeper.on_closed = lambda reason: self.audit.by_itself("Close", reason)
         ahead = min(keeper.settings.limiter.window(0), _PROMPTS_AHEAD)
         self._prompts = PromptBuffer(
@@ -139,6 +141,7 @@ class _Store:
         page_bytes = min(PAGE_BYTES, max_message_bytes(config) // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self._workers = Workers(config, keeper, metrics)
+        self.fleet = Fleet(config, keeper, self._workers, metrics) if config.sampler.least_count else None
         self.service = StoreService(
             keeper,
             self._prompts,
@@ -194,6 +197,8 @@ class _Store:
             self._watch(now_s)
             self.audit.tick()
             self._workers.tick()
+            if self.fleet is not None:
+                self.fleet.tick()
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
@@ -251,15 +256,86 @@ class _Store:
     def _report(self) -> dict[str, Any]:
         return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready), self._keeper.now_s())
 
+    def _on_acked(self) -> None:
+        self._write_row()
+        if self.fleet is not None:
+            self.fleet.tick()
+
     def _write_row(self) -> None:
         report = self._report()
         report["prompts_skipped"] |= self._prompts.skipped
         if self.service.paused:
             report |= {"paused": True, "waits": report["waits"] | {"user": "has paused the run"}}
+        if self.fleet is not None:
+            report["plan"] = self.fleet.facts()
         self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
 
     def _event(self, text: str, **fields: str) -> None:
         self._metrics.log({"t": unix_s(), "role": "store", "kind": "event", "text": text, **fields})
+
+
+# --- number of samplers (`sampler.least_count`)
+
+
+class Fleet:
+    """Plans how many samplers the run needs when its membership changes, and asks those that it does not need to leave.
+
+    The plan is an event in the metrics, which a supervisor reads to start samplers that are missing. It is in memory; a
+    restarted store finds the last one there.
+    """
+
+    def __init__(self, config: Config, keeper: Keeper, workers: Workers, metrics: JsonlTracker) -> None:
+        self._keeper, self._workers, self._metrics = keeper, workers, metrics
+        self._rollouts, self._room = rollouts_per_step(config), rollouts_at_once(config)
+        plans = [row for row in metrics.written() if row.get("what") == PLAN and row.get("role") == "store"]
+        known = {key: plans[-1][key] for key in ("needed", "most") if type(plans[-1].get(key)) is int} if plans else {}
+        settling = keeper.settings.limiter.max_age + 1
+        self._replanner = Replanner(config.sampler.least_count, settling, **known)
+
+    @property
+    def missing(self) -> int:
+        """The number of samplers that are asked for."""
+        return self._replanner.missing
+
+    def facts(self) -> dict[str, int]:
+        """The plan: samplers that are needed (0: not known yet), present, asked for, and asked to leave."""
+        staying, present, plan = self._staying(), len(self._workers.sessions), self._replanner
+        leaving = present - len(staying)
+        return {"needed": plan.needed, "present": present, "missing": plan.missing, "leaving": leaving}
+
+    def tick(self) -> None:
+        """Plan again if that is due."""
+        state, present, left = self._keeper.state, self._staying(), self._workers.surplus
+        # The slowest sampler leaves first; of equal ones that with the highest number, which joined last.
+        number = {name: int(digits) for name in present if (digits := name.rpartition("-")[2]).isdecimal()}
+        victims = sorted(present, key=lambda name: (-state.member_s.get(name, 0.0), -number.get(name, 0)))
+        plan = self._replanner.plan(self._keeper.now_s(), present, state.acked, self._load(), victims)
+        if plan is None or state.closed:
+            return
+        self._workers.surplus = {name: left[name] for name in left if name not in present}
+        self._workers.surplus |= {name: present[name] for name in plan.leave}
+        text = [f"plan: {plan.reason}"]
+        text += [f"{', '.join(plan.leave)} {'leaves' if len(plan.leave) == 1 else 'leave'}"] if plan.leave else []
+        text += [f"{plan.more} more {'is' if plan.more == 1 else 'are'} asked for"] if plan.more else []
+        row: dict[str, Any] = {"t": unix_s(), "role": "store", "kind": "event", "what": PLAN, "text": "; ".join(text)}
+        numbers = {"needed": plan.needed, "most": self._replanner.most, "more": plan.more}
+        self._metrics.log(row | numbers | {"leave": list(plan.leave)})
+        self._keeper.wakeups.notify(LEASE)
+
+    def _staying(self) -> dict[str, str]:
+        """The sessions of the samplers that are not asked to leave, by name."""
+        left = self._workers.surplus
+        return {name: session for name, session in self._workers.sessions.items() if left.get(name) != session}
+
+    def _load(self) -> Load | None:
+        """The measurements; None while one is not known yet."""
+        state, settings = self._keeper.state, self._keeper.settings
+        taken_s = [state.member_s[name] for name in self._staying() if state.member_s.get(name)]
+        if not taken_s or not state.step_s or not state.next_claim:
+            return None
+        groups = (state.issued - outstanding(state)) / state.next_claim  # those that the filter rejects count too
+        rollouts = max(self._rollouts, round(groups * settings.members_leased))
+        return Load(state.step_s, sum(taken_s) / len(taken_s), rollouts, self._room, settings.limiter.alpha)
 
 
 def _port_before(run_dir: Path) -> int:

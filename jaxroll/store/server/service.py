@@ -237,8 +237,7 @@ class StoreService:
             if is_new:
                 self._workers.arrived(caller)
         state = self._keeper.state
-        lines = tuple(state.lineages)
-        return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, lines)
+        return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, tuple(state.lineages))
 
     async def _join(self, caller: Caller, body: bytes) -> msg.Joined:
         self.handshake.count_arrival()
@@ -254,6 +253,8 @@ class StoreService:
         count = -(-max(members, 1) // size) + 1  # of a group that is split the caller takes a member or more
 
         def ask() -> Any:
+            if self._workers.is_surplus(caller):
+                return ev.Leases((), 0)
             if self.paused and not over(self._keeper.settings, self._keeper.state):
                 return NoCredit("the run is paused", _PAUSED_ASK_S)
             offered = tuple(itertools.islice(self._prompts.ready, count))
@@ -269,7 +270,7 @@ class StoreService:
             return reply
 
         leases = await self._keeper.answer_when_ready(ask, LEASE, self._wait_s(caller, call.wait_s))
-        return msg.LeaseReply(leases.grants, self._workers.holders)
+        return msg.LeaseReply(leases.grants, self._workers.holders, self._workers.is_surplus(caller))
 
     async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
         members = wire.decode(body, msg.Members).members
@@ -403,7 +404,7 @@ class StoreService:
         following = {who for who, calls in self._following.items() if calls}
         holding = [who for who, version in self.holders.items() if version == snapshot.version]
         found = self._relays.sources(
-            name, snapshot.version, present={*self._workers.names, *following},
+            name, snapshot.version, present={*self._workers.sessions, *following},
             waiting=() if one_by_one else following, holding=holding,
         )  # fmt: skip
         return tuple(Relay(*one) for one in found)
