@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 
-from benchmarks.lib.report import ROOT, Runs, arguments, finish, ratio, say, spread
+from benchmarks.lib.report import Runs, arguments, finish, ratio, say, spread
 from jaxroll.sim import reactor
 from jaxroll.sim.reactor import Moment, Program, Reactor, connect
 
@@ -356,8 +356,7 @@ def ray_cluster(workers: int) -> Iterator[None]:
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    environment = {"PYTHONPATH": str(ROOT)}
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
     try:
         yield
     finally:
