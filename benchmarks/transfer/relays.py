@@ -19,7 +19,7 @@ RELAYED, RELAY_ROWS, LINK_MB_S = (2, 4, 8), 128, 20.0
 
 def relay_run(sender: Child, readers: Sequence[Child], peers: Sequence[Row], tree: bool, check: bool = False) -> Row:
     """One version to all `readers`: seconds until each has it, and the bytes that the learner sent."""
-    from jaxroll.policy.relay import Receiver, assign, sources
+    from jaxroll.policy.routing import Receiver, assign, sources
 
     receivers = [Receiver(peer["name"]) for peer in peers]
     assigned = assign(receivers, [one.name for one in receivers])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 # --- Types of config values: numbers with the bounds that `parsing.check_bounds` enforces
@@ -89,6 +89,9 @@ class PlacementConfig:
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     # Processes that run the environments with samplers as inference servers. 0: samplers run them.
     actors: NonNegativeInt = 0
+    # Pools of samplers by name: dicts of samplers (a part of sampler.count) and tags, the sources that they prefer
+    # (docs/scheduling.md). Empty: all samplers take all prompts.
+    pools: dict = field(default_factory=dict)
     # Hosts of the learner, one process each; learner.mesh spans all of them.
     learner_hosts: PositiveInt = 1
     # Run learner, samplers and evaluator in one process on the same devices.

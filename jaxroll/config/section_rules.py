@@ -15,6 +15,7 @@ from jaxroll.config.rewards import REMOTE, terms
 from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy import selection
+from jaxroll.policy.routing import Pools
 from jaxroll.records import Message
 
 _KL_REASONS = {
@@ -44,10 +45,11 @@ def _check_agent(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Check what runs elsewhere: answers of other processes under a virtual clock, relays, samplers that may leave."""
+    """Check what runs elsewhere: what a virtual clock cannot wait for, relays, samplers that may leave, pools."""
     _check_clock(config)
     _check_relay(config)
     _check_least_count(config)
+    _check_pools(config)
 
 
 def _check_clock(config: Config) -> None:
@@ -95,6 +97,16 @@ def _check_least_count(config: Config) -> None:
             (placement.colocated, "no sampler can leave one process", f"{remedy} placement.colocated to False."),
             (placement.actors > 0, "actors lease the work of all samplers", f"{remedy} placement.actors to 0."),
             (sampler.http_port >= 0, "clients need samplers that stay", f"{remedy} sampler.http_port to -1."),
+        ))  # fmt: skip
+
+
+def _check_pools(config: Config) -> None:
+    """Refuse malformed pools, and those that would starve prompts or have no choice of samplers."""
+    if pools(config):
+        starved = f"with schedule.order = {config.schedule.order!r} the prompts of a slow pool would be trained last"
+        _refuse("placement.pools", config.placement.pools, (
+            (config.schedule.order != "lease_order", starved, "Set schedule.order to lease_order."),
+            (config.placement.colocated, "placement.colocated has one sampler", "Leave it out."),
         ))  # fmt: skip
 
 
@@ -378,12 +390,13 @@ SOURCE_ITEMS = 10**12
 
 @dataclass(frozen=True)
 class TaskPart:
-    """One source: `task` is the section with its keys; `label` is empty and `weight` 1 without a mixture."""
+    """One source: `task` is the section with its keys; without a mixture `label` and `tag` are empty, `weight` is 1."""
 
     label: str
     weight: float
     task: TaskConfig
     key: str
+    tag: str = ""
 
 
 def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
@@ -395,16 +408,14 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         key = f"task.mixture[{number}]"
         if not isinstance(entry, Mapping):
             raise ConfigError(key, entry, "not a source", "Write dict(path=…, weight=1.0).")
-        weight = coerce(float, entry.get("weight", 1.0), f"{key}.weight")
-        if weight <= 0:
-            raise ConfigError(
-                f"{key}.weight", weight, "a source needs a share", "Set it above 0, or remove the source."
-            )
-        part = source_of(task, entry, key, ("label", "weight"))
+        if (weight := coerce(float, entry.get("weight", 1.0), f"{key}.weight")) <= 0:
+            remedy = "Set it above 0, or remove the source."
+            raise ConfigError(f"{key}.weight", weight, "a source needs a share", remedy)
+        part = source_of(task, entry, key, ("label", "weight", "tag"))
         label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
         if not label or label in (other.label for other in found):
             raise ConfigError(f"{key}.label", label, "every source needs its own name", "Set label.")
-        found.append(TaskPart(label, weight, part, key))
+        found.append(TaskPart(label, weight, part, key, coerce(str, entry.get("tag", label), f"{key}.tag")))
     if any("heldout_items" in entry for entry in task.mixture):
         return tuple(found)
     total = sum(part.weight for part in found)
@@ -413,6 +424,12 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         for part in found
         for share in (round(task.heldout_items * part.weight / total),)
     )
+
+
+def pools(config: Config) -> Pools:
+    """The pools of samplers; falsy if there are none. ConfigError for malformed ones."""
+    tags = [part.tag for part in task_parts(config.task)] if config.task.mixture else []
+    return Pools.of(config.placement.pools, tags, config.sampler.count)
 
 
 def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[str, ...]) -> TaskConfig:
@@ -444,8 +461,7 @@ def evaluation_set(config: Config, name: str) -> tuple[TaskConfig, int]:
     entry, key = config.evaluator.sets[name], f"evaluator.sets.{name}"
     if not isinstance(entry, Mapping):
         raise ConfigError(key, entry, "not a source", "Write dict(path=…, items=100).")
-    items = coerce(int, entry.get("items", 0), f"{key}.items")
-    if items < 0:
+    if (items := coerce(int, entry.get("items", 0), f"{key}.items")) < 0:
         raise ConfigError(f"{key}.items", items, "must be at least 0", "Set it to 0 for all rows of a file.")
     task = source_of(config.task, entry, key, ("items",))
     if task.source in FILES and not task.path:
@@ -464,18 +480,14 @@ def check_prompts(config: Config) -> None:
     if config.task.mixture and config.task.path:
         raise ConfigError("task.path", config.task.path, "task.mixture has the paths of its sources", "Leave it out.")
     for part in task_parts(config.task):
-        if (
-            config.task.mixture
-            and max(part.task.train_start, part.task.heldout_start, config.sft.start) > SOURCE_ITEMS // 2
-        ):
-            reason = "too large for a source of a mixture"
-            remedy = f"Use starts of at most {SOURCE_ITEMS // 2}."
+        last = max(part.task.train_start, part.task.heldout_start, config.sft.start)
+        if config.task.mixture and last > SOURCE_ITEMS // 2:
+            reason, remedy = "too large for a source of a mixture", f"Use starts of at most {SOURCE_ITEMS // 2}."
             raise ConfigError(f"{part.key}.train_start", part.task.train_start, reason, remedy)
     for number, tool in enumerate(config.task.tools):
         if not isinstance(tool, Mapping):
-            raise ConfigError(
-                f"task.tools[{number}]", tool, "not a JSON schema", "Write an object, as for OpenAI's API."
-            )
+            remedy = "Write an object, as for OpenAI's API."
+            raise ConfigError(f"task.tools[{number}]", tool, "not a JSON schema", remedy)
     if config.task.source not in FILES and not config.task.mixture:
         for name in ("prompt_column", "answer_column", "answer_after"):
             if value := getattr(config.task, name):
@@ -493,5 +505,5 @@ def check_prompts(config: Config) -> None:
     for name in RESERVED:
         if name in config.tokenizer.template_args:
             remedy = "Use task.tools for tools." if name == "tools" else "Leave it out."
-            reason = "JaxRoll sets this variable itself"
-            raise ConfigError(f"tokenizer.template_args.{name}", config.tokenizer.template_args[name], reason, remedy)
+            key, value = f"tokenizer.template_args.{name}", config.tokenizer.template_args[name]
+            raise ConfigError(key, value, "JaxRoll sets this variable itself", remedy)

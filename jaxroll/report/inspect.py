@@ -22,25 +22,18 @@ from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, sh
 from jaxroll.report.record import best_checkpoint, store_pid
 from jaxroll.report.summary import environment_faults, evaluation_failures
 from jaxroll.run_paths import RunPaths
-from jaxroll.store.core.admission import resting, unreliable, waits
+from jaxroll.store.core.admission import pool_facts, resting, unreliable, waits
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
 from jaxroll.store.log import database
 from jaxroll.store.log import replay as replays
 from jaxroll.store.log.replay import rules
 
-LEASES, GROUPS, FAILURES, JOINS, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
-    30,
-    10,
-    8,
-    10,
-    6,
-    5,
-    5,
-    20,
-)  # rows shown; the JSON has all leases
+LEASES, GROUPS, FAILURES, JOINS = 30, 10, 8, 10  # rows shown; the JSON has all leases
+CLAIMS, VERSIONS, QUESTIONS, REASONS = 6, 5, 5, 20
 CAUSES, CAUSE_CHARS, FAILURES_COUNTED = 40, 200, 50_000
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_POOL = "{samplers}; {waiting} members wait, {leased} are leased, {leased_elsewhere} of them by other pools"
 Facts = dict[str, Any]
 
 
@@ -85,6 +78,7 @@ def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float)
         "waits": waits(settings, state) if settings else {},
         "backoff": resting(settings, state) if settings else {},
         "unreliable": unreliable(state),
+        "pools": pool_facts(settings, state) if settings else {},
         "steps": settings.steps if settings else None,
         "lineage": state.lineage,
         "published": None if state.published is None else str(state.published.version),
@@ -324,6 +318,7 @@ def _now(f: Facts) -> Section:
         ("weights", f"{f['published'] or 'none'} in lineage {f['lineage']}"),
         ("in flight", f"{f['groups_in_flight']} groups of a window of {number(f['in_flight_window'])}"),
         ("retained", f"{_mb(f['retained_bytes'])} of {_mb(f['retention_bytes'])} MB"),
+        *((f"pool {name}", _POOL.format(**pool)) for name, pool in f["pools"].items()),
         ("unaccounted", f"{f['conservation_residual']} groups of {f['issued']}"),
         *([("best checkpoint", f"{best['version']}: {best['metric']} {number(best['value'])}")] if best else []),
         ("bottleneck", activity.Bottleneck(**f["bottleneck"]).text() if f.get("bottleneck") else UNKNOWN),

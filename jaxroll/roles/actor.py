@@ -16,11 +16,13 @@ one, so that the limit on the age of tokens holds.
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 from jaxroll.clock import unix_s
-from jaxroll.config import RoleArgs
+from jaxroll.config import RoleArgs, section_rules
 from jaxroll.config.derived import actor_members, max_message_bytes, sampler_names
+from jaxroll.config.section_rules import SOURCE_ITEMS
 from jaxroll.data import sources
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED
@@ -65,7 +67,11 @@ class ActorLoops:
 
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
-        self.samplers = Samplers(self._clients(), self.config.schedule.group_placement, session.progress)
+        self.pools, count = section_rules.pools(self.config), self.config.placement.actors
+        room = math.ceil(self.config.sampler.slots / count) if self.pools else math.inf
+        clients, placement = self._clients(), self.config.schedule.group_placement
+        own = {name: self.pools.of_role(name) for name in clients}
+        self.samplers = Samplers(clients, placement, session.progress, own, room)
         self.manager = session.rollout_manager(None, tokenizer, sampling_params(session.config, tokenizer))
         self.members = Members(
             session, actor_members(self.config, len(self.samplers.names)), self._version, self._begin
@@ -115,7 +121,8 @@ class ActorLoops:
         """Use samplers that join the run, until they leave; those that it started with may come back."""
         started, joined = self.samplers.names, dict[str, str]()
         while True:
-            serving: dict[str, str] = (await self.store.status())["serving"]
+            status = await self.store.status()
+            serving: dict[str, str] = status["serving"]
             for name, address in list(joined.items()):
                 moved = serving.get(name, address) != address
                 if moved or (name not in serving and not self.samplers.is_reachable(name)):
@@ -124,6 +131,7 @@ class ActorLoops:
             for name in serving.keys() - started - joined.keys():
                 joined[name] = serving[name]
                 self.samplers.add(name, self._client(serving[name]))
+            self.samplers.set_pools({name: pool for pool, of in status["pools"].items() for name in of["samplers"]})
             self.members.capacity = actor_members(self.config, len(self.samplers.names))
             self.members.room.set()
             await asyncio.sleep(FIND_EVERY_S)
@@ -142,7 +150,7 @@ class ActorLoops:
 
     def _begin(self, grant: Grant) -> MemberPlayer:
         assert self.version is not None, "no lease is granted before a version is reported"
-        group = self.samplers.group(self.version)
+        group = self.samplers.group(self.version, self.pools.of_work(grant.task.index // SOURCE_ITEMS))
 
         async def play(member: int, attempt: int, transcript: Transcript) -> Member:
             with group.conversation() as proxy:
@@ -165,5 +173,6 @@ class ActorLoops:
                 **counts,
                 "samplers": self.samplers.conversations(),
                 "requests_retried": self.samplers.repeated,
+                "conversations_elsewhere": self.samplers.elsewhere,
             }
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -23,11 +24,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll import lifeline
-from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
+from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
 from jaxroll.config.derived import actor_names
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors, Threads
-from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
+from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
 
 T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
+POOL_VARIABLE = "JAXROLL_POOL"  # name of the pool of this sampler, above all for one that joins
 STOP_S = 15.0
 HOLDERS = ("sampler", "actor")  # roles with leases
 SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # a closed store lingers for longer than a heartbeat (LINGER_S)
@@ -125,6 +127,7 @@ class Session:
             patience_s=STORE_PATIENCE_S,
             call_s=self.config.store.rpc_deadline_s,
             run_dir=self.args.run_dir,
+            pool=self._pool(),
         )
         self.store.on_surplus = self._leave
         reporting = asyncio.ensure_future(self._send_rows())
@@ -164,6 +167,16 @@ class Session:
         for end in ends:  # a job may fail while it is cancelled
             if isinstance(end, Exception) and not isinstance(end, Closed):
                 raise end
+
+    def _pool(self) -> str:
+        """The pool of a sampler: JAXROLL_POOL, or that of its number by the config; '' for none."""
+        pools, named = section_rules.pools(self.config), os.environ.get(POOL_VARIABLE, "")
+        if not self.role.startswith("sampler") or not named:
+            return pools.of_role(self.role)
+        if named not in pools.names:
+            known = ", ".join(pools.names) or "none"
+            raise ConfigError(POOL_VARIABLE, named, "placement.pools has no such pool", f"Pools: {known}.")
+        return named
 
     async def _drain(self, *jobs: asyncio.Future[Any]) -> None:
         """Wait until a job ends, for the time to drain, or until a second request to stop."""

@@ -8,8 +8,9 @@ engine's weight version, and is held until it differs from the one that the call
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
+from jaxroll.policy.routing import Load, route, serves
 from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
 from jaxroll.records import Version
 from jaxroll.rollout.episode import GENERATION_LIMIT_S
@@ -153,21 +155,32 @@ _REPEATABLE = (InfraError, StaleClient, Unauthorized)  # errors that another sam
 class _Remote:
     """A sampler, its connection, and its state at the last reply."""
 
-    def __init__(self, name: str, raw: RawClient) -> None:
-        self.name, self.raw = name, raw
+    def __init__(self, name: str, raw: RawClient, pool: str) -> None:
+        self.name, self.raw, self.pool = name, raw, pool
         self.version: Version | None = None  # None: unreachable, or without weights
         self.conversations = 0
 
 
 class Samplers:
-    """The samplers of a run, by name. None of them is used before `follow` runs."""
+    """The samplers of a run, by name. None of them is used before `follow` runs.
 
-    def __init__(self, clients: Mapping[str, RawClient], replicate: str, report: Callable[[str], object]) -> None:
-        self._remotes = {name: _Remote(name, raw) for name, raw in clients.items()}
-        self._replicate, self._report = replicate, report
+    `pools` has the pool of each ('' or absent: none), `room` the number of conversations from which on they queue.
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[str, RawClient],
+        replicate: str,
+        report: Callable[[str], object],
+        pools: Mapping[str, str] = MappingProxyType({}),
+        room: float = math.inf,
+    ) -> None:
+        self._remotes = {name: _Remote(name, raw, pools.get(name, "")) for name, raw in clients.items()}
+        self._replicate, self._report, self.room = replicate, report, room
         self._changed, self._membership = asyncio.Event(), asyncio.Event()
         self._gone: list[RawClient] = []  # of removed samplers, which may still answer
         self.repeated = 0  # requests that were made again
+        self.elsewhere = 0  # conversations that went to another pool than their own
 
     async def follow(self) -> None:
         """Follow the version of every sampler, of later ones too, forever."""
@@ -200,8 +213,13 @@ class Samplers:
 
     def add(self, name: str, raw: RawClient) -> None:
         """Use a further sampler."""
-        self._remotes[name] = _Remote(name, raw)
+        self._remotes[name] = _Remote(name, raw, "")
         self._membership.set()
+
+    def set_pools(self, pools: Mapping[str, str]) -> None:
+        """Note the pools of samplers by name."""
+        for name in pools.keys() & self._remotes.keys():
+            self._remotes[name].pool = pools[name]
 
     def remove(self, name: str) -> None:
         """Route no further conversation to this sampler. Requests under way go on."""
@@ -228,22 +246,25 @@ class Samplers:
         while not self._at(floor):
             await self._changed.wait()
 
-    def group(self, floor: Version) -> GroupConversations:
-        """Conversations for the members of one group, sampled at `floor` or a later version."""
-        return GroupConversations(self, floor)
+    def group(self, floor: Version, pool: str = "") -> GroupConversations:
+        """Conversations for the members of one group, sampled at `floor` or a later version, mostly in `pool`."""
+        return GroupConversations(self, floor, pool)
 
     def conversations(self) -> dict[str, int]:
         """Number of conversations of each sampler."""
         return {remote.name: remote.conversations for remote in self._remotes.values()}
 
-    def _at(self, floor: Version) -> dict[str, int]:
+    def _at(self, floor: Version) -> dict[str, Load]:
         remotes = self._remotes.values()
-        return {r.name: r.conversations for r in remotes if r.version is not None and r.version >= floor}
+        usable = (r for r in remotes if r.version is not None and r.version >= floor)
+        return {r.name: Load(r.conversations, self.room, r.pool) for r in usable}
 
-    async def route(self, floor: Version, last: str) -> _Remote:
+    async def route(self, floor: Version, last: str, pool: str) -> _Remote:
         """The sampler for one more conversation of a group, after that of `last`; waits until there is one."""
         await self.has(floor)
-        return self._remotes[route(self._at(floor), last, self._replicate)]
+        found = self._remotes[route(self._at(floor), last, self._replicate, pool)]
+        self.elsewhere += not serves(found.pool, pool)
+        return found
 
     def _set_version(self, remote: _Remote, version: Version | None) -> None:
         if version == remote.version:
@@ -272,8 +293,8 @@ class Samplers:
 class GroupConversations:
     """The conversations of one group's members, and the sampler that the last one went to."""
 
-    def __init__(self, samplers: Samplers, floor: Version) -> None:
-        self.samplers, self.floor = samplers, floor
+    def __init__(self, samplers: Samplers, floor: Version, pool: str = "") -> None:
+        self.samplers, self.floor, self.pool = samplers, floor, pool
         self.last = ""  # the sampler of its last member
 
     def conversation(self) -> Conversation:
@@ -320,7 +341,7 @@ class Conversation:
 
     async def _choose_sampler(self) -> _Remote:
         group = self._group
-        self._remote = remote = await self._samplers.route(group.floor, group.last)
+        self._remote = remote = await self._samplers.route(group.floor, group.last, group.pool)
         group.last = remote.name
         remote.conversations += 1
         return remote
@@ -329,21 +350,3 @@ class Conversation:
         if self._remote is not None:
             self._remote.conversations -= 1
             self._remote = None
-
-
-# --- Routing of an actor's conversations to samplers
-#
-# A group kept together on one sampler has its prompt computed once; spread out it finishes sooner. `replicate` has the
-# same meaning for groups and samplers that request leases (`jaxroll.policy.limiter`).
-
-
-def route(conversations: Mapping[str, int], last: str, replicate: str) -> str:
-    """The sampler for one more conversation; `conversations` counts those of each sampler that may serve it.
-
-    `last` is the sampler of the group's last member ('' for the first). `together` stays with it while it may serve;
-    `spread` takes the sampler with the fewest conversations; `auto` stays unless another sampler is idle.
-    """
-    fewest = min(conversations, key=lambda name: conversations[name])
-    if last not in conversations or replicate == "spread":
-        return fewest
-    return fewest if replicate == "auto" and not conversations[fewest] else last

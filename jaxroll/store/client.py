@@ -77,11 +77,12 @@ class StoreClient:
         call_s: float = _CALL_S,
         run_dir: Path | None = None,
         session: str = "",
+        pool: str = "",
     ) -> StoreClient:
         """A connected client, after the store's welcome. `address`: host:port, the file with it, or a transport.
 
         `session` is that of another client whose claims this one fetches rows of: the hosts of one learner share a
-        name and a session. Without it the client gets a session of its own.
+        name and a session. Without it the client gets a session of its own. `pool` is that of a sampler.
 
         The default of `token` is JAXROLL_TOKEN or RUN/token; certificates come from JAXROLL_TLS or RUN/tls. RUN is
         `run_dir`, or the address file's folder.
@@ -91,7 +92,8 @@ class StoreClient:
         client = cls(raw, config_digest, call_s)
         async with contextlib.AsyncExitStack() as unless_welcome:
             unless_welcome.push_async_callback(raw.close)
-            client.welcome = await client._call("Hello", msg.Hello(wire.PROTOCOL_VERSION, config_digest), Welcome)
+            hello = msg.Hello(wire.PROTOCOL_VERSION, config_digest, pool)
+            client.welcome = await client._call("Hello", hello, Welcome)
             unless_welcome.pop_all()
         raw.run_id = client.welcome.run_id
         return client

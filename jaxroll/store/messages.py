@@ -17,10 +17,14 @@ MAX_KEYS, MAX_ROWS, MAX_PUTS, MAX_RELAYS = 65_536, 65_536, 256, 8  # in one mess
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """First message of a caller. `config_digest` is empty for observers, which need no config."""
+    """First message of a caller. `config_digest` is empty for observers, which need no config.
+
+    `pool` is that of a sampler ('': none).
+    """
 
     protocol: int
     config_digest: Label
+    pool: Label = ""
 
 
 class Welcome(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import numpy as np
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError, one_line
-from jaxroll.policy.relay import LEARNER
+from jaxroll.policy.routing import LEARNER
 from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc.tls import Material
 from jaxroll.run_paths import RunPaths

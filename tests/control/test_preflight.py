@@ -255,6 +255,8 @@ CASES: dict[str, Case] = {
     "every row of the warm start held out": (
         rows(*({"question": f"{n}", "answer": "9"} for n in range(4))),
         [*JSONL, "task.heldout_items=2", "task.heldout_start=2", "sft.start=2"], "sft.steps", "5", "held out"),
+    "a pool without a source": (
+        None, ['placement.pools={"a": {"samplers": 1, "tags": ["b"]}}'], "placement.pools.a.tags", "b", "no source"),
     "curriculum's band empty": (
         None, ["schedule.curriculum=band", "schedule.curriculum_low=1"], "schedule.curriculum_low", "1.0",
         "no value between"),
@@ -519,6 +521,8 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/tokenizers.py::CharTokenizer.render": ("tools in a row",),
     "text/tokenizers.py::of_run": HERE,
     "text/tokenizers.py::build": TYPED,
+    "policy/routing.py::Pools.of": ("a pool without a source",),
+    "roles/session.py::Session._pool": HERE,
     "policy/limiter.py::Curriculum.__post_init__": ("curriculum's band empty",),
     "policy/selection.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
     "policy/selection.py::Filter.check": ("filter's module absent", "filter that fails"),

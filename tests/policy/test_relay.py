@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxroll.policy.relay import COPIES, LEARNER, Receiver, RelayTree, assign, slow, sources
+from jaxroll.policy.routing import COPIES, LEARNER, Receiver, RelayTree, assign, slow, sources
 
 SITES = st.sampled_from(["", "", "", "east", "west"])
 RATES = st.sampled_from([None, None, 9e8, 1e9, 1.1e9, 1e8])

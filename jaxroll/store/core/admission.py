@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxroll.config import Config
 from jaxroll.config.derived import age_limiter, lease_holders, one_version, room_of_member, support_tokens
+from jaxroll.config.section_rules import SOURCE_ITEMS, pools
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
     BROKEN,
@@ -22,12 +23,10 @@ from jaxroll.policy.limiter import (
     AgeLimiter,
     Curriculum,
     HolderIndex,
-    Share,
-    groups_ahead,
 )
+from jaxroll.policy.routing import Pools, serves
 from jaxroll.policy.selection import Filter, Pace, adapted
-from jaxroll.records import Version
-from jaxroll.store.core import events as ev
+from jaxroll.records import Task, Version
 from jaxroll.store.core.state import (
     FREE,
     LEASED,
@@ -38,7 +37,6 @@ from jaxroll.store.core.state import (
     counts,
     held_bytes,
     outstanding,
-    unpublished_groups,
 )
 
 # --- settings of the state machine, derived from the config
@@ -80,6 +78,7 @@ class Settings:
     support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
     holders: int = 0  # samplers or actors that lease members when all of them are ready; 0: unknown
     one_version: bool = False  # a member is sampled at one version, as long as it is not a conversation
+    pools: Pools = field(default_factory=Pools)  # of samplers that lease members; actors route to pools themselves
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -105,6 +104,7 @@ class Settings:
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
             support_tokens(config.sampling), lease_holders(config), one_version(config),
+            Pools() if config.placement.actors else pools(config),
         )  # fmt: skip
 
     @property
@@ -182,16 +182,23 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
     A slow holder yields to a sampler with room. A holder that fails too often or is on trial yields to a reliable one
     that was idle lately. If all others are busy, it may work.
     """
-    if is_slow(settings, state, name) and (other := next(by_holder(settings, state).with_room(name, now_s), "")):
-        return other
+    if is_slow(settings, state, name):
+        for other in by_holder(settings, state).with_room(name, now_s):
+            if are_peers(state, name, other):
+                return other
     if not is_unreliable(state, name) and not _waits_for_trial(state, name, now_s):
         return ""
     for other, at_s in state.idle_s.items():
         if other == name or now_s - at_s > IDLE_S or not is_present(settings, state, other, now_s):
             continue
-        if not is_unreliable(state, other) and not _is_on_trial(state, other):
+        if are_peers(state, name, other) and not is_unreliable(state, other) and not _is_on_trial(state, other):
             return other
     return ""
+
+
+def are_peers(state: State, name: str, other: str) -> bool:
+    """True if both are in the same pool or in none: only then do they do the same work."""
+    return state.pools.get(name) == state.pools.get(other)
 
 
 def is_present(settings: Settings, state: State, name: str, now_s: float) -> bool:
@@ -264,7 +271,7 @@ def holder_filter(settings: Settings, state: State, name: str, now_s: float) -> 
     """Predicate for the holders of `others`."""
 
     def is_other(other: str) -> bool:
-        if other == name or not is_present(settings, state, other, now_s):
+        if other == name or not are_peers(state, name, other) or not is_present(settings, state, other, now_s):
             return False
         if yields_to(settings, state, other, now_s):
             return False  # it gets no leases now
@@ -337,6 +344,7 @@ class MemberChooser:
 
     def __init__(self, settings: Settings, state: State, name: str, version: Version, now_s: float) -> None:
         self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
+        self.groups: Callable[[Group], bool] = lambda group: True  # those whose members it may lease
         # Where weights change only between members or intervals, a member starts again instead of waiting.
         self._version = None if settings.one_version or settings.limiter.intervals else version
 
@@ -350,11 +358,15 @@ class MemberChooser:
         return all(other in slot.failed_by for other in others_)
 
 
-# --- the share of the available work that one holder may lease
+def pool_of(settings: Settings, task: Task) -> str:
+    """The pool that prefers this task; '' if any does."""
+    return settings.pools.of_work(task.index // SOURCE_ITEMS) if settings.pools else ""
 
 
 def free_members(group: Group, now_s: float, taker: MemberChooser | None = None) -> list[tuple[int, Slot]]:
     """The members of a group that can be leased now to `taker`; None: to any holder."""
+    if taker is not None and not taker.groups(group):
+        return []
     free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s]
     return free if taker is None else [(m, s) for m, s in free if taker.takes(s)]
 
@@ -362,33 +374,6 @@ def free_members(group: Group, now_s: float, taker: MemberChooser | None = None)
 def is_awaited(settings: Settings, state: State, place: int) -> bool:
     """True if the learner waits for a claim that includes the unclaimed group at `place`."""
     return state.awaited_at_s is not None and place < settings.limiter.batch_groups
-
-
-def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: MemberChooser) -> Share:
-    """The caller's share if other samplers have room too; all that it has room for if it is alone."""
-    others = by_holder(settings, state).room_of_others(r.name, now_s)
-    if others == 0:
-        return Share(r.max_members)
-    available = _available(settings, state, r, r.max_members + others, now_s, taker)
-    return Share(r.max_members, others, available, settings.replicate)
-
-
-def _available(settings: Settings, state: State, r: ev.Lease, enough: int, now_s: float, taker: MemberChooser) -> int:
-    """The number of members that may be leased at the caller's version, free or of new groups; counts to `enough`."""
-    assert state.published is not None
-    newest, in_force = state.published.version.step, window_in_force(settings, state)
-    claimed, unclaimed = unpublished_groups(state), len(state.open)
-    bound, found = settings.limiter.bound(newest, r.version.step, in_force, state.next_claim - newest), 0
-    for group in state.index.with_free():
-        if free := free_members(group, now_s, taker):
-            place = state.index.place_of(group)
-            if claimed + groups_ahead(settings.order, place, unclaimed) >= bound:
-                return found
-            found += len(free)
-    per_claim = settings.limiter.batch_groups + settings.limiter.redundant_groups
-    last = (settings.steps - state.next_claim) * per_claim
-    new = max(0, min(last, bound - claimed) - unclaimed)
-    return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
 
 
 # --- status of the run, and what each role waits for
@@ -480,10 +465,26 @@ def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: 
         "slow": sorted(name for name in state.member_s if is_slow(settings, state, name)),
         "backoff": resting(settings, state, now_s),
         "unreliable": unreliable(state),
+        "pools": pool_facts(settings, state),
         "data_ended": state.data_ended,
         "closed": over(settings, state),
         "position": state.position,
     }
+
+
+def pool_facts(settings: Settings, state: State) -> dict[str, dict[str, Any]]:
+    """For each pool: its samplers, and the members it prefers that wait, are leased, and are leased by other pools."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"samplers": sorted(who for who, pool in state.pools.items() if pool == name)}
+        for name in dict.fromkeys((*settings.pools.names, *state.pools.values()))
+    }
+    for name in found:
+        groups = (group for group in state.index.lacking.values() if pool_of(settings, group.task) == name)
+        slots = [slot for group in groups for _, slot in group.missing()]
+        holders = [slot.holder for slot in slots if slot.status == LEASED]
+        elsewhere = sum(not serves(state.pools.get(holder, ""), name) for holder in holders)
+        found[name] |= {"waiting": len(slots) - len(holders), "leased": len(holders), "leased_elsewhere": elsewhere}
+    return found
 
 
 def unreliable(state: State) -> dict[str, float]:

@@ -20,10 +20,11 @@ Key = tuple[int, int, int]  # (group, member, attempt)
 
 @dataclass(frozen=True)
 class Arrive:
-    """First request of a process called `name`; leases of an earlier process with that name end."""
+    """First request of a process called `name` in `pool`; leases of an earlier process with that name end."""
 
     name: str
     session: str
+    pool: str = ""
 
 
 @dataclass(frozen=True)
@@ -413,10 +414,11 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """A process joined under `name` with this session; '' if the process of that name left."""
+    """A process joined under `name` in `pool` with this session; '' if the process of that name left."""
 
     name: str
     session: str
+    pool: str = ""
 
 
 class DataEnded(msgspec.Struct, frozen=True, array_like=True, tag="data_ended"):
@@ -440,10 +442,7 @@ class Awaited(msgspec.Struct, frozen=True, array_like=True, tag="awaited"):
 
 
 class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
-    """`name` has room for `room` members and got none because the window is full; `hungry` False ends this state.
-
-    Not logged.
-    """
+    """`name` has room for `room` members and got none (`leases._hunger`); `hungry` False ends this. Not logged."""
 
     name: str
     hungry: bool

@@ -12,18 +12,19 @@ from typing import Any
 import msgspec
 
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import SHORT_S, SLOWER, Curriculum, Health, Share, groups_ahead
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Curriculum, Health, Share, groups_ahead
+from jaxroll.policy.routing import may_help, serves
 from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import (
     Settings,
+    by_holder,
     free_members,
     is_awaited,
     is_slow,
     kept_groups,
     over,
-    share_of,
     window_in_force,
     yields_to,
 )
@@ -63,9 +64,11 @@ def refuse(refusal: StoreRefusal) -> Decision:
 
 def arrive(settings: Settings, state: State, r: ev.Arrive, now_s: float) -> Decision:
     """Register a new process under its name and end the leases of an earlier process with that name."""
-    if state.sessions.get(r.name) == r.session:
+    if state.sessions.get(r.name) == r.session and state.pools.get(r.name, "") == r.pool:
         return Decision()
-    return Decision([ev.Arrived(r.name, r.session), *_ended_leases(state, r.name, "holder restarted", r.session)])
+    return Decision(
+        [ev.Arrived(r.name, r.session, r.pool), *_ended_leases(state, r.name, "holder restarted", r.session)]
+    )
 
 
 def leave(settings: Settings, state: State, r: ev.Leave, now_s: float) -> Decision:
@@ -102,14 +105,18 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
     if admission.on_trial(state, r.name):
         r = replace(r, max_members=1)
     taker = admission.MemberChooser(settings, state, r.name, r.version, now_s)
+    taker.groups = lambda group: _serves(settings, state, r.name, group.task)
     share = share_of(settings, state, r, now_s, taker)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     used = 0
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
+        events, grants, room = events + more_events, grants + more_grants, room - _members(more_grants)
+    if room > 0 and settings.pools:
+        more_events, more_grants = _lease_of_other_pools(settings, state, r, room, taker, now_s)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
-        unlogged = _seen(state, r, now_s) + _hunger(state, r, refused)
+        unlogged = _seen(state, r, now_s) + _hunger(settings, state, r, refused)
         return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
     return Decision(events, ev.Leases(tuple(grants), used))
 
@@ -119,6 +126,10 @@ def _why_for_another(settings: Settings, state: State, name: str, other: str) ->
         return f"slow: {name} holds claims up, and {other} has room"
     share = state.failing.get(name, 0.0)
     return f"unreliable: {share:.0%} of the last members of {name} failed, and {other} has room"
+
+
+def _members(grants: Iterable[Grant]) -> int:
+    return sum(len(grant.members) for grant in grants)
 
 
 def _lease_refusal(settings: Settings, state: State, r: ev.Lease) -> StoreRefusal | None:
@@ -187,6 +198,21 @@ def _lease_open(
     return events, grants, room, ""
 
 
+def _lease_of_other_pools(
+    settings: Settings, state: State, r: ev.Lease, room: int, taker: admission.MemberChooser, now_s: float
+) -> tuple[list[ev.Event], list[Grant]]:
+    """Lease members of groups that other pools prefer, if none of their samplers has room."""
+    with_room = {pool for pool, _ in _rooms(state, r.name, now_s)}
+
+    def may_lease(group: Group) -> bool:
+        work = admission.pool_of(settings, group.task)
+        return not serves(state.pools.get(r.name, ""), work) and may_help(work, with_room)
+
+    taker.groups = may_lease
+    events, grants, _, _ = _lease_open(settings, state, r, Share(room), taker, now_s)
+    return events, grants
+
+
 def _resumes(settings: Settings, state: State, flushed: FlushedTokens, r: ev.Lease, ahead: int) -> bool:
     """True if the caller may continue after these tokens; otherwise it starts the member again.
 
@@ -223,11 +249,13 @@ def _lease_prompts(
         task, cursor = r.prompts[used]
         group = Group(state.next_group + issued, task, [Slot() for _ in range(size)])
         awaited = is_awaited(settings, state, unclaimed + issued)
-        members = [(m, 1) for m in range(share.of_group(size, room, awaited, begun=False))]
         events.append(ev.Issued(group.id, task, size, cursor=cursor, wanted=settings.members_wanted))
+        used, issued = used + 1, issued + 1
+        if not _serves(settings, state, r.name, task):
+            continue  # its own pool leases it
+        members = [(m, 1) for m in range(share.of_group(size, room, awaited, begun=False))]
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
         grants += _grants(settings, group, members)
-        used, issued = used + 1, issued + 1
         room -= len(members)
     return used, events, grants, ""
 
@@ -286,14 +314,14 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
     return [ev.Seen(r.name)] if due else []
 
 
-def _hunger(state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
-    """Note if the full window is the only reason why this sampler gets no lease.
+def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
+    """Note if the full window is the only reason why this sampler gets no lease; with pools, whatever the reason is.
 
     A sampler that is still fetching newer weights keeps its entry: it has room all the same.
     """
     if r.version.step < _published_step(state):
         return []
-    hungry = refused == "window"
+    hungry = refused == "window" or bool(settings.pools)
     return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
 
 
@@ -316,6 +344,61 @@ def _grants(
         )
         for salt, some in by_salt.items()
     ]
+
+
+# --- the share of the available work that one holder may lease
+
+
+def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: admission.MemberChooser) -> Share:
+    """The caller's share if other samplers have room too; all that it has room for if it is alone."""
+    if settings.pools:
+        own = state.pools.get(r.name, "")
+        others = sum(room for pool, room in _rooms(state, r.name, now_s) if serves(pool, own))
+    else:
+        others = by_holder(settings, state).room_of_others(r.name, now_s)
+    if others == 0:
+        return Share(r.max_members)
+    available = _available(settings, state, r, r.max_members + others, now_s, taker)
+    return Share(r.max_members, others, available, settings.replicate)
+
+
+def _available(
+    settings: Settings, state: State, r: ev.Lease, enough: int, now_s: float, taker: admission.MemberChooser
+) -> int:
+    """The number of members that may be leased at the caller's version, free or of new groups; counts to `enough`."""
+    assert state.published is not None
+    newest, in_force = state.published.version.step, window_in_force(settings, state)
+    claimed, unclaimed = unpublished_groups(state), len(state.open)
+    bound, found = settings.limiter.bound(newest, r.version.step, in_force, state.next_claim - newest), 0
+    for group in state.index.with_free():
+        if free := free_members(group, now_s, taker):
+            place = state.index.place_of(group)
+            if claimed + groups_ahead(settings.order, place, unclaimed) >= bound:
+                return found
+            found += len(free)
+    per_claim = settings.limiter.batch_groups + settings.limiter.redundant_groups
+    last = (settings.steps - state.next_claim) * per_claim
+    new = max(0, min(last, bound - claimed) - unclaimed)
+    if settings.pools:
+        new = sum(_serves(settings, state, r.name, task) for task, _ in r.prompts[:new])
+    return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
+
+
+def _rooms(state: State, but: str, now_s: float) -> list[tuple[str, int]]:
+    """Pool and room of each holder other than `but` that was refused within `HUNGRY_S` though it has room."""
+    return [
+        (state.pools.get(name, ""), state.rooms[name])
+        for name, at_s in state.hungry.items()
+        if name != but and now_s - at_s <= HUNGRY_S
+    ]
+
+
+def _serves(settings: Settings, state: State, name: str, task: Task) -> bool:
+    """True if `name` takes this task without regard to other pools."""
+    return serves(state.pools.get(name, ""), admission.pool_of(settings, task))
+
+
+# --- renewal, return and end of leases
 
 
 def renew(settings: Settings, state: State, r: ev.Renew, now_s: float) -> Decision:

@@ -359,6 +359,9 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
     state.sessions[e.name] = e.session  # newest last
+    state.pools.pop(e.name, None)
+    if e.pool:
+        state.pools[e.name] = e.pool
     if not e.session:  # it left: no other holder waits for it or leaves work to it
         no_room(state, e.name)
         for known in (state.seen_s, state.idle_s):
@@ -368,7 +371,8 @@ def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     if (health := state.holders.get(e.name)) is not None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
-        state.receipts.pop(state.sessions.pop(next(iter(state.sessions))), None)
+        state.pools.pop(oldest := next(iter(state.sessions)), None)
+        state.receipts.pop(state.sessions.pop(oldest), None)
 
 
 def _data_ended(state: State, e: ev.DataEnded, now_s: float) -> None:

@@ -333,6 +333,7 @@ class State(msgspec.Struct, dict=True):
     closed: str = ""
     receipts: dict[str, LeaseReceipt] = {}
     sessions: dict[str, str] = {}  # name → its newest session, of the NAMES_KNOWN that joined last
+    pools: dict[str, str] = {}  # name → its pool, of those samplers that are in one
     ready_places: int = 0
     trimmed: int = 0
     expired: dict[str, int] = {}

@@ -21,7 +21,7 @@ from jaxroll import wire
 from jaxroll.config.rules import MAX_MEMBER_MB
 from jaxroll.errors import DataError, StaleClient, StoreRefusal
 from jaxroll.protocols import Supports
-from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Partial, Segment
+from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Partial, Segment, ages
 from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller
 from jaxroll.store import messages as msg
@@ -295,3 +295,29 @@ def _check_room(segments: Sequence[Segment], key: tuple[int, int, int], row_toke
             f"put {key}: {total} tokens, {apart} of them in a prompt that is kept apart, do not fit into "
             f"learner.row_tokens = {row_tokens}: the learner could never train it"
         )
+
+
+# --- masking of stale tokens in claims
+
+
+def masked(body: bytes, step: int, max_age: int) -> bytes:
+    """Return `body` with loss mask 0 for tokens older than `max_age` at `step`; unchanged if there are none.
+
+    A changed member gets the field `sampled`: with loss mask 0, stale tokens would look like prompt tokens.
+    """
+    member = wire.decode(body, Member)
+    outcome = member.outcome
+    if not isinstance(outcome, Finished):
+        return body
+    stale = ages(outcome.versions, step) > max_age
+    if not stale.any():
+        return body
+    segments, start = [], 0
+    for segment in outcome.segments:
+        mask = segment.loss_mask.copy()
+        sampled = np.flatnonzero(mask)
+        mask[sampled[stale[start : start + sampled.size]]] = 0
+        start += sampled.size
+        segments.append(msgspec.structs.replace(segment, loss_mask=mask, sampled=segment.loss_mask))
+    kept = msgspec.structs.replace(outcome, segments=tuple(segments))
+    return wire.encode(msgspec.structs.replace(member, outcome=kept))

@@ -13,15 +13,12 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
-import msgspec
-import numpy as np
-
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
-from jaxroll.policy.relay import RelayTree
-from jaxroll.records import Finished, Member, Relay, Task, Version, VersionRef, ages
+from jaxroll.policy.routing import RelayTree
+from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
@@ -42,7 +39,7 @@ from jaxroll.store.server.keeper import (
     UpdateSlots,
     Workers,
 )
-from jaxroll.store.server.puts import PutPipeline
+from jaxroll.store.server.puts import PutPipeline, masked
 
 # --- prompts that no group has used yet
 
@@ -233,7 +230,7 @@ class StoreService:
         if caller.right in WITH_LEASES:
             if is_new := self._keeper.state.sessions.get(caller.name) != caller.session:
                 self.handshake.count_arrival()
-            await self._keeper.answer(ev.Arrive(caller.name, caller.session))
+            await self._keeper.answer(ev.Arrive(caller.name, caller.session, hello.pool))
             if is_new:
                 self._workers.arrived(caller)
         state = self._keeper.state
@@ -257,17 +254,18 @@ class StoreService:
                 return ev.Leases((), 0)
             if self.paused and not over(self._keeper.settings, self._keeper.state):
                 return NoCredit("the run is paused", _PAUSED_ASK_S)
-            offered = tuple(itertools.islice(self._prompts.ready, count))
             version = max(call.version, self.holders.get(caller.name) or call.version)
-            request = ev.Lease(caller.name, caller.session, version, members, call.request, offered)
-            reply = self._keeper.decide(request)
-            if isinstance(reply, ev.Leases):
-                self._prompts.take(reply.prompts_used)
-                if not reply.grants and reply.prompts_used:
-                    return ask()  # all offered prompts had been trained before a fork
-            elif isinstance(reply, NoCredit):
-                self._prompts.want(count)
-            return reply
+            while True:
+                offered = tuple(itertools.islice(self._prompts.ready, count))
+                request = ev.Lease(caller.name, caller.session, version, members, call.request, offered)
+                reply = self._keeper.decide(request)
+                if isinstance(reply, ev.Leases):
+                    self._prompts.take(reply.prompts_used)
+                    if not reply.grants and reply.prompts_used:
+                        continue  # those prompts are for other pools, or had been trained before a fork
+                elif isinstance(reply, NoCredit):
+                    self._prompts.want(count)
+                return reply
 
         leases = await self._keeper.answer_when_ready(ask, LEASE, self._wait_s(caller, call.wait_s))
         return msg.LeaseReply(leases.grants, self._workers.holders, self._workers.is_surplus(caller))
@@ -472,29 +470,3 @@ class StoreService:
         if isinstance(reply, StoreRefusal):
             raise reply
         return reply
-
-
-# --- masking of stale tokens in claims
-
-
-def masked(body: bytes, step: int, max_age: int) -> bytes:
-    """Return `body` with loss mask 0 for tokens older than `max_age` at `step`; unchanged if there are none.
-
-    A changed member gets the field `sampled`: with loss mask 0, stale tokens would look like prompt tokens.
-    """
-    member = wire.decode(body, Member)
-    outcome = member.outcome
-    if not isinstance(outcome, Finished):
-        return body
-    stale = ages(outcome.versions, step) > max_age
-    if not stale.any():
-        return body
-    segments, start = [], 0
-    for segment in outcome.segments:
-        mask = segment.loss_mask.copy()
-        sampled = np.flatnonzero(mask)
-        mask[sampled[stale[start : start + sampled.size]]] = 0
-        start += sampled.size
-        segments.append(msgspec.structs.replace(segment, loss_mask=mask, sampled=segment.loss_mask))
-    kept = msgspec.structs.replace(outcome, segments=tuple(segments))
-    return wire.encode(msgspec.structs.replace(member, outcome=kept))

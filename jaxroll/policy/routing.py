@@ -1,15 +1,131 @@
-"""Relay tree: the peer from which each receiver of weights fetches a version.
-
-`assign` and `sources` are pure. Every receiver fetches from one that was assigned before it, from one that holds the
-version, or from the learner, also when it falls back: so no two wait for each other.
-"""
+"""Routing of requests and leases to pools of samplers by tag, and of weights from peer to peer. Pure."""
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from jaxroll.errors import ConfigError
+
+# --- Pools of samplers by tag: affinity with fallback (hardware affinity in RollArt)
+#
+# Each source of prompts has a tag, and a pool of samplers serves some tags. Affinity is a priority and not exclusive: a
+# sampler takes work of another pool at once if it has no other work and no sampler that serves this tag has room,
+# because all are busy or none is there. Samplers without a pool serve all tags, work without one goes anywhere.
+#
+# Fairness: prompts become groups in the order of the stream, whatever pool they belong to, and claims take groups in
+# that order. So a slow pool delays the learner, and none of its prompts waits longer than the in-flight window is deep.
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Pools by name. `of_source` is the pool of each source's tag, `of_sampler` that of each sampler; '': none."""
+
+    names: tuple[str, ...] = ()
+    of_source: tuple[str, ...] = ()
+    of_sampler: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], tags: Sequence[str], samplers: int) -> Pools:
+        """The pools of `placement.pools` for sources with these `tags`; ConfigError for malformed ones.
+
+        The first samplers belong to the first pool, the next ones to the second, and so on.
+        """
+        pool_of: dict[str, str] = {}
+        of_sampler: list[str] = []
+        for name, entry in given.items():
+            key = f"placement.pools.{name}"
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+                raise ConfigError(key, name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
+            if not isinstance(entry, Mapping) or set(entry) != {"samplers", "tags"}:
+                raise ConfigError(key, entry, "not a pool", "Write dict(samplers=1, tags=['math']).")
+            count, served = entry["samplers"], entry["tags"]
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ConfigError(f"{key}.samplers", count, "not a number of samplers", "Use 0 or more.")
+            if not isinstance(served, list | tuple) or not served:
+                raise ConfigError(f"{key}.tags", served, "a pool serves tags", "Write tags=['math'].")
+            of_sampler += [name] * count
+            for tag in served:
+                if tag not in tags:
+                    known = ", ".join(map(repr, dict.fromkeys(tags))) or "none"
+                    raise ConfigError(f"{key}.tags", tag, "no source of task.mixture has this tag", f"Tags: {known}.")
+                if tag in pool_of:
+                    raise ConfigError(f"{key}.tags", tag, f"the pool {pool_of[tag]} serves it", "Name a tag once.")
+                pool_of[tag] = name
+        if len(of_sampler) > samplers:
+            reason = f"{len(of_sampler)} samplers are in pools, and sampler.count is {samplers}"
+            raise ConfigError("placement.pools", dict(given), reason, "Raise sampler.count, or lower those of pools.")
+        return cls(tuple(given), tuple(pool_of.get(tag, "") for tag in tags) if given else (), tuple(of_sampler))
+
+    def of_work(self, source: int) -> str:
+        """The pool that prefers prompts of source number `source`; '' if any does."""
+        return self.of_source[source] if source < len(self.of_source) else ""
+
+    def of_role(self, role: str) -> str:
+        """The pool of the sampler called `role`; '' for none."""
+        number = role.rpartition("-")[2]
+        index = int(number) if role.startswith("sampler-") and number.isdecimal() else len(self.of_sampler)
+        return self.of_sampler[index] if index < len(self.of_sampler) else ""
+
+
+def serves(own: str, work: str) -> bool:
+    """True if a sampler of the pool `own` serves work of the pool `work`; '' is no pool."""
+    return not own or not work or own == work
+
+
+def may_help(work: str, with_room: Iterable[str]) -> bool:
+    """True if any sampler may take work of the pool `work`: none of the pools `with_room` serves it."""
+    return not any(serves(pool, work) for pool in with_room)
+
+
+# --- Routing of an actor's conversations: pool, then the sampler of the group's last member, then the shortest queue
+#
+# A group kept together on one sampler has its prompt computed once; spread out it finishes sooner. `placement` has the
+# same meaning for groups and samplers that request leases (`jaxroll.policy.limiter`).
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations of a sampler, the number from which on they queue there, and the sampler's pool."""
+
+    conversations: int
+    room: float = math.inf
+    pool: str = ""
+
+    @property
+    def is_full(self) -> bool:
+        """True if one more conversation would queue."""
+        return self.conversations >= self.room
+
+
+def route(samplers: Mapping[str, Load], last: str, placement: str, work: str = "") -> str:
+    """The sampler for one more conversation of the pool `work`, out of all that have the weights for it.
+
+    If each sampler of its pool is full (or there is none), those of other pools that are not full come into question.
+    `last` is the sampler of the group's last member ('' for the first). `together` stays with it while it comes into
+    question; `spread` takes the sampler with the fewest conversations, if possible one without a queue; `auto` stays
+    unless another sampler is idle.
+    """
+    usual = {name: load for name, load in samplers.items() if serves(load.pool, work)}
+    if all(load.is_full for load in usual.values()):
+        usual = {name: load for name, load in samplers.items() if not load.is_full} or usual or dict(samplers)
+    fewest = min(usual, key=lambda name: (usual[name].is_full, usual[name].conversations))
+    if last not in usual or placement == "spread":
+        return fewest
+    return fewest if placement == "auto" and not usual[fewest].conversations else last
+
+
+# --- Relay tree: the peer from which each receiver of weights fetches a version
+#
+# `assign` and `sources` are pure. Every receiver fetches from one that was assigned before it, from one that holds the
+# version, or from the learner, also when it falls back: so no two wait for each other.
 
 LEARNER = "learner"
 COPIES = 2  # that the learner sends at most while there is a peer that can serve
