@@ -219,6 +219,9 @@ class ScheduleConfig:
     in_flight_window: Literal["adaptive", "full"] = "adaptive"
     # At the end of the data, train the remaining groups as a short batch, or drop them.
     last_batch: Literal["deliver", "drop"] = "deliver"
+    # Order in which the members of a claim are leased: that of their prompts, or the longest first, by the mean lengths
+    # of the run's own answers (docs/scheduling.md).
+    lease_first: Literal["oldest", "longest"] = "oldest"
     # Order in which ready groups are trained.
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
     # Groups with tokens older than ⌈α⌉: expire and sample the prompt again, or mask these tokens in the loss.

@@ -36,12 +36,11 @@ def _check_agent(config: Config) -> None:
             raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
         return
     reason = "the environment agent has members of several conversations"
-    if learner.advantage == "gae":
-        raise ConfigError("learner.advantage", learner.advantage, reason, "Use an advantage without a critic.")
-    if learner.algorithm == "dpo":
-        raise ConfigError("learner.algorithm", learner.algorithm, reason, "Use an algorithm without pairs.")
-    if learner.routing_replay:
-        raise ConfigError("learner.routing_replay", True, reason, "Set it to False.")
+    _refuse(
+        "learner.advantage", learner.advantage, ((learner.advantage == "gae", reason, "Use one without a critic."),)
+    )
+    _refuse("learner.algorithm", learner.algorithm, ((learner.algorithm == "dpo", reason, "Use one without pairs."),))
+    _refuse("learner.routing_replay", True, ((learner.routing_replay, reason, "Set it to False."),))
 
 
 def check_places(config: Config) -> None:
@@ -101,13 +100,13 @@ def _check_least_count(config: Config) -> None:
 
 
 def _check_pools(config: Config) -> None:
-    """Refuse malformed pools, and those that would starve prompts or have no choice of samplers."""
+    """Refuse malformed pools, and pools and leases that need another order of claims or several samplers."""
+    order, first, remedy = config.schedule.order, config.schedule.lease_first, "Set schedule.order to lease_order."
+    why = f"with schedule.order = {order!r} claims do not take groups in the order of their prompts"
+    _refuse("schedule.lease_first", first, ((first != "oldest" and order != "lease_order", why, remedy),))
     if pools(config):
-        starved = f"with schedule.order = {config.schedule.order!r} the prompts of a slow pool would be trained last"
-        _refuse("placement.pools", config.placement.pools, (
-            (config.schedule.order != "lease_order", starved, "Set schedule.order to lease_order."),
-            (config.placement.colocated, "placement.colocated has one sampler", "Leave it out."),
-        ))  # fmt: skip
+        one = (config.placement.colocated, "placement.colocated has one sampler", "Leave it out.")
+        _refuse("placement.pools", config.placement.pools, ((order != "lease_order", why, remedy), one))
 
 
 def check_flushes(config: Config) -> None:
@@ -361,8 +360,7 @@ def few_shot(task: TaskConfig) -> tuple[Message, ...]:
         else:
             found.append(_message(entry, key))
     if found and found[-1].role != "assistant":
-        last = f"task.few_shot[{len(task.few_shot) - 1}]"
-        reason = "the last message before the question must be an answer"
+        last, reason = f"task.few_shot[{len(task.few_shot) - 1}]", "the last message before the question is no answer"
         raise ConfigError(last, found[-1].role, reason, "End with a message of the assistant, or use pairs.")
     return tuple(found)
 
@@ -408,9 +406,11 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         key = f"task.mixture[{number}]"
         if not isinstance(entry, Mapping):
             raise ConfigError(key, entry, "not a source", "Write dict(path=…, weight=1.0).")
-        if (weight := coerce(float, entry.get("weight", 1.0), f"{key}.weight")) <= 0:
-            remedy = "Set it above 0, or remove the source."
-            raise ConfigError(f"{key}.weight", weight, "a source needs a share", remedy)
+        weight, remedy = (
+            coerce(float, entry.get("weight", 1.0), f"{key}.weight"),
+            "Set it above 0, or remove the source.",
+        )
+        _refuse(f"{key}.weight", weight, ((weight <= 0, "a source needs a share", remedy),))
         part = source_of(task, entry, key, ("label", "weight", "tag"))
         label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
         if not label or label in (other.label for other in found):
@@ -485,9 +485,8 @@ def check_prompts(config: Config) -> None:
             reason, remedy = "too large for a source of a mixture", f"Use starts of at most {SOURCE_ITEMS // 2}."
             raise ConfigError(f"{part.key}.train_start", part.task.train_start, reason, remedy)
     for number, tool in enumerate(config.task.tools):
-        if not isinstance(tool, Mapping):
-            remedy = "Write an object, as for OpenAI's API."
-            raise ConfigError(f"task.tools[{number}]", tool, "not a JSON schema", remedy)
+        no_schema = (not isinstance(tool, Mapping), "not a JSON schema", "Write an object, as for OpenAI's API.")
+        _refuse(f"task.tools[{number}]", tool, (no_schema,))
     if config.task.source not in FILES and not config.task.mixture:
         for name in ("prompt_column", "answer_column", "answer_after"):
             if value := getattr(config.task, name):
@@ -495,15 +494,12 @@ def check_prompts(config: Config) -> None:
                 remedy = f"Set task.source to one of {', '.join(FILES)}, or leave it out."
                 raise ConfigError(f"task.{name}", value, reason, remedy)
     if config.tokenizer.kind != "hf":
-        for key, value in (
-            ("tokenizer.template_args", config.tokenizer.template_args),
-            ("task.tools", config.task.tools),
-        ):
+        given = (("tokenizer.template_args", config.tokenizer.template_args), ("task.tools", config.task.tools))
+        for key, value in given:
             if value:
                 reason = "only chat templates read it, and tokenizer.kind is 'char'"
                 raise ConfigError(key, value, reason, f"Set tokenizer.kind to 'hf', or leave {key} out.")
-    for name in RESERVED:
-        if name in config.tokenizer.template_args:
-            remedy = "Use task.tools for tools." if name == "tools" else "Leave it out."
-            key, value = f"tokenizer.template_args.{name}", config.tokenizer.template_args[name]
-            raise ConfigError(key, value, "JaxRoll sets this variable itself", remedy)
+    for name in (name for name in RESERVED if name in config.tokenizer.template_args):
+        remedy = "Use task.tools for tools." if name == "tools" else "Leave it out."
+        key, value = f"tokenizer.template_args.{name}", config.tokenizer.template_args[name]
+        raise ConfigError(key, value, "JaxRoll sets this variable itself", remedy)

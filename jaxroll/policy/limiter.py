@@ -202,13 +202,14 @@ QUESTIONS_KEPT = 20_000
 
 
 class Question(msgspec.Struct, array_like=True):
-    """Counts of one question: groups issued and trained; members claimed or filtered, and the sum of their rewards."""
+    """Counts of one question: groups issued and trained; members claimed or filtered, their rewards and tokens."""
 
     issued: int = 0
     trained: int = 0
     members: int = 0
     reward_sum: float = 0.0
     last_step: int | None = None  # the claim that took it last
+    tokens: int = 0  # sampled by these members
 
     @property
     def reward_mean(self) -> float | None:

@@ -17,7 +17,7 @@ from jaxroll.errors import ConfigError
 # sampler takes work of another pool at once if it has no other work and no sampler that serves this tag has room,
 # because all are busy or none is there. Samplers without a pool serve all tags, work without one goes anywhere.
 #
-# Fairness: prompts become groups in the order of the stream, whatever pool they belong to, and claims take groups in
+# Fairness: prompts become groups in the order of the stream in all pools, and claims take groups in
 # that order. So a slow pool delays the learner, and none of its prompts waits longer than the in-flight window is deep.
 
 

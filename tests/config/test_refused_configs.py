@@ -67,6 +67,8 @@ BAD = [
                  "placement.pools.p.tags", "a", "'b'", id="the label of a source with another tag"),
     pytest.param(['task.mixture=[{"label": "a"}]', 'placement.pools={"p": {"samplers": 2, "tags": ["a"]}}'],
                  "placement.pools", "{'p': {'samplers': 2, 'tags': ['a']}}", "sampler.count", id="pools too large"),
+    pytest.param(["schedule.lease_first=longest", "schedule.order=freshest_first"], "schedule.lease_first", "longest",
+                 "lease_order", id="the longest of an unknown claim"),
     pytest.param(["task.mixture=[1]"], "task.mixture", "1", "not a source", id="a source that is a number"),
     pytest.param(['task.mixture=[{"wieght": 1}]'], "task.mixture", "1", "'weight'", id="unknown source key"),
     pytest.param(['task.mixture=[{"weight": 0}]'], "task.mixture", "0.0", "share", id="a source without a share"),

@@ -78,6 +78,7 @@ class Settings:
     support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
     holders: int = 0  # samplers or actors that lease members when all of them are ready; 0: unknown
     one_version: bool = False  # a member is sampled at one version, as long as it is not a conversation
+    longest_first: bool = False  # within a claim
     pools: Pools = field(default_factory=Pools)  # of samplers that lease members; actors route to pools themselves
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class Settings:
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
             support_tokens(config.sampling), lease_holders(config), one_version(config),
-            Pools() if config.placement.actors else pools(config),
+            s.lease_first == "longest", Pools() if config.placement.actors else pools(config),
         )  # fmt: skip
 
     @property

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from jaxroll.config.section_rules import SOURCE_ITEMS
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Curriculum, Health, Share, groups_ahead
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Curriculum, Health, Question, Share, groups_ahead
 from jaxroll.policy.routing import may_help, serves
+from jaxroll.policy.selection import longest_first, predicted_tokens
 from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
@@ -175,8 +177,8 @@ def _lease_open(
     grants: list[Grant] = []
     room, claimed, total = share.members, unpublished_groups(state), len(state.open)
     in_force, newest = window_in_force(settings, state), _published_step(state)
-    for group in state.index.with_free():
-        if room == 0:
+    for group in _lease_order(settings, state):
+        if room <= 0:
             break
         free = free_members(group, now_s, taker)
         if not free:
@@ -185,7 +187,8 @@ def _lease_open(
         ahead = claimed + groups_ahead(settings.order, place, total)
         if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
             return events, grants, room, "window"
-        count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=True)
+        begun = group.leased_at_s is not None or not (settings.longest_first or settings.pools)
+        count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=begun)
         members = [(m, s.attempt + 1) for m, s in free[:count]]
         resumed = tuple(
             (m, s.flushed.tokens)
@@ -196,6 +199,25 @@ def _lease_open(
         grants += _grants(settings, group, members, resumed)
         room -= len(members)
     return events, grants, room, ""
+
+
+def _lease_order(settings: Settings, state: State) -> Iterable[Group]:
+    """The groups with free members, in the order in which they are leased."""
+    groups = state.index.with_free()
+    if not settings.longest_first:
+        return groups
+    waiting, run = [*groups], (0, 0)
+    by_source = state.lengths.by_source
+    for members, tokens in by_source.values():
+        run = run[0] + members, run[1] + tokens
+    predicted = []
+    for group in waiting:
+        known = state.questions.get(group.task.question_hash, Question())
+        source = by_source.get(group.task.index // SOURCE_ITEMS, (0, 0))
+        predicted.append(predicted_tokens((known.members, known.tokens), source, run))
+    places = [state.index.place_of(group) for group in waiting]
+    limiter = settings.limiter
+    return [waiting[i] for i in longest_first(places, predicted, limiter.batch_groups + limiter.redundant_groups)]
 
 
 def _lease_of_other_pools(
@@ -251,6 +273,11 @@ def _lease_prompts(
         awaited = is_awaited(settings, state, unclaimed + issued)
         events.append(ev.Issued(group.id, task, size, cursor=cursor, wanted=settings.members_wanted))
         used, issued = used + 1, issued + 1
+        if settings.longest_first:  # issue the claim first; the call is decided again, and leases from all of it
+            claims = (unclaimed + issued) % (settings.limiter.batch_groups + settings.limiter.redundant_groups)
+            if claims == 0 and issued * size >= room:
+                return used, events, grants, ""
+            continue
         if not _serves(settings, state, r.name, task):
             continue  # its own pool leases it
         members = [(m, 1) for m in range(share.of_group(size, room, awaited, begun=False))]
@@ -315,7 +342,7 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
 
 
 def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
-    """Note if the full window is the only reason why this sampler gets no lease; with pools, whatever the reason is.
+    """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason.
 
     A sampler that is still fetching newer weights keeps its entry: it has room all the same.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxroll.config.section_rules import SOURCE_ITEMS
 from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, touch
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
@@ -289,6 +290,10 @@ def _count_rewards(state: State, group: Group) -> Question:
     rewards = [slot.reward for _, slot in group.done()]
     row = touch(state.questions, group.task.question_hash)
     row.members, row.reward_sum = row.members + len(rewards), row.reward_sum + sum(rewards)
+    row.tokens += group.tokens
+    by_source, source = state.lengths.by_source, group.task.index // SOURCE_ITEMS
+    members, tokens = by_source.get(source, (0, 0))
+    by_source[source] = members + len(rewards), tokens + group.tokens
     return row
 
 

@@ -266,6 +266,7 @@ class Lengths(msgspec.Struct):
     """Tokens and finished members of claimed groups (trained) and of groups that ended otherwise (lost).
 
     `reissues` counts reissued prompts by the tokens of the longest finished member, rounded up to a power of two.
+    `by_source` has the members and tokens of claimed and filtered groups by the number of their source.
     """
 
     trained_tokens: int = 0
@@ -273,6 +274,7 @@ class Lengths(msgspec.Struct):
     lost_tokens: int = 0
     lost_members: int = 0
     reissues: dict[int, int] = {}
+    by_source: dict[int, tuple[int, int]] = {}
 
 
 class Batch(msgspec.Struct):

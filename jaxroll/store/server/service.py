@@ -248,6 +248,8 @@ class StoreService:
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
         size = 1 if self._keeper.settings.replicate != "together" else self._keeper.settings.group_size
         count = -(-max(members, 1) // size) + 1  # of a group that is split the caller takes a member or more
+        if self._keeper.settings.longest_first:  # it begins with the longest members of a claim
+            count = max(count, self._keeper.settings.limiter.batch_groups)
 
         def ask() -> Any:
             if self._workers.is_surplus(caller):
