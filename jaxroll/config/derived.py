@@ -355,6 +355,11 @@ def actor_members(config: Config, samplers: int) -> int:
     return max(share, config.schedule.members_per_group) if samplers else 0
 
 
+def slots_of_actor(config: Config) -> int:
+    """An actor's share of the slots of a sampler, rounded up."""
+    return math.ceil(config.sampler.slots / config.placement.actors)
+
+
 def memory_fractions(config: Config) -> dict[str, float]:
     """Fraction of a GPU's memory by role, for roles that share GPUs."""
     shares = {

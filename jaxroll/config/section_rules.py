@@ -36,9 +36,7 @@ def _check_agent(config: Config) -> None:
             raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
         return
     reason = "the environment agent has members of several conversations"
-    _refuse(
-        "learner.advantage", learner.advantage, ((learner.advantage == "gae", reason, "Use one without a critic."),)
-    )
+    _refuse("learner.advantage", learner.advantage, ((learner.advantage == "gae", reason, "Use one without critic."),))
     _refuse("learner.algorithm", learner.algorithm, ((learner.algorithm == "dpo", reason, "Use one without pairs."),))
     _refuse("learner.routing_replay", True, ((learner.routing_replay, reason, "Set it to False."),))
 
@@ -406,11 +404,8 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         key = f"task.mixture[{number}]"
         if not isinstance(entry, Mapping):
             raise ConfigError(key, entry, "not a source", "Write dict(path=…, weight=1.0).")
-        weight, remedy = (
-            coerce(float, entry.get("weight", 1.0), f"{key}.weight"),
-            "Set it above 0, or remove the source.",
-        )
-        _refuse(f"{key}.weight", weight, ((weight <= 0, "a source needs a share", remedy),))
+        weight = coerce(float, entry.get("weight", 1.0), f"{key}.weight")
+        _refuse(f"{key}.weight", weight, ((weight <= 0, "a source needs a share", "Use a positive weight."),))
         part = source_of(task, entry, key, ("label", "weight", "tag"))
         label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
         if not label or label in (other.label for other in found):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs, section_rules
-from jaxroll.config.derived import actor_members, max_message_bytes, sampler_names
+from jaxroll.config.derived import actor_members, max_message_bytes, sampler_names, slots_of_actor
 from jaxroll.config.section_rules import SOURCE_ITEMS
 from jaxroll.data import sources
 from jaxroll.envs import registry
@@ -67,8 +67,8 @@ class ActorLoops:
 
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
-        self.pools, count = section_rules.pools(self.config), self.config.placement.actors
-        room = math.ceil(self.config.sampler.slots / count) if self.pools else math.inf
+        self.pools = section_rules.pools(self.config)
+        room = slots_of_actor(self.config) if self.pools else math.inf
         clients, placement = self._clients(), self.config.schedule.group_placement
         own = {name: self.pools.of_role(name) for name in clients}
         self.samplers = Samplers(clients, placement, session.progress, own, room)

@@ -92,10 +92,12 @@ class SimulatedRun(World):
     def sampler(self, index: int) -> None:
         """Start a sampler."""
         role = f"sampler-{index}"
-        engine = SimulatedEngine(self._cluster, self.config, role)
-        self.engines.append(engine)
+        self.engines.append(engine := self._make_engine(role))
         pool = SimulatedPool(self._cluster.workload, self.config, role, self._ended_s)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
+
+    def _make_engine(self, role: str) -> SimulatedEngine:
+        return SimulatedEngine(self._cluster, self.config, role)
 
     def learner(self) -> asyncio.Future[int]:
         """Start the learner; the future is its exit code."""

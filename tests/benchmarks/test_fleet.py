@@ -10,6 +10,21 @@ from benchmarks import fleet
 from jaxroll.config import Config
 from jaxroll.sim.costs import Law
 
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["affinity", "order"])
+def test_a_mechanism_changes_runs_where_it_should_and_nothing_in_its_null_case(case: str) -> None:
+    """The quick form of the benchmark. Whether there is a gain is a result, not a test."""
+    found = fleet.CASES[case](1, 4)
+    (name,) = set(found) - {"null"}
+    assert found[name]["without"] != found[name]["with"]
+    if case == "order":
+        assert found["null"]["without"] == found["null"]["with"]
+    else:
+        assert found[name]["with"][0]["own_pool"] > 0.8
+    assert all(one["age_max"] <= 1 for runs in found.values() for one in (*runs["without"], *runs["with"]))
+
+
 LENGTHS = Law("lognormal", mean=100, deviation=60, least=16, most=256)
 
 

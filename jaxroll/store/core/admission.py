@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.config import Config
-from jaxroll.config.derived import age_limiter, lease_holders, one_version, room_of_member, support_tokens
+from jaxroll.config.derived import actor_names, age_limiter, lease_holders, one_version, room_of_member, support_tokens
 from jaxroll.config.section_rules import SOURCE_ITEMS, pools
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
@@ -105,7 +105,7 @@ class Settings:
             Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
                        s.steps, config.run.seed),
             support_tokens(config.sampling), lease_holders(config), one_version(config),
-            s.lease_first == "longest", Pools() if config.placement.actors else pools(config),
+            s.lease_first == "longest", Pools() if actor_names(config) else pools(config),
         )  # fmt: skip
 
     @property
