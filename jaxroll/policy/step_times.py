@@ -308,7 +308,7 @@ class Replanner:
         self._since_step = 0
         self._marks = list[tuple[float, int]]()  # times at which steps had been trained, with their number
         self._asked = False  # since the last change that others made
-        self._patience = STEPS  # steps measured before a release
+        self._patience = 2 * STEPS  # steps measured before a release; the first ones of a run are slower
         self._before: tuple[int, float] | None = None  # samplers and seconds of a step before the last release
 
     def plan(
@@ -362,13 +362,14 @@ class Replanner:
         self._since_step, self._marks = steps, []
 
     def _measured_s(self, now_s: float, steps: int) -> float | None:
-        """The median seconds of `STEPS` steps or more since the last change has settled; None until then."""
+        """The median seconds of the last `STEPS` steps if the last change has settled before them; None until then."""
         first = self._since_step + self._settling + 1
         if steps >= first and (not self._marks or steps > self._marks[-1][1]):
             self._marks.append((now_s, steps))
         if len(self._marks) < 2 or self._marks[-1][1] - self._marks[0][1] < STEPS:
             return None
-        return statistics.median((t - s) / (m - n) for (s, n), (t, m) in itertools.pairwise(self._marks))
+        last = itertools.pairwise(self._marks[-STEPS - 1 :])
+        return statistics.median((t - s) / (m - n) for (s, n), (t, m) in last)
 
     def _ask(self, steps: int, needed: int, reason: str) -> SamplerPlan:
         self.needed, self._asked, self._patience = needed, True, min(2 * self._patience, MOST_STEPS)

@@ -81,6 +81,15 @@ def test_samplers_that_shorten_no_step_leave_and_replace_one_that_is_lost() -> N
     assert (asked.needed, asked.more, len(fleet.present)) == (4, 1, 4)
 
 
+def test_the_slower_steps_at_the_start_of_a_run_do_not_hide_that_a_release_made_steps_longer() -> None:
+    start = Load(20.0, 5.0, 64, 16, 1.0)
+    fleet = Fleet(6, true=start)
+    fleet.run(14)
+    fleet.true = Load(10.0, 12.0, 64, 16, 1.0)
+    released, asked = fleet.run(100)
+    assert released.leave and asked.more == len(released.leave)
+
+
 def test_without_a_change_of_the_membership_nothing_is_planned() -> None:
     fleet = Fleet(LOAD.needed())
     assert not fleet.run(500) and fleet.replanner.needed == LOAD.needed()

@@ -50,16 +50,16 @@ def plans(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def test_samplers_that_shorten_no_step_leave_and_are_not_paid() -> None:
-    fixed, planned = figures(6, 0, 30), figures(6, 1, 30)
-    (plan,) = plans(rows(6, 1, 30))
+    fixed, planned = figures(6, 0, 40), figures(6, 1, 40)
+    (plan,) = plans(rows(6, 1, 40))
     assert plan["needed"] == 3 and len(plan["leave"]) == 3
     assert planned["step_s"] == pytest.approx(fixed["step_s"], rel=0.02) and fixed["samplers_paid"] == 6
-    assert 3 < planned["samplers_paid"] < 4.5
+    assert 3 < planned["samplers_paid"] < 4.7
     assert planned["cost_per_million_tokens"] < 0.8 * fixed["cost_per_million_tokens"]
 
 
 def test_a_released_sampler_ends_its_members_and_returns_no_lease() -> None:
-    status = [row for row in rows(6, 1, 30) if row.get("kind") == "store"][-1]
+    status = [row for row in rows(6, 1, 40) if row.get("kind") == "store"][-1]
     assert status["conservation_residual"] == 0 and not status["reissues_by_length"] and status["wasted_tokens"] == 0
     assert status["plan"] == {"needed": 3, "present": 3, "missing": 0, "leaving": 0}
 
@@ -71,11 +71,10 @@ def test_where_all_samplers_are_needed_the_run_is_the_same() -> None:
 
 @pytest.mark.soak
 def test_lost_samplers_are_replaced_by_those_that_had_left() -> None:
-    (plan,) = plans(rows(6, 1, 30))
-    staying = sorted({f"sampler-{n}" for n in range(6)} - set(plan["leave"]))
-    lost = tuple(Failure(90.0, name, NEVER_S) for name in staying[:2])
+    lost = tuple(Failure(120.0, f"sampler-{n}", NEVER_S) for n in (2, 3))
     planned = figures(6, 1, 60, lost)
-    fixed = figures(3, 0, 60, tuple(replace(one, role=f"sampler-{n}") for n, one in enumerate(lost)))
-    _, *asked = plans(rows(6, 1, 60, lost))  # both are not found to be silent at the same time
+    released, *asked = plans(rows(6, 1, 60, lost))
+    assert not {one.role for one in lost} & set(released["leave"]) and len(released["leave"]) == 3
     assert sum(row["more"] for row in asked) == 2 and not any(row["leave"] for row in asked)
+    fixed = figures(3, 0, 60, tuple(replace(one, role=f"sampler-{n}") for n, one in enumerate(lost)))
     assert fixed["step_s"] > 1.1 * planned["step_s"] and planned["samplers_paid"] < 5
