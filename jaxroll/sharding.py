@@ -77,6 +77,22 @@ def memory_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInv
     return None if not stats else stats.get("bytes_limit")
 
 
+def memory_limit(mesh: Mesh) -> int | None:
+    """The least `memory_bytes` of the mesh's devices; None if one of them reports none."""
+    limits = [memory_bytes(device) for device in mesh.local_devices]
+    return None if None in limits else min(limit for limit in limits if limit is not None)
+
+
+def device_bytes(tree: Any) -> int:
+    """The bytes that the arrays of `tree` take on one device; they may be abstract, with shardings."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype) for leaf in leaves)
+
+
+def _itemsize(dtype: Any) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jnp.dtype(dtype).itemsize
+
+
 # --- Logical axes to mesh axes. A parameter or activation names its logical axes; a table of rules maps them
 #
 # Learner and sampler run the same model and differ only in this table.

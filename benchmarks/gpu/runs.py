@@ -145,6 +145,9 @@ def train(case: Case) -> None:
         ]
     together = ["placement.colocated=True"]
     case.point("in one process", lambda: _trained(case, [*small, *together]))
+    if _platform() == "gpu":  # a CPU reports no limit of its memory
+        by_memory = [*together, "sampler.memory_fraction=0.3"]
+        case.point("in one process, KV cache by memory", lambda: _trained(case, [*small, *by_memory]))
     case.point("in processes of their own", lambda: _trained(case, [*small, *SEPARATE]))
     if not case.quick:
         large = [

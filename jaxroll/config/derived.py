@@ -370,6 +370,46 @@ def memory_fractions(config: Config) -> dict[str, float]:
     return {name: shares.get(name.partition("-")[0], others) for name in roles_with_devices(config)}
 
 
+def limits_cache(config: Config) -> bool:
+    """True if a sampler's KV cache may have fewer pages than all its slots can need."""
+    return bool(config.sampler.cache_pages or config.sampler.memory_fraction)
+
+
+def check_cache(config: Config, longest: int) -> None:
+    """Raise ConfigError if the keys of the KV cache contradict one another, or a request of `longest` tokens does not
+    fit the pages of one shard of slots with a copy of its prompt's last page.
+    """
+    sampler, fraction = config.sampler, config.sampler.memory_fraction
+    if fraction and sampler.cache_pages:
+        reason = f"sampler.cache_pages = {sampler.cache_pages} sets the size of the KV cache, too"
+        raise ConfigError("sampler.memory_fraction", fraction, reason, "Set one of them to 0.")
+    if config.placement.colocated and sampler.count * fraction >= 1:
+        reason = f"{sampler.count} samplers share the devices with the learner (placement.colocated)"
+        raise ConfigError("sampler.memory_fraction", fraction, reason, f"Set it below {1 / sampler.count:.2g}.")
+    if not sampler.cache_pages:
+        return
+    page_tokens = page_size(sampler.page_tokens, longest)
+    shards = sampler.mesh.shards
+    needed = shards * (math.ceil(longest / page_tokens) + 1)
+    if sampler.cache_pages < needed:
+        raise ConfigError(
+            "sampler.cache_pages",
+            sampler.cache_pages,
+            f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
+            f"Set it to {needed} or more, or to 0.",
+        )
+
+
+def no_memory_limit(fraction: float, platform: str) -> ConfigError:
+    """The error of a sampler on devices that do not report their memory."""
+    return ConfigError(
+        "sampler.memory_fraction",
+        fraction,
+        f"devices of the platform {platform} report no limit of their memory",
+        "Set it to 0, and sampler.cache_pages to the pages that the KV cache may have.",
+    )
+
+
 def age_limiter(config: Config) -> AgeLimiter:
     """Limiter that the store uses; ConfigError for a schedule that deadlocks."""
     s = config.schedule

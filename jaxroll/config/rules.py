@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from jaxroll.config.derived import (
     COLOCATED,
     age_limiter,
+    check_cache,
     device_processes,
     episode_tokens,
     item_ranges,
     memory_fractions,
-    page_size,
     roles_with_devices,
     sampler_members,
     support_tokens,
 )
 from jaxroll.config.parsing import check_bounds, nearest
 from jaxroll.config.rewards import check_rewards
-from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplerConfig, SamplingConfig
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplingConfig
 from jaxroll.config.section_rules import FILES, check_algorithm, check_flushes, check_places, check_prompts, task_parts
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Supports
@@ -224,7 +224,7 @@ def _check_shapes(config: Config) -> None:
             "bucket lengths must be positive and increasing",
             "Write for example (16, 32).",
         )
-    _check_cache(sampler, max(budget, buckets[-1]))
+    check_cache(config, max(budget, buckets[-1]))
     token_bytes = TOKEN_BYTES + Supports.worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)
     member_mb = token_bytes * budget / 2**20
     if member_mb > MAX_MEMBER_MB:
@@ -322,22 +322,6 @@ def _shares_every_prompt(config: Config) -> bool:
     return (
         config.learner.shared_prompt_tokens >= config.task.max_prompt_tokens - 1 and not config.task.max_episode_tokens
     )
-
-
-def _check_cache(sampler: SamplerConfig, longest: int) -> None:
-    """True if the longest request fits the pages of one shard of slots, with a copy of its prompt's last page."""
-    if not sampler.cache_pages:
-        return
-    page_tokens = page_size(sampler.page_tokens, longest)
-    shards = sampler.mesh.shards
-    needed = shards * (math.ceil(longest / page_tokens) + 1)
-    if sampler.cache_pages < needed:
-        raise ConfigError(
-            "sampler.cache_pages",
-            sampler.cache_pages,
-            f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
-            f"Set it to {needed} or more, or to 0.",
-        )
 
 
 def _check_learner(config: Config) -> None:

@@ -311,6 +311,9 @@ class SamplerConfig:
     # Pages of the KV cache; layers with sliding windows may have rings instead (docs/engine.md). 0: enough for the
     # longest request in every slot.
     cache_pages: NonNegativeInt = 0
+    # Share of the device memory that JAX may use, for all of a sampler: the KV cache gets as many pages as fit
+    # (docs/engine.md). GPU and TPU only; not together with `cache_pages`. 0: the cache does not depend on the memory.
+    memory_fraction: UnitFloat = 0.0
     # Tokens of an unfinished answer between two flushes to the store, from which another sampler continues if this one
     # ends. 0: no flushes, members start again.
     flush_tokens: NonNegativeInt = 0

@@ -54,15 +54,14 @@ def run_train(options: argparse.Namespace) -> int:
         run_dir.check_free(run_dir.checked(options.run))
     config = preflight.named_config(options)
     inventory = program.find_inventory(config)  # also before
-    preflight.check(config)
+    preflight.check(config, inventory=inventory)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
         return train.train(config, path, inventory, **exposed)
 
 
 def _checked_here(config: Config) -> None:
-    program.find_inventory(config)
-    preflight.check(config)
+    preflight.check(config, inventory=program.find_inventory(config))
 
 
 def run_role(options: argparse.Namespace) -> int:

@@ -27,16 +27,21 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import (
     COLOCATED,
     cache_tokens,
+    device_processes,
     has_evaluator,
+    limits_cache,
     model_folder,
+    no_memory_limit,
     page_size,
     sample_tokens,
 )
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rewards import RewardModelSettings, terms
+from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.config.section_rules import evaluation_set, task_parts
 from jaxroll.control import program, run_dir
 from jaxroll.data import preparation, sources
+from jaxroll.engine.sequence import MemoryShare, fitting_pages
 from jaxroll.envs import agent, registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
@@ -202,10 +207,10 @@ def check_described(config: Config) -> None:
     Settings.of(config)
 
 
-def check(config: Config, report: Progress | None = None) -> None:
+def check(config: Config, report: Progress | None = None, inventory: Inventory | None = None) -> None:
     """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for.
 
-    `report` receives a line about the rows of a file.
+    `report` receives a line about the rows of a file. `inventory` are the devices of the run, if they are known.
     """
     check_described(config)
     _check_files(config)
@@ -222,6 +227,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_meshes(config, model)
     _check_attention(config, model)
     families.check_routing(model, config)
+    _check_memory(config, model, inventory)
     if model_folder(config):
         folders.check_weights(config.model, model)
     if config.learner.lora_path:
@@ -251,6 +257,20 @@ def _check_meshes(config: Config, model: ModelSpec) -> None:
         families.check_mesh(model, mesh, f"{role}.mesh")
 
 
+def _check_memory(config: Config, model: ModelSpec, inventory: Inventory | None) -> None:
+    """Refuse a share of memory that a sampler could not use at its start; a GPU's memory is known before JAX runs."""
+    fraction, mesh = config.sampler.memory_fraction, config.sampler.mesh
+    if fraction and (inventory.platform if inventory else config.placement.platform) == "cpu":
+        raise no_memory_limit(fraction, "cpu")
+    if fraction and inventory and inventory.gpu_memory_mb:
+        shared = inventory.gpus < sum(device_processes(config).values())
+        of_process = config.placement.sampler_memory_fraction if shared else GPU_SHARE
+        size_bytes = families.parameter_count(model) * (2 if model.compute_dtype == "bfloat16" else 4)
+        limit_bytes = int(of_process * inventory.gpu_memory_mb * 2**20)
+        share = MemoryShare(limit_bytes, fraction, size_bytes // (mesh.tensor * mesh.expert))
+        fitting_pages(share, lambda pages: 0, 0, 0)
+
+
 def _check_attention(config: Config, model: ModelSpec) -> None:
     """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
     platform = "" if config.placement.platform == "auto" else config.placement.platform
@@ -262,7 +282,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
             site = choice.Site(model, platform, mesh.tensor, sampler.prefill_buckets[-1])
             choice.check("prefill", sampler.prefill_attention, site)
             longest = cache_tokens(config)
-            limited = sampler.cache_pages > 0
+            limited = limits_cache(config)
             pages = replace(site, tokens=page_size(sampler.page_tokens, longest), longest=longest, limited=limited)
             pages = replace(pages, model=replace(model, scan=sampler.scan_layers))
             choice.check("paged", sampler.paged_attention, pages)

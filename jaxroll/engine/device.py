@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxroll import sharding as layout
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
+from jaxroll.engine.sequence import MemoryShare, fitting_pages
 from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
@@ -255,6 +256,14 @@ def choose_kernels(
     )
 
 
+def settled(
+    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
+) -> tuple[Serving, Sizes]:
+    """The implementations, and `sizes` with rings where these need less memory."""
+    attention = choose_kernels(spec, mesh, sizes, prefill=prefill, paged=paged)
+    return attention, with_rings(sizes, spec, attention)
+
+
 def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
     """`sizes` with rings for the layers with windows, if these need fewer pages so; otherwise as they are.
 
@@ -266,3 +275,80 @@ def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
         return sizes
     # Pages that no layer uses must not limit the engine.
     return ringed if sizes.experts or not all(spec.each_window) else replace(ringed, pages=0)
+
+
+# --- the number of pages, from the memory of a device
+
+
+def sized(
+    spec: ModelSpec,
+    mesh: Mesh,
+    rules: Rules,
+    sizes: Sizes,
+    share: MemoryShare,
+    temporaries: Callable[[Sizes, Serving], int],
+    **kernels: str,
+) -> tuple[Sizes, MemoryShare]:
+    """`sizes` with as many pages as fit `share`, and this with the temporaries of the programs.
+
+    Without a limit on pages if an engine without one fits. `temporaries` gives the bytes that the programs for some
+    sizes need while they run (`run_bytes`); `kernels` are the names for `choose_kernels`. ConfigError if not even the
+    longest request alone fits.
+    """
+
+    def state_bytes(pages: int) -> int:
+        attention, found = settled(spec, mesh, replace(sizes, pages=pages), **kernels)
+        return layout.device_bytes(programs.abstract_state(spec, mesh, rules, found, attention))
+
+    def run_bytes_of(pages: int) -> int:
+        attention, found = settled(spec, mesh, replace(sizes, pages=pages), **kernels)
+        return temporaries(found, attention)
+
+    sizes = replace(sizes, pages=0)
+    if state_bytes(0) <= share.state_bytes:
+        whole = replace(share, temporaries=run_bytes_of(0))
+        if state_bytes(0) <= whole.state_bytes:
+            return sizes, whole
+    least, most = sizes.table + 1, sizes.shard_pages
+    fitting_pages(share, state_bytes, least, most)  # before anything is compiled
+    share = replace(share, temporaries=run_bytes_of(least))
+    while True:  # temporaries may grow with the cache, so that fewer pages are left for it
+        pages = fitting_pages(share, state_bytes, least, most)
+        needed = run_bytes_of(pages)
+        if needed <= share.temporaries:
+            return replace(sizes, pages=pages), share
+        share = replace(share, temporaries=needed)
+
+
+def run_bytes(
+    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving, progress: Progress | None = None
+) -> int:
+    """The bytes of a device that an engine's programs need beyond parameters and state: of the most demanding one,
+    temporaries and results, and the code of all. Compiles them, of prefills the largest.
+    """
+    most, code = 0, 0
+    sizes = replace(sizes, buckets=sizes.buckets[-1:])
+    for name, lowered in programs.lowered(spec, mesh, rules, sizes, attention).items():
+        compiled: list[jax.stages.Compiled] = []
+        _timed(progress, f"{name} to measure its memory", lambda: compiled.append(lowered.compile()))  # noqa: B023
+        found = compiled[0].memory_analysis()
+        if found is not None:
+            most = max(most, found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+            code += found.generated_code_size_in_bytes
+    return most + code
+
+
+def held_bytes(spec: ModelSpec, mesh: Mesh, rules: Rules) -> int:
+    """The bytes of a device that one version of the parameters takes in an engine."""
+    where = model_params.shardings(spec, mesh, rules)
+    leaves = model_params.served(spec).items()
+    return layout.device_bytes(
+        {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name]) for name, leaf in leaves}
+    )
+
+
+def described(sizes: Sizes, share: MemoryShare) -> str:
+    """A line about the pages and the share of memory that decided their number."""
+    every = "" if sizes.pages else " (all that its slots can need)"
+    pages = f"{sizes.shards * sizes.shard_pages:,} pages of {sizes.page_tokens} tokens{every}"
+    return f"KV cache of {pages}: {share.described()}"

@@ -12,20 +12,22 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll import sharding as layout
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, WeightSwap
-from jaxroll.config.derived import cache_tokens, page_size, support_tokens
+from jaxroll.config.derived import cache_tokens, no_memory_limit, page_size, support_tokens
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Limits, Sequence
+from jaxroll.engine.sequence import Limits, MemoryShare, Sequence
 from jaxroll.engine.stats import EngineStats, Latencies
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError, TransferError
@@ -50,7 +52,8 @@ class EngineConfig:
 
     The cache has `cache_pages` pages of `page_tokens` tokens; 0 reserves the pages of the longest request for every
     slot. With fewer pages, requests take them as they grow. When none is free, the last request to arrive is preempted:
-    its pages are copied to the host, and it continues later with the same tokens.
+    its pages are copied to the host, and it continues later with the same tokens. With a `memory_fraction` above 0 the
+    cache has as many pages as fit that share of a device's memory (`device.sized`).
 
     `weight_swap` decides what happens to running requests when weights change. `keep_kv`: they continue with the new
     weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
@@ -77,6 +80,7 @@ class EngineConfig:
     max_stops: int = 4  # stop tokens per request
     page_tokens: int = 0
     cache_pages: int = 0
+    memory_fraction: float = 0.0
     prefill_budget: int = 0
     penalties: bool = False
     masks: bool = False
@@ -106,6 +110,7 @@ class EngineConfig:
             prefill_budget=sampler.prefill_budget,
             page_tokens=sampler.page_tokens,
             cache_pages=sampler.cache_pages if samples else 0,
+            memory_fraction=sampler.memory_fraction if samples else 0.0,
             support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are greedy
             prefill_attention=sampler.prefill_attention,
             paged_attention=sampler.paged_attention,
@@ -159,7 +164,9 @@ class EngineConfig:
 class Engine:
     """Slots, a KV cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` sets the weights.
 
-    Stop strings need `decode`, the tokenizer's function. `attention` holds the chosen attention implementations.
+    Stop strings need `decode`, the tokenizer's function. `attention` holds the chosen attention implementations, and
+    `memory` how the cache was sized, empty without a `memory_fraction`. Then construction compiles, too, and reports
+    to `progress`.
     """
 
     def __init__(
@@ -171,16 +178,18 @@ class Engine:
         *,
         decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = unix_s,
+        progress: Progress | None = None,
     ) -> None:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
         check_sizes(sizes, config.weight_swap)
         self._weight_swap, self._clock = config.weight_swap, clock
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
-        self.attention = device.choose_kernels(
-            spec, mesh, sizes, prefill=config.prefill_attention, paged=config.paged_attention
-        )
-        self._sizes = sizes = device.with_rings(sizes, spec, self.attention)
+        kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
+        if config.memory_fraction:
+            sizes, self.memory = _sized(spec, mesh, rules, sizes, config.memory_fraction, kernels, progress)
+        self.attention, self._sizes = device.settled(spec, mesh, sizes, **kernels)
+        sizes = self._sizes
         self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
         self._scheduler = Scheduler(
             sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
@@ -461,3 +470,22 @@ def check_sizes(sizes: Sizes, weight_swap: str) -> None:
             f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)",
             "Give the cache more pages.",
         )
+
+
+def _sized(
+    spec: ModelSpec,
+    mesh: Mesh,
+    rules: Rules,
+    sizes: Sizes,
+    fraction: float,
+    kernels: dict[str, str],
+    progress: Progress | None,
+) -> tuple[Sizes, str]:
+    """`sizes` with the pages that fit `fraction` of the memory of the mesh's devices, and a line about them."""
+    limit = layout.memory_limit(mesh)
+    if limit is None:
+        raise no_memory_limit(fraction, layout.platform(mesh))
+    share = MemoryShare(limit, fraction, device.held_bytes(spec, mesh, rules))
+    measured = partial(device.run_bytes, spec, mesh, rules, progress=progress)
+    found, share = device.sized(spec, mesh, rules, sizes, share, measured, **kernels)
+    return found, device.described(found, share)

@@ -152,6 +152,12 @@ def lowered(
         )
         for (fresh, bucket), prefill in programs.prefill.items()
     }
+    if sizes.pages:  # a request may be preempted
+        place = whole((1 + sizes.table_columns,), jnp.int32)
+        saved = jax.eval_shape(programs.save, programs.state, place)
+        saved = jax.tree.map(lambda leaf: whole(leaf.shape, leaf.dtype), saved)
+        found["save"] = programs.save.lower(programs.state, place)  # type: ignore[attr-defined]
+        found["load"] = programs.load.lower(programs.state, place, saved)  # type: ignore[attr-defined]
     return found | {
         "insert": programs.insert.lower(seed, programs.state, whole(sizes.insert_shape, jnp.int32)),  # type: ignore[attr-defined]
         "decode": programs.decode.lower(params, seed, programs.state, tables, whole((2,), jnp.int32)),  # type: ignore[attr-defined]

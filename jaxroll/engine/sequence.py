@@ -5,10 +5,61 @@ No arrays, no clock.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-# --- Pages of the KV cache: the block allocator and the prefix cache
+from jaxroll.errors import ConfigError
+
+# --- Pages of the KV cache: their number, the block allocator and the prefix cache
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """A `fraction` of the `limit_bytes` of a device, and what an engine needs of it besides its state, in bytes.
+
+    `parameters` are those of one version; while weights arrive, the device holds two. `temporaries` are those of the
+    most demanding program, with the code of all.
+    """
+
+    limit_bytes: int
+    fraction: float
+    parameters: int
+    temporaries: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that are left for the engine's state, which is its KV cache above all; may be negative."""
+        return int(self.fraction * self.limit_bytes) - 2 * self.parameters - self.temporaries
+
+    def described(self) -> str:
+        """The share and what is taken from it, as text."""
+        taken = f"{2 * self.parameters / _GB:.3g} GB for two versions of the parameters"
+        taken += f" and {self.temporaries / _GB:.3g} for temporaries and code" if self.temporaries else ""
+        share = self.fraction * self.limit_bytes / _GB
+        return f"{self.fraction:g} of {self.limit_bytes / _GB:.3g} GB are {share:.3g}, of them {taken}"
+
+
+def fitting_pages(share: MemoryShare, state_bytes: Callable[[int], int], least: int, most: int) -> int:
+    """The largest number of pages, from `least` to `most`, with which an engine's state fits `share`.
+
+    `state_bytes` gives the bytes of the state for a number of pages and never falls. ConfigError if `least` are too
+    many, with the numbers and the fraction that would do.
+    """
+    if (smallest := state_bytes(least)) > share.state_bytes:
+        needed = math.ceil(100 * (2 * share.parameters + share.temporaries + smallest) / share.limit_bytes) / 100
+        reason, remedy = share.described(), f"Set it to {needed:g} or more."
+        if not share.temporaries:  # nothing is compiled yet
+            remedy = f"Set it above {needed:g}: the temporaries of programs are added."
+        if smallest:
+            reason += f"; slots and a KV cache of {least} pages, for one request, need {smallest / _GB:.3g}"
+        if needed > 1:
+            remedy = "Use a larger sampler.mesh.tensor or fewer sampler.slots."
+        raise ConfigError("sampler.memory_fraction", share.fraction, reason, remedy)
+    return least + bisect_right(range(least + 1, most + 1), share.state_bytes, key=state_bytes)
 
 
 class BlockAllocator:

@@ -67,7 +67,7 @@ class Site:
     """The conditions of a choice: the model, its devices, and the tokens of a row (for `paged`: of a page).
 
     `platform` is cpu, gpu or tpu, or empty if it is not known yet. `tensor` devices share the heads. A slot holds up to
-    `longest` tokens (0: not known yet). `limited`: the config limits the number of pages of the cache.
+    `longest` tokens (0: not known yet). `limited`: the cache has fewer pages than all slots can need.
     """
 
     model: Heads
@@ -137,7 +137,7 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
         return "layers are in a loop (sampler.scan_layers), which would copy its cache of every layer"
     if name == DENSE:
         return (
-            "it needs memory for the longest request in every slot, but sampler.cache_pages limits the memory"
+            "it needs memory for the longest request in every slot, but sampler.cache_pages or memory_fraction limit it"
             if site.limited
             else ""
         )

@@ -126,8 +126,10 @@ def inference(
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = layouts.build(mesh_config)
     engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
-    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
+    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode, progress=progress)
     progress.devices(mesh, engine.attention.described())
+    if engine.memory:
+        progress(engine.memory)
     host = EngineHost(engine, device_lock)
     received = None if listener is None else listener.relay
     receiver = Receiver(config.transfer, token=token, tls=tls, relay=received)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -19,19 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import disk, sharding
 from jaxroll.config import Config, MeshConfig
-from jaxroll.config.derived import cache_tokens, page_size
+from jaxroll.config.derived import cache_tokens, model_folder, page_size
 from jaxroll.engine import device
 from jaxroll.engine import programs as engine
 from jaxroll.engine.engine import EngineConfig, check_sizes
+from jaxroll.engine.requests import Sizes
+from jaxroll.engine.sequence import MemoryShare
 from jaxroll.errors import ConfigError, InfraError, one_line
+from jaxroll.kernels.choice import Serving
 from jaxroll.learner import step, trainer
-from jaxroll.models import cache
+from jaxroll.models import cache, families, folders
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding import LEARNER, SAMPLER, Layout
@@ -120,6 +121,13 @@ def _counted(analysis: Mapping[str, float] | list[Mapping[str, float]] | None) -
 # --- the programs of the roles
 
 
+def model(config: Config) -> ModelSpec:
+    """The model of the config: of its folder if that is here, else of `model.size`."""
+    if folder := model_folder(config):
+        return folders.described(folder.expanduser(), config.model.dtype)
+    return families.spec(config.model.size, compute_dtype=config.model.dtype)
+
+
 @dataclass(frozen=True)
 class Described:
     """One program before compilation. `attention` is the chosen implementation, empty for a program without one."""
@@ -164,8 +172,7 @@ def engine_programs(
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
-    chosen = device.choose_kernels(spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention)
-    sizes = device.with_rings(sizes, spec, chosen)
+    chosen, sizes = device.settled(spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention)
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
 
     def found() -> Iterator[Described]:
@@ -173,6 +180,35 @@ def engine_programs(
             yield Described(name, fused.get(name.split("_")[0], ""), lowered)
 
     return engine.build(spec, mesh, SAMPLER, sizes, chosen), found()
+
+
+def sized_cache(
+    config: Config, spec: ModelSpec, mesh: Mesh, limit_bytes: int, described: str, folder: Path
+) -> tuple[Config, str]:
+    """`config` with the pages that fit `sampler.memory_fraction` of `limit_bytes`, and a line about them.
+
+    As a sampler chooses them at its start, from programs compiled for `described`, a topology, or read from `folder`.
+    ConfigError if the model does not fit.
+    """
+    sampler = config.sampler
+    settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
+    spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
+    check_sizes(sizes, settings.weight_swap)
+    share = MemoryShare(limit_bytes, settings.memory_fraction, device.held_bytes(spec, mesh, SAMPLER))
+
+    def run_bytes(sizes: Sizes, attention: Serving) -> int:
+        """See `device.run_bytes`; a program that is too large for the topology counts with all that it needs."""
+        sizes, costs = replace(sizes, buckets=sizes.buckets[-1:]), []
+        for name, lowered in engine.lowered(spec, mesh, SAMPLER, sizes, attention).items():
+            result = compiled_once(Described(name, "", lowered), lowered.as_text(), described, folder)
+            costs.append(result.cost or ProgramCost(name, 0, 0, 0, result.needed_bytes, 0, 0.0, 0.0, 0.0))
+        most = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in costs)
+        return most + sum(cost.code_bytes for cost in costs)
+
+    kernels = {"prefill": sampler.prefill_attention, "paged": sampler.paged_attention}
+    sizes, share = device.sized(spec, mesh, SAMPLER, sizes, share, run_bytes, **kernels)
+    sampler = replace(sampler, cache_pages=sizes.pages * sizes.shards)
+    return replace(config, sampler=sampler), device.described(sizes, share)
 
 
 def served_params(spec: ModelSpec, programs: engine.Programs) -> dict[str, jax.ShapeDtypeStruct]:
@@ -186,16 +222,6 @@ def served_params(spec: ModelSpec, programs: engine.Programs) -> dict[str, jax.S
 def page_tokens(config: Config) -> int:
     """The tokens of a page of the KV cache."""
     return page_size(config.sampler.page_tokens, cache_tokens(config))
-
-
-def device_bytes(tree: Tree) -> int:
-    """The bytes that the arrays of `tree` take on one device; they may be abstract, with shardings."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype) for leaf in leaves)
-
-
-def _itemsize(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jnp.dtype(dtype).itemsize
 
 
 # --- compilation with a cache of results: a program that was compiled before is read from a file

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jaxroll.config import Config, ModelConfig
-from jaxroll.config.derived import COLOCATED, device_processes, model_folder
+from jaxroll.config.derived import COLOCATED, device_processes, memory_fractions, model_folder
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
@@ -132,6 +132,21 @@ def described(config: Config, topology: Topology) -> Config:
             "Use smaller meshes, fewer samplers, or a larger topology.",
         )
     return config
+
+
+def usable_bytes(config: Config, topology: Topology) -> dict[str, float]:
+    """The bytes of a chip that JAX may use in the process of a learner and of a sampler."""
+    usable, wanted = topology.chip.usable_bytes, device_processes(config)
+    shares = {"learner": 1.0, "sampler": 1.0}
+    if topology.platform == "gpu" and COLOCATED not in wanted and sum(wanted.values()) > topology.count:
+        shares = {name: memory_fractions(config)[f"{name}{'-0' * (name == 'sampler')}"] for name in shares}
+    return {name: share * usable for name, share in shares.items()}
+
+
+def limits(config: Config, topology: Topology) -> dict[str, float]:
+    """The bytes of a chip that each role may use: for samplers, their share of `usable_bytes`."""
+    usable = usable_bytes(config, topology)
+    return usable | {"sampler": (config.sampler.memory_fraction or 1.0) * usable["sampler"]}
 
 
 def tpu_environment() -> dict[str, str]:

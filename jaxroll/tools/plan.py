@@ -32,15 +32,14 @@ from jaxroll.config.derived import (
     device_processes,
     engines,
     episode_tokens,
-    memory_fractions,
     micro_batch_tokens,
-    model_folder,
+    no_memory_limit,
     roles_with_devices,
     rollouts_per_step,
     sampler_names,
 )
 from jaxroll.errors import EXIT_CONFIG, ConfigError
-from jaxroll.models import families, folders
+from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.tools import aot, chips, hlo
 from jaxroll.tools.chips import Chip, Times, Topology
@@ -89,10 +88,14 @@ class Change:
 def main(config: Config, topology: Topology, folder: Path, *, as_json: bool) -> int:
     """Print the plan; the exit code is that of a refused config if it does not fit. `folder` caches programs."""
     began = time.monotonic()
-    spec = model(config)
+    spec, chosen = aot.model(config), ""
+    if config.sampler.memory_fraction:
+        config, chosen = sized_cache(config, spec, topology, folder)
     roles = [learner(config, spec, topology), sampler(config, spec, topology)]
     rows = compiled(roles, config, topology, folder, _on_stderr)
     found = report(config, spec, topology, roles, rows)
+    if chosen:
+        found["roles"]["sampler"]["cache"] = chosen
     found["plan_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(found) if as_json else "\n".join(lines(found)), flush=True)
     for change in found["change"]:
@@ -103,13 +106,6 @@ def main(config: Config, topology: Topology, folder: Path, *, as_json: bool) -> 
 
 def _on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def model(config: Config) -> ModelSpec:
-    """The model of the config: of its folder if that is here, else of `model.size`."""
-    if folder := model_folder(config):
-        return folders.described(folder.expanduser(), config.model.dtype)
-    return families.spec(config.model.size, compute_dtype=config.model.dtype)
 
 
 # --- roles
@@ -129,17 +125,17 @@ def learner(config: Config, spec: ModelSpec, topology: Topology) -> Role:
     programs, described = aot.learner_programs(config, spec, mesh)
     state = programs.state
     resident = {
-        "parameters": aot.device_bytes((state.params, programs.base)),
-        "optimizer": aot.device_bytes(state.opt_state),
-        "gradients": aot.device_bytes(programs.accumulator.grads),
+        "parameters": sharding.device_bytes((state.params, programs.base)),
+        "optimizer": sharding.device_bytes(state.opt_state),
+        "gradients": sharding.device_bytes(programs.accumulator.grads),
     }
     own = programs.params if programs.recipe.lora is None else state.params
     if config.learner.reference != "none" and not config.learner.reference_offload:
-        resident["reference"] = aot.device_bytes(own)
+        resident["reference"] = sharding.device_bytes(own)
     if config.learner.critic != "none" and not config.learner.critic_offload:
         resident["critic"] = sum(resident[kind] for kind in ("parameters", "optimizer", "gradients"))
     size = 2 if config.transfer.dtype == "bfloat16" else 4
-    resident["publication"] = aot.device_bytes(own) * size // 4
+    resident["publication"] = sharding.device_bytes(own) * size // 4
     return Role("learner", mesh.size, name, resident, described)
 
 
@@ -148,14 +144,25 @@ def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
     mesh, name = _mesh(config.sampler.mesh, topology)
     programs, described = aot.engine_programs(config, spec, mesh, largest_only=True)
     state, params = programs.state, aot.served_params(spec, programs)
-    rings = aot.device_bytes(state.cache.pools_of_rings())
+    rings = sharding.device_bytes(state.cache.pools_of_rings())
     resident = {
-        "parameters": aot.device_bytes(params),
-        "arriving parameters": aot.device_bytes(params),
-        "KV pool": aot.device_bytes((state.cache, state.side)) - rings,
+        "parameters": sharding.device_bytes(params),
+        "arriving parameters": sharding.device_bytes(params),
+        "KV pool": sharding.device_bytes((state.cache, state.side)) - rings,
     } | ({"KV rings": rings} if rings else {})
-    resident["slots"] = aot.device_bytes(state) - resident["KV pool"] - rings
+    resident["slots"] = sharding.device_bytes(state) - resident["KV pool"] - rings
     return Role("sampler", mesh.size, name, resident, described)
+
+
+def sized_cache(config: Config, spec: ModelSpec, topology: Topology, folder: Path) -> tuple[Config, str]:
+    """`config` with the pages that fit `sampler.memory_fraction` of a chip, and a line about them; see `aot`."""
+    mesh, name = _mesh(config.sampler.mesh, topology)
+    limit = chips.usable_bytes(config, topology)["sampler"]
+    if not math.isfinite(limit):
+        raise no_memory_limit(config.sampler.memory_fraction, topology.platform)
+    line = "plan: compiling the programs of the sampler, for the size of its KV cache"
+    with _repeated(lambda: _on_stderr(line), _HEARTBEAT_S):
+        return aot.sized_cache(config, spec, mesh, int(limit), name, folder)
 
 
 # --- compilation
@@ -239,7 +246,7 @@ def report(
 ) -> dict[str, Any]:
     """The plan as one JSON object."""
     memory = {role.name: memory_of(role, [row for row in rows if row.role == role.name]) for role in roles}
-    limits = _limits(config, topology)
+    limits = chips.limits(config, topology)
     wanted = roles_with_devices(config)
     change = [refused(config, row) for row in rows if row.refusal] or changes(config, roles, memory, limits)
     speed = _speed(config, spec, topology, rows)
@@ -276,15 +283,6 @@ def report(
         "fits": not change,
         "change": [asdict(one) for one in change],
     }
-
-
-def _limits(config: Config, topology: Topology) -> dict[str, float]:
-    """The bytes of a chip that each role may use."""
-    usable, wanted = topology.chip.usable_bytes, device_processes(config)
-    shares = {"learner": 1.0, "sampler": 1.0}
-    if topology.platform == "gpu" and not config.placement.colocated and sum(wanted.values()) > topology.count:
-        shares = {name: memory_fractions(config)[f"{name}{'-0' * (name == 'sampler')}"] for name in shares}
-    return {name: share * usable for name, share in shares.items()}
 
 
 def memory_of(role: Role, rows: Sequence[Row]) -> dict[str, int]:
@@ -479,6 +477,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"{name}: {role['count']} × {role['chips']} chips; {role['needed_bytes'] / GB:.2f}{limit} GB of each"
         )
         out += [f"  {kind:<20}{size / GB:8.2f} GB" for kind, size in role["memory"].items() if size]
+        out += [f"  {role['cache']}"] if "cache" in role else []
     out += ["", f"{'program':<22}{'TFLOP':>9}{'GB read/written':>17}{'GB sent':>9}{'least ms':>10}  bound", ""]
     for row in found["programs"]:
         name = f"{row['role']} {row['name']}"

@@ -312,6 +312,10 @@ BAD = [
     pytest.param(["transfer.deadline_s=0.5"], "transfer.deadline_s", "0.5", "at least 1", id="no time for weights"),
     pytest.param(["store.stall_abort_s=5"], "store.stall_abort_s", "5.0", "Raise", id="abort before the stall"),
     pytest.param(["supervisor.backoff_max_s=0.1"], "supervisor.backoff_max_s", "0.1", "backoff_s", id="back-off"),
+    pytest.param(["sampler.memory_fraction=0.5", "sampler.cache_pages=900"], "sampler.memory_fraction", "0.5",
+                 "sampler.cache_pages = 900 sets", id="two sizes of the cache"),
+    pytest.param(["sampler.memory_fraction=0.5", "sampler.count=2", "placement.colocated=True"],
+                 "sampler.memory_fraction", "0.5", "2 samplers share the devices", id="shares of colocated samplers"),
     pytest.param(
         ["placement.sampler_memory_fraction=1.5"], "placement.sampler_memory_fraction", "1.5", "below 1", id="fraction"
     ),

@@ -109,6 +109,8 @@ CASES: dict[str, Case] = {
     "a kernel on another platform": (
         None, ["sampler.paged_attention=pallas", "model.dtype=bfloat16"],
         "sampler.paged_attention", "pallas", "this is cpu"),
+    "a share of a CPU's memory": (
+        None, ["sampler.memory_fraction=0.5"], "sampler.memory_fraction", "0.5", "platform cpu report no limit"),
     "a cache that a loop would copy": (
         None, ["sampler.paged_attention=dense", "sampler.scan_layers=True"],
         "sampler.paged_attention", "dense", "layers are in a loop"),
@@ -556,6 +558,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/peft.py": ("adapters that are not there",),
     "models/params.py::leaves": ("weights of another model", "weights too few"),
     "engine/engine.py::check_sizes": RULED,
+    "engine/sequence.py::fitting_pages": HERE,  # the memory of its devices
     "serving/jetstream_proxy.py": CALLED,
     "rpc/http.py::listen": HERE,
     "data/files.py::TableSource.__init__": ("no parquet",),

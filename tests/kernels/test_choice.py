@@ -98,10 +98,10 @@ def test_on_an_unknown_platform_only_choices_that_work_nowhere_are_refused():
 
 def test_the_contiguous_cache_needs_room_for_the_longest_request_in_every_slot():
     where = dataclasses.replace(site(platform="cpu", tokens=16), limited=True)
-    with pytest.raises(ConfigError, match=r"but sampler\.cache_pages limits"):
+    with pytest.raises(ConfigError, match=r"but sampler\.cache_pages or memory_fraction limit"):
         choose("paged", "dense", where)
     passed = choose("paged", "auto", where)
-    assert passed.name == "xla" and "but sampler.cache_pages limits" in passed.reason
+    assert passed.name == "xla" and "but sampler.cache_pages or memory_fraction limit" in passed.reason
 
 
 @pytest.mark.parametrize(("longest", "name"), [(DENSE_TOKENS, "dense"), (DENSE_TOKENS + 1, "xla")])

@@ -62,7 +62,7 @@ def test_gpus_are_shared_as_in_a_run():
     config = Config(learner=LearnerConfig(mesh=MeshConfig(fsdp=8)), sampler=SamplerConfig(mesh=MeshConfig(tensor=4)))
     shared = dataclasses.replace(config, sampler=SamplerConfig(mesh=MeshConfig(tensor=8)))
     assert chips.described(config, chips.topology("gpu:8xH100")).placement.platform == "gpu"
-    assert plan._limits(shared, chips.topology("gpu:8xH100"))["sampler"] == 0.3 * chips.CHIPS["H100"].usable_bytes
+    assert chips.limits(shared, chips.topology("gpu:8xH100"))["sampler"] == 0.3 * chips.CHIPS["H100"].usable_bytes
     with pytest.raises(ConfigError, match="4 GPUs here, 13 needed"):
         chips.described(config, chips.topology("gpu:4xH100"))
 
@@ -123,6 +123,36 @@ def test_the_named_number_of_pages_fits():
     fitting, now = (int(number) for number in re.findall(r"\d+", change.remedy))
     others = SERVED["parameters"] + SERVED["arriving parameters"] + GB
     assert 20 * GB * fitting / now + others <= LIMITS["sampler"] < 20 * GB * (1.1 * fitting) / now + others
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, usable_bytes: float) -> chips.Topology:
+    """This machine, as if JAX reported a limit of its memory."""
+    chip = dataclasses.replace(chips.CHIPS["cpu"], usable_bytes=usable_bytes)
+    monkeypatch.setattr(chips, "CHIPS", dict(chips.CHIPS) | {"cpu": chip})
+    return chips.topology("cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("usable_bytes", "words"),
+    [(float("inf"), "report no limit"), (1e6, r"0\.1 of 0\.001 GB are 0\.0001, .*Set it above 0\.\d+")],
+)
+def test_a_share_of_memory_is_refused_as_by_a_sampler(monkeypatch, tmp_path: Path, usable_bytes: float, words: str):
+    config = Config(model=configs.ModelConfig(size="nano"), sampler=SamplerConfig(memory_fraction=0.1))
+    topology = with_memory(monkeypatch, usable_bytes)
+    monkeypatch.setattr(plan.aot, "finished", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan.main(config, topology, tmp_path, as_json=True)
+    assert caught.value.key == "sampler.memory_fraction"
+
+
+@pytest.mark.soak
+def test_the_cache_is_planned_for_the_sampler_s_share_of_memory(monkeypatch, tmp_path: Path, capsys):
+    small = SamplerConfig(memory_fraction=0.0008, page_tokens=8, prefill_rows=1)
+    config = Config(model=configs.ModelConfig(size="nano"), sampler=small)
+    assert plan.main(config, with_memory(monkeypatch, 1e9), tmp_path, as_json=True) == 0
+    role = json.loads(capsys.readouterr().out)["roles"]["sampler"]
+    assert role["limit_bytes"] == 0.0008 * 1e9 and "KV cache of" in role["cache"]
+    assert 0.97 * role["limit_bytes"] < role["needed_bytes"] <= role["limit_bytes"]
 
 
 def test_the_roofline_is_the_largest_of_three():

@@ -1,0 +1,137 @@
+"""`sampler.memory_fraction`: the pages of the KV cache from the memory of a device, which the tests set."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll import sharding
+from jaxroll.config import Config, MeshConfig, ModelConfig
+from jaxroll.engine import device
+from jaxroll.engine.engine import Engine
+from jaxroll.engine.requests import Request
+from jaxroll.engine.sequence import MemoryShare, fitting_pages
+from jaxroll.errors import ConfigError
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
+from jaxroll.roles import build
+from jaxroll.roles.weights import Progress
+
+# --- the rule
+
+
+@given(
+    limit=st.integers(1, 10**5),
+    fraction=st.floats(0.01, 1),
+    parameters=st.integers(0, 10**4),
+    temporaries=st.integers(0, 10**4),
+    fixed=st.integers(0, 10**4),
+    page=st.integers(0, 500),
+    least=st.integers(1, 20),
+    more=st.integers(0, 300),
+)
+def test_as_many_pages_as_fit_and_not_one_more(limit, fraction, parameters, temporaries, fixed, page, least, more):
+    share = MemoryShare(limit, fraction, parameters, temporaries)
+    used = lambda pages: 2 * parameters + temporaries + fixed + pages * page  # noqa: E731
+    state, most, budget = (lambda pages: fixed + pages * page), least + more, int(fraction * limit)
+    if used(least) > budget:
+        with pytest.raises(ConfigError) as caught:
+            fitting_pages(share, state, least, most)
+        assert caught.value.key == "sampler.memory_fraction"
+        if found := re.match(r"Set it \w+ ([\d.]+)[ :]", caught.value.remedy):  # and then it fits
+            assert fitting_pages(replace(share, fraction=float(found[1])), state, least, most) >= least
+        else:
+            assert used(least) > 0.99 * limit - 1
+        return
+    pages = fitting_pages(share, state, least, most)
+    assert least <= pages <= most and used(pages) <= budget
+    assert pages == most or used(pages + 1) > budget
+
+
+def test_a_cache_whose_memory_grows_in_steps_is_filled_to_the_last_step() -> None:
+    assert fitting_pages(MemoryShare(100, 1.0, 10), lambda pages: 20 * (pages // 7), 1, 50) == 34
+
+
+# --- an engine
+
+LIMIT, SLOTS, TOKENS = 1_000_000, 16, 8
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, fraction: float, limit: int | None = LIMIT) -> Engine:
+    """The engine of a sampler whose devices have `limit` bytes."""
+    monkeypatch.setattr(sharding, "memory_bytes", lambda _: limit)
+    sampler = replace(Config().sampler, slots=SLOTS, page_tokens=TOKENS, prefill_buckets=(8,), prefill_rows=1)
+    sampler = replace(sampler, decode_chunk=2, memory_fraction=fraction)
+    config = replace(Config(), model=ModelConfig(size="nano"), sampler=sampler)
+    progress = Progress("sampler-0", lambda row: None)
+    made = build.inference(
+        config, "sampler", MeshConfig(), slots=SLOTS, weight_swap="keep_kv", token="", progress=progress
+    )
+    return made.engine
+
+
+def zeros(engine: Engine) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in engine._device.served.items()}
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_sampler_fills_its_share_of_the_memory_and_says_so(monkeypatch, capsys, compiles: bool) -> None:
+    measured: list[int] = []
+
+    def run_bytes(*args: Any, **how: Any) -> int:
+        measured.append(found := compiled(*args, **how) if compiles else 60_000)
+        return found
+
+    compiled = device.run_bytes
+    monkeypatch.setattr(device, "run_bytes", run_bytes)
+    engine = engine_of(monkeypatch, fraction=0.36)
+    pages, state = engine._sizes.pages, engine._device._state
+    assert f"sampler-0: KV cache of {pages} pages of 8 tokens: 0.36 of 0.001 GB are 0.00036" in capsys.readouterr().out
+    held = 2 * sum(leaf.nbytes for leaf in zeros(engine).values()) + measured[-1]
+    held += sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    page = sum(pool.nbytes for pool in state.cache.keys + state.cache.values) // pages
+    assert engine._sizes.table < pages < SLOTS * engine._sizes.table and engine._sizes.shard_pages == pages
+    assert held <= 0.36 * LIMIT < held + page
+
+
+@pytest.mark.parametrize(
+    ("fraction", "limit", "words"),
+    [
+        (
+            0.2,
+            LIMIT,
+            r"0\.2 of 0\.001 GB are 0\.0002, of them 0\.0002\d+ GB for two versions of the para.*above 0\.22:",
+        ),
+        (1.0, 10_000, "Use a larger sampler.mesh.tensor"),
+        (0.5, None, "cpu report no limit of their memory. Set it to 0, and sampler.cache_pages"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch, fraction, limit, words) -> None:
+    monkeypatch.setattr(device, "run_bytes", lambda *args, **how: pytest.fail("compiled"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        engine_of(monkeypatch, fraction, limit)
+    assert caught.value.key == "sampler.memory_fraction" and caught.value.value == fraction
+
+
+@pytest.mark.soak
+def test_an_engine_without_a_limit_is_used_where_it_fits_and_few_pages_preempt(monkeypatch, capsys) -> None:
+    whole = engine_of(monkeypatch, 0.9, 10 * LIMIT)
+    assert not whole._sizes.pages and whole.attention.paged.name == "dense"
+    assert "(all that its slots can need)" in capsys.readouterr().out
+    engine = engine_of(monkeypatch, 0.35)
+    engine.swap(Version(0, 1), zeros(engine))
+    done = []
+    for index in range(SLOTS):
+        sampling = SamplingParams(max_tokens=engine._sizes.max_tokens - 8, ignore_eos=True)
+        engine.add(Request(index, (1, 2, 3), GenerationKey(index, 0, 0, 0), sampling), done.append)
+    for _ in range(2000):
+        if not engine.step():
+            break
+    assert len(done) == SLOTS and engine.stats().preemptions
