@@ -333,8 +333,8 @@ def rollouts_at_once(config: Config) -> int:
 
 
 def one_version(config: Config) -> bool:
-    """True if an answer has tokens of one version only."""
-    return config.schedule.weight_swap == "drain"
+    """True if an answer has tokens of one version only (with `trajectory` all answers of a conversation together)."""
+    return config.schedule.weight_swap in ("drain", "trajectory")
 
 
 def flush_tokens(config: Config) -> int:

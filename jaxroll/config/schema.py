@@ -41,7 +41,7 @@ Advantage = Literal[
     "gae",
 ]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
+WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain", "trajectory"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 MODEL_SIZES = (
     "nano", "tiny", "tiny_moe",

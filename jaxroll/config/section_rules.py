@@ -108,8 +108,10 @@ def _check_pools(config: Config) -> None:
 
 
 def check_flushes(config: Config) -> None:
-    """Raise ConfigError where unfinished answers cannot be continued by another sampler."""
+    """Raise ConfigError where unfinished answers cannot be continued elsewhere, or actors play what must end first."""
     actors, swap, remedy = config.placement.actors, config.schedule.weight_swap, "Set sampler.flush_tokens to 0, or"
+    of_actors = (swap == "trajectory" and actors > 0, "samplers do not know the members of actors", "Set it to drain.")
+    _refuse("schedule.weight_swap", swap, (of_actors,))
     if tokens := config.sampler.flush_tokens:
         experts, lost = "the experts chosen for flushed tokens are not kept", "weight swaps discard unfinished answers"
         _refuse("sampler.flush_tokens", tokens, (
@@ -215,12 +217,9 @@ def _check_adapters(config: Config, learner: LearnerConfig) -> None:
 
 def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
     if learner.shared_prompt_rows != 1 and not learner.shared_prompt_tokens:
-        raise ConfigError(
-            "learner.shared_prompt_rows",
-            learner.shared_prompt_rows,
-            "nothing is shared, learner.shared_prompt_tokens is 0",
-            "Leave it out, or set learner.shared_prompt_tokens to task.max_prompt_tokens.",
-        )
+        reason = "nothing is shared, learner.shared_prompt_tokens is 0"
+        remedy = "Leave it out, or set learner.shared_prompt_tokens to task.max_prompt_tokens."
+        raise ConfigError("learner.shared_prompt_rows", learner.shared_prompt_rows, reason, remedy)
     if learner.shared_prompt_tokens and row.loss == "preference":
         reason = "dpo compares answers that lie side by side in a row, each with its prompt"
         raise ConfigError("learner.shared_prompt_tokens", learner.shared_prompt_tokens, reason, "Leave it out.")

@@ -99,7 +99,7 @@ class EngineConfig:
         return cls(
             slots=slots,
             max_tokens=cache_tokens(config),
-            weight_swap=weight_swap,
+            weight_swap="drain" if weight_swap == "trajectory" else weight_swap,  # the role waits for the members
             seed=config.run.seed,
             prefill_rows=min(sampler.prefill_rows, slots),
             prefill_buckets=sampler.prefill_buckets,

@@ -23,14 +23,14 @@ import msgspec
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import cache_tokens, episode_tokens, flush_tokens, renewal_s, sampler_members
+from jaxroll.config.derived import episode_tokens, flush_tokens, one_version, renewal_s, sampler_members
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import EngineSession, Session, until_one_ends
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import Progress, SwapGate
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import protocol, tls
@@ -63,6 +63,7 @@ class Members:
     `version` returns, once there are weights, the version to request leases with; every token of the granted members is
     sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
     Their tokens are flushed to the store `flush_tokens` at a time (0: never); `gather` requests the rest of the engine.
+    Members begin, and go on until their episodes end, while `gate` lets no new weights in.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Members:
         begin: Callable[[Grant], MemberPlayer],
         flush_tokens: int = 0,
         gather: Callable[[], Awaitable[object]] | None = None,
+        gate: SwapGate | None = None,
     ) -> None:
         self.session, self.config, self.store = session, session.config, session.store
-        self._flush_tokens, self._gather = flush_tokens, gather
+        self._flush_tokens, self._gather, self._gate = flush_tokens, gather, gate or SwapGate()
         self.capacity, self._version, self._begin = capacity, version, begin
         self._group = session.config.schedule.members_per_group
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
@@ -180,9 +182,8 @@ class Members:
             return ()
 
     def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = ()) -> None:
-        stream = self.store.stream(key, self._flush_tokens, before) if self._flush_tokens else None
-        self.playing[key] = Transcript(stream=stream)
-        self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
+        self.playing[key] = Transcript()
+        self.open[key] = task = asyncio.ensure_future(self._produce(key, play, before))
         task.add_done_callback(lambda task: self._over(key, task))  # also if it is cancelled before it starts
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -214,9 +215,14 @@ class Members:
         self.playing.pop(key, None)
         self.room.set()
 
-    async def _produce(self, key: Key, play: MemberPlayer) -> None:
+    async def _produce(self, key: Key, play: MemberPlayer, before: Sequence[Partial]) -> None:
+        transcript = self.playing[key]
         try:
-            member = await play(key[1], key[2], transcript := self.playing[key])
+            async with self._gate.member():
+                if self._flush_tokens:
+                    before = await self._continued(before)
+                    transcript.stream = self.store.stream(key, self._flush_tokens, before)
+                member = await play(key[1], key[2], transcript)
             self._free_capacity(key)
             if await self._put(member) == "SURPLUS":
                 self._count_aborted(transcript)
@@ -224,6 +230,12 @@ class Members:
             self.session.request_stop()
         except (Fenced, Conflict) as refusal:  # another holder has this member now, or it is stored already
             self.session.progress(f"put {key}: {refusal}")
+
+    async def _continued(self, before: Sequence[Partial]) -> Sequence[Partial]:
+        """`before`, or none if the member must have one version and the weights are others by now."""
+        version = await self._version()
+        is_mixed = any(run.version != version for one in before for run in one.versions)
+        return () if is_mixed and one_version(self.config) else before
 
     async def _put(self, member: Member) -> str:
         """Store the member; the store's answer. A member that the store rejects is stored as a failure with the store's
@@ -312,12 +324,11 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
     }  # fmt: skip
 
 
-# --- Sampler role: the service for actors, the HTTP front end
+# --- Sampler role: the service for actors
 
 STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5
 _TOKEN_BYTES = 4  # of a prompt on the wire
-LOOPBACK = "127.0.0.1"
 
 
 class Serving:
@@ -371,26 +382,6 @@ class Serving:
             await asyncio.sleep(STATUS_EVERY_S)
 
 
-async def serve_http(session: EngineSession) -> None:
-    """Answer HTTP requests with the engine of `session`; the address and the token are in the run's folder."""
-    from jaxroll.rpc import http
-    from jaxroll.serving import http_server, weight_updates  # these load JAX, which must come after the scoring pool
-    from jaxroll.serving.http_answers import Served
-    from jaxroll.serving.http_requests import Room
-
-    args, parts = session.args, session.parts
-    port = session.config.sampler.http_port
-    listening = http.listen(LOOPBACK, port + args.index if port else 0)
-    token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
-    room = Room(cache_tokens(session.config), parts.tokenizer)
-    served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
-                    parts.engine.latencies.percentiles, slots=session.config.sampler.slots)  # fmt: skip
-    address = http.address(LOOPBACK, listening)
-    disk.replace_text(args.paths.http_address(session.role), address + "\n")
-    session.progress(f"serves HTTP on {address}")
-    await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)
-
-
 # --- The role
 
 REPORT_EVERY_S = 1.0
@@ -427,7 +418,8 @@ class RolloutPlay:
         tokens = flush_tokens(session.config)
         gather = session.proxy.flush if tokens else None
         members = sampler_members(session.config)
-        self._members = Members(session, members, self._version, self._begin, tokens, gather)
+        gate = session.parts.follower.gate if session.config.schedule.weight_swap == "trajectory" else None
+        self._members = Members(session, members, self._version, self._begin, tokens, gather, gate)
         self.loops, self.give_back = self._members.loops, self._members.give_back
 
     def counts(self) -> dict[str, Any]:
@@ -458,7 +450,8 @@ class SamplerLoops:
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""
         follow = self.session.parts.follower.follow(self.store)
-        front = (serve_http(self.session),) if self.session.config.sampler.http_port >= 0 else ()
+        sampler = self.session.config.sampler
+        front = (sessions.serve_http(self.session, sampler.slots),) if sampler.http_port >= 0 else ()
         try:
             await until_one_ends((follow, *self.requests.loops(), self._report(), *front))
         finally:

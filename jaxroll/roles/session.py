@@ -23,9 +23,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxroll import lifeline
+from jaxroll import disk, lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
-from jaxroll.config.derived import actor_names
+from jaxroll.config.derived import actor_names, cache_tokens
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors, Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
@@ -34,7 +34,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import episode
 from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager
-from jaxroll.rpc import tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
 from jaxroll.serving.agents import Agents
 from jaxroll.store.client import StoreClient
@@ -388,3 +388,28 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
         for job in loops:
             job.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+
+
+# --- HTTP front end of an engine's session
+
+LOOPBACK = "127.0.0.1"
+
+
+async def serve_http(session: EngineSession, slots: int) -> None:
+    """Answer HTTP requests with the engine of `session` and its `slots`; address and token are in the run's folder."""
+    from jaxroll.rpc import http
+    from jaxroll.serving import http_server, weight_updates  # these load JAX, which must come after the scoring pool
+    from jaxroll.serving.http_answers import Served
+    from jaxroll.serving.http_requests import Room
+
+    args, parts = session.args, session.parts
+    port = session.config.sampler.http_port
+    listening = http.listen(LOOPBACK, port + args.index if port else 0)
+    token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
+    room = Room(cache_tokens(session.config), parts.tokenizer)
+    served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
+                    parts.engine.latencies.percentiles, slots=slots)  # fmt: skip
+    address = http.address(LOOPBACK, listening)
+    disk.replace_text(args.paths.http_address(session.role), address + "\n")
+    session.progress(f"serves HTTP on {address}")
+    await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)

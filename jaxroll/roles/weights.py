@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,13 +49,53 @@ class Arriving(Protocol):
         ...
 
 
+class SwapGate:
+    """Members play while the weights stay, and weights change while no member plays (`schedule.weight_swap`).
+
+    A change that waits goes first: members that come later begin after it. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._playing, self._changes = 0, 0
+        self._moved = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def member(self) -> AsyncIterator[None]:
+        """A member that plays from here to the end of the block."""
+        while self._changes:
+            await self._moved.wait()
+        self._playing += 1
+        try:
+            yield
+        finally:
+            self._playing -= 1
+            self._wake()
+
+    @contextlib.asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """A change of weights in this block, which begins when no member plays."""
+        self._changes += 1
+        try:
+            while self._playing:
+                await self._moved.wait()
+            yield
+        finally:
+            self._changes -= 1
+            self._wake()
+
+    def _wake(self) -> None:
+        self._moved.set()  # wakes all current waiters; later ones wait for the next move
+        self._moved = asyncio.Event()
+
+
 class WeightFollower:
     """Loads published parameters into the engine: fetches on a worker thread, places and swaps on the JAX thread.
 
     The first weights also compile the engine; `first` is set then. `version` is the version handed to the engine last:
     every token of a request that is added from now on is sampled at it or at a later one. With `in_force_s` a load ends
     when the engine computes with the new version (a `drain` takes a while), or after that time. `relay` is set where
-    relays are used; it has the address of `listener` if this process is one.
+    relays are used; it has the address of `listener` if this process is one. Fetched weights wait at `gate`, if members
+    register there.
     """
 
     def __init__(
@@ -72,7 +112,7 @@ class WeightFollower:
         self.version: Version | None = None
         self.serves_on = ""  # the address at which this sampler serves actors, which the store tells them
         self._changed = asyncio.Event()
-        self.relay, self._listener = relay, listener
+        self.relay, self._listener, self.gate = relay, listener, SwapGate()
 
     def counts(self) -> dict[str, int]:
         """Bytes of weights that this process has sent to others since the start, if it is a relay."""
@@ -84,8 +124,9 @@ class WeightFollower:
         staged = await self._arriving.fetch(ref, *relays)
         t1, size_bytes = unix_s(), staged.fetched_bytes
         sources = {} if self.relay is None else self._note(self.relay, ref.version, staged.sources)
-        await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
-        self.version = ref.version
+        async with self.gate.change():
+            await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
+            self.version = ref.version
         self.first.set()
         self._changed.set()  # wakes all current waiters; later ones wait for the next change
         self._changed = asyncio.Event()

@@ -250,7 +250,7 @@ class SimulatedEngine:
     async def _swap_in(self) -> float:
         """Take over new weights if the policy allows it now; the seconds of doing so."""
         policy = self._config.schedule.weight_swap
-        if self._next_version is None or (policy == "drain" and self._active):
+        if self._next_version is None or (policy in ("drain", "trajectory") and self._active):
             return 0.0
         first, self.version, self._next_version = self.version is None, self._next_version, None
         if first:

@@ -42,6 +42,8 @@ BAD = [
                  id="flushes without the experts"),
     pytest.param(["sampler.flush_tokens=2", "placement.actors=1"], "sampler.flush_tokens", "2", "placement.actors",
                  id="flushes of actors"),
+    pytest.param(["schedule.weight_swap=trajectory", "placement.actors=1"], "schedule.weight_swap", "trajectory",
+                 "actors", id="one version for members of actors"),
     pytest.param(["sampler.flush_tokens=2", "schedule.weight_swap=restart"], "sampler.flush_tokens", "2", "discard",
                  id="flushes of tokens that a swap discards"),
     pytest.param(["learner.algorithm=grop"], "learner.algorithm", "grop", "'grpo'", id="unknown algorithm"),

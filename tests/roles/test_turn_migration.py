@@ -20,6 +20,7 @@ from jaxroll.config import Config
 from jaxroll.envs import registry
 from jaxroll.protocols import GenerationKey, StepResult
 from jaxroll.records import MAX_STATE_BYTES, Finished, Member, Message, Partial, Task
+from jaxroll.roles.weights import SwapGate
 from jaxroll.sim.network import run
 from jaxroll.sim.world import TOKENIZER, Feed
 from jaxroll.store.log.commit_log import MemoryLog
@@ -124,9 +125,12 @@ def config(flush_tokens: int = FLUSH) -> Config:
 Damage = Callable[[VirtualRun], None]
 
 
-async def played(folder: Path, env: str, seed: int = 0, ends: int = 12, damage: Damage | None = None) -> Any:
+async def played(
+    folder: Path, env: str, seed: int = 0, ends: int = 12, damage: Damage | None = None, weight_swap: str = "keep_kv"
+) -> Any:
     """A run with `ends` deaths and leaves: the fleet, the stored members, the store's status, the faults."""
-    at = VirtualRun(config(), folder)
+    made = config()
+    at = VirtualRun(replace(made, schedule=replace(made.schedule, weight_swap=weight_swap, alpha=2.0)), folder)
     at.store._feed = lambda: Feed(f"tests.roles.test_turn_migration:{env}")
     at.store._log = MemoryLog(keep_bytes=2**30)
     async with at:
@@ -238,3 +242,54 @@ def test_damaged_rows_cost_a_conversation_its_turns_only(tmp_path: Path, damage:
     checked(fleet.made, members)
     assert broken[damage] > 10 and members
     assert (sum(faults.values()) > 0) is (damage == "state")
+
+
+def versions(one: Member) -> int:
+    """The number of versions of a member's tokens."""
+    assert isinstance(one.outcome, Finished)
+    return len({run.version for run in one.outcome.versions})
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))])
+def test_with_one_version_per_trajectory_no_conversation_has_two(tmp_path: Path, seed: int) -> None:
+    """Samplers die and leave, and others continue their conversations only at the same version."""
+    fleet, members, status, _ = run(played(tmp_path, "talk", seed, weight_swap="trajectory"))
+    checked(fleet.made, members)
+    assert {versions(one) for one in members} == {1} and status["conservation_residual"] == 0
+    assert len({one.outcome.versions[0].version for one in members}) > 4  # type: ignore[union-attr]
+
+
+def test_without_it_conversations_have_several_versions(tmp_path: Path) -> None:
+    _, members, _, _ = run(played(tmp_path, "talk", ends=0))
+    assert max(map(versions, members)) > 1
+
+
+def test_weights_wait_for_members_and_later_members_for_the_weights() -> None:
+    gate, seen = SwapGate(), list[str]()
+
+    async def member(name: str, seconds: float) -> None:
+        async with gate.member():
+            seen.append(name)
+            await asyncio.sleep(seconds)
+            seen.append(f"end of {name}")
+
+    async def change() -> None:
+        async with gate.change():
+            seen.append("change")
+            await asyncio.sleep(1.0)
+            seen.append("end of change")
+
+    async def job() -> None:
+        jobs = [asyncio.ensure_future(member("a", 2.0)), asyncio.ensure_future(member("b", 4.0))]
+        await asyncio.sleep(1.0)
+        jobs.append(asyncio.ensure_future(change()))
+        given_up = asyncio.ensure_future(change())
+        await asyncio.sleep(0)
+        jobs.append(asyncio.ensure_future(member("c", 1.0)))
+        await asyncio.sleep(0.5)
+        given_up.cancel()
+        jobs[1].cancel()
+        await asyncio.gather(*jobs, given_up, return_exceptions=True)
+
+    run(job())
+    assert seen == ["a", "b", "end of a", "change", "end of change", "c", "end of c"]
