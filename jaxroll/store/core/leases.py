@@ -175,7 +175,7 @@ def _lease_open(
     """
     events: list[ev.Event] = []
     grants: list[Grant] = []
-    room, claimed, total = share.members, unpublished_groups(state), len(state.open)
+    room, claimed, total, refused = share.members, unpublished_groups(state), len(state.open), ""
     in_force, newest = window_in_force(settings, state), _published_step(state)
     for group in _lease_order(settings, state):
         if room <= 0:
@@ -186,7 +186,10 @@ def _lease_open(
         place = state.index.place_of(group)
         ahead = claimed + groups_ahead(settings.order, place, total)
         if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
-            return events, grants, room, "window"
+            if not settings.longest_first:
+                return events, grants, room, "window"
+            refused = "window"  # an older and shorter one may still be admitted
+            continue
         begun = group.leased_at_s is not None or not (settings.longest_first or settings.pools)
         count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=begun)
         members = [(m, s.attempt + 1) for m, s in free[:count]]
@@ -198,7 +201,7 @@ def _lease_open(
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s, resumed))
         grants += _grants(settings, group, members, resumed)
         room -= len(members)
-    return events, grants, room, ""
+    return events, grants, room, refused
 
 
 def _lease_order(settings: Settings, state: State) -> Iterable[Group]:
@@ -206,10 +209,8 @@ def _lease_order(settings: Settings, state: State) -> Iterable[Group]:
     groups = state.index.with_free()
     if not settings.longest_first:
         return groups
-    waiting, run = [*groups], (0, 0)
-    by_source = state.lengths.by_source
-    for members, tokens in by_source.values():
-        run = run[0] + members, run[1] + tokens
+    waiting, by_source = [*groups], state.lengths.by_source
+    run = sum(members for members, _ in by_source.values()), sum(tokens for _, tokens in by_source.values())
     predicted = []
     for group in waiting:
         known = state.questions.get(group.task.question_hash, Question())

@@ -107,3 +107,13 @@ def test_groups_that_stay_together_are_leased_whole() -> None:
     m = Sources(size=2, replicate="together")
     assert m.take(4) == [0, 0, 1, 1]
     assert m.take(1) == [2]
+
+
+def test_a_sampler_that_lags_gets_the_groups_that_its_weights_may_sample() -> None:
+    m = Sources(alpha=0.67)
+    for group in m.take(3):
+        m.end(group)
+    m.train(0)
+    assert m.take(1, Version(0, 1)) == [5]
+    m.ask(ev.Release(((5, 0, 1),)))
+    assert m.take(1, V0) == [4], "group 5 would be too old, and it is the longest"
