@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +131,7 @@ def test_an_engine_without_a_limit_is_used_where_it_fits_and_few_pages_preempt(m
     done = []
     for index in range(SLOTS):
         sampling = SamplingParams(max_tokens=engine._sizes.max_tokens - 8, ignore_eos=True)
-        engine.add(Request(index, (1, 2, 3), GenerationKey(index, 0, 0, 0), sampling), done.append)
+        engine.add(Request(index, np.array([1, 2, 3], np.int32), GenerationKey(index, 0), sampling), done.append)
     for _ in range(2000):
         if not engine.step():
             break
