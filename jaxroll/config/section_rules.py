@@ -35,10 +35,10 @@ def _check_agent(config: Config) -> None:
         if task.agent_limit_s != type(task)().agent_limit_s:
             raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
         return
-    reason = "the environment agent has members of several conversations"
-    _refuse("learner.advantage", learner.advantage, ((learner.advantage == "gae", reason, "Use one without critic."),))
-    _refuse("learner.algorithm", learner.algorithm, ((learner.algorithm == "dpo", reason, "Use one without pairs."),))
-    _refuse("learner.routing_replay", True, ((learner.routing_replay, reason, "Set it to False."),))
+    why = "the environment agent has members of several conversations"
+    _refuse("learner.advantage", learner.advantage, ((learner.advantage == "gae", why, "Use one without a critic."),))
+    _refuse("learner.algorithm", learner.algorithm, ((learner.algorithm == "dpo", why, "Use one without pairs."),))
+    _refuse("learner.routing_replay", True, ((learner.routing_replay, why, "Set it to False."),))
 
 
 def check_places(config: Config) -> None:
