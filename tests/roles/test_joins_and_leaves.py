@@ -169,6 +169,48 @@ def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_
     run(job())
 
 
+def test_a_sampler_that_the_run_does_not_need_finishes_its_members_and_leases_no_more(tmp_path: Path) -> None:
+    async def job() -> None:
+        config = small()
+        config = replace(config, sampler=replace(config.sampler, least_count=1))
+        async with VirtualRun(config, tmp_path) as at:
+            leaving = at.sampler(0, Behaviour(lambda key: 5.0))
+            at.learner()
+            while holders(at) != {"sampler-0"}:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
+            state, fleet = at.store.keeper.state, at.store.fleet
+            leased = {group.id: [slot.attempt for slot in group.slots] for group in state.open.values()}
+            issued = state.issued
+            assert fleet is not None and leased
+            fleet._workers.surplus = {"sampler-0": state.sessions["sampler-0"]}
+            at.store.keeper.wakeups.notify(keeper.LEASE)
+            await asyncio.wait_for(leaving, 30.0)
+            groups = [group for gid in leased if (group := state.find(gid)) is not None]
+            assert {slot.status for group in groups for slot in group.slots} == {"done"}
+            assert {group.id: [slot.attempt for slot in group.slots] for group in groups} == leased
+            assert state.issued == issued and not holders(at)
+            assert changes(at) == [("sampler-0", "joined"), ("sampler-0", "left")]
+
+    run(job())
+
+
+def test_a_store_that_starts_again_knows_the_last_plan(tmp_path: Path) -> None:
+    async def job() -> None:
+        config = small()
+        config = replace(config, sampler=replace(config.sampler, least_count=1))
+        async with VirtualRun(config, tmp_path) as at:
+            row = {"t": 0.0, "kind": "event", "what": "plan", "text": "plan", "needed": 3, "most": 5}
+            at.store.metrics.log(row | {"role": "store"})
+            at.store.metrics.log(row | {"role": "sampler-0", "needed": 9})  # not the store's
+            await at.store.stop()
+            at.store.start()
+            assert at.store.fleet is not None
+            assert at.store.fleet.facts() == {"needed": 3, "present": 0, "missing": 0, "leaving": 0}
+
+    run(job())
+
+
 def test_a_lease_whose_reply_was_lost_ends_when_its_holder_leaves(tmp_path: Path) -> None:
     async def job() -> None:
         async with VirtualRun(small(), tmp_path) as at:

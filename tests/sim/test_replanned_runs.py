@@ -58,7 +58,7 @@ def test_samplers_that_shorten_no_step_leave_and_are_not_paid() -> None:
     assert planned["cost_per_million_tokens"] < 0.8 * fixed["cost_per_million_tokens"]
 
 
-def test_a_released_sampler_ends_its_members_and_returns_no_lease() -> None:
+def test_the_store_shows_the_plan_and_no_member_is_drawn_again() -> None:
     status = [row for row in rows(6, 1, 40) if row.get("kind") == "store"][-1]
     assert status["conservation_residual"] == 0 and not status["reissues_by_length"] and status["wasted_tokens"] == 0
     assert status["plan"] == {"needed": 3, "present": 3, "missing": 0, "leaving": 0}
