@@ -27,7 +27,7 @@ _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
 # Python, C++, XLA and the system, each in its own words.
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|cannot allocate memory|failed to allocate", re.IGNORECASE)
-_ERROR, _IN_GROUP = re.compile(r"(Fatal Python )?error: "), re.compile(r"\s*\| ")  # the latter: of an exception group
+_ERROR, _IN_GROUP = re.compile(r"(Fatal Python )?error: "), re.compile(r"^\s*\| ")  # the latter: of an exception group
 _ABORTED = "a library aborted it, as gRPC does without a message when it is out of memory; see its log"
 _CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
 KILLED_S = 10.0

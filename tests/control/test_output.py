@@ -383,6 +383,8 @@ def test_the_log_says_that_memory_was_missing(words: str, cause: str) -> None:
         ("error: of the last process\n=== started now\nall is well", ""),
         ("error: \x1b[2J" + "x" * 10_000, "error: \\x1b[2J" + "x" * 186),
         ("an error: no", ""),
+        ("error: a | b", "error: a | b"),
+        ("Traceback (most recent call last):\n  File x\nTypeError: int | str", "TypeError: int | str"),
     ],
 )  # fmt: skip
 def test_the_last_error_of_a_log(tmp_path: Path, words: str, error: str) -> None:
