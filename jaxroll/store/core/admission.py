@@ -361,7 +361,7 @@ class MemberChooser:
 
 def pool_of(settings: Settings, task: Task) -> str:
     """The pool that prefers this task; '' if any does."""
-    return settings.pools.of_work(task.index // SOURCE_ITEMS) if settings.pools else ""
+    return settings.pools.of_work(task.index // SOURCE_ITEMS) if settings.pools.names else ""
 
 
 def free_members(group: Group, now_s: float, taker: MemberChooser | None = None) -> list[tuple[int, Slot]]:

@@ -114,7 +114,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
         events, grants, room = events + more_events, grants + more_grants, room - _members(more_grants)
-    if room > 0 and settings.pools:
+    if room > 0 and settings.pools.names:
         more_events, more_grants = _lease_of_other_pools(settings, state, r, room, taker, now_s)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
@@ -190,7 +190,7 @@ def _lease_open(
                 return events, grants, room, "window"
             refused = "window"  # an older and shorter one may still be admitted
             continue
-        begun = group.leased_at_s is not None or not (settings.longest_first or settings.pools)
+        begun = group.leased_at_s is not None or not (settings.longest_first or settings.pools.names)
         count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=begun)
         members = [(m, s.attempt + 1) for m, s in free[:count]]
         resumed = tuple(
@@ -349,7 +349,7 @@ def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str) -> list
     """
     if r.version.step < _published_step(state):
         return []
-    hungry = refused == "window" or bool(settings.pools)
+    hungry = refused == "window" or bool(settings.pools.names)
     return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
 
 
@@ -379,7 +379,7 @@ def _grants(
 
 def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: admission.MemberChooser) -> Share:
     """The caller's share if other samplers have room too; all that it has room for if it is alone."""
-    if settings.pools:
+    if settings.pools.names:
         own = state.pools.get(r.name, "")
         others = sum(room for pool, room in _rooms(state, r.name, now_s) if serves(pool, own))
     else:
@@ -407,7 +407,7 @@ def _available(
     per_claim = settings.limiter.batch_groups + settings.limiter.redundant_groups
     last = (settings.steps - state.next_claim) * per_claim
     new = max(0, min(last, bound - claimed) - unclaimed)
-    if settings.pools:
+    if settings.pools.names:
         new = sum(_serves(settings, state, r.name, task) for task, _ in r.prompts[:new])
     return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
 
@@ -423,7 +423,7 @@ def _rooms(state: State, but: str, now_s: float) -> list[tuple[str, int]]:
 
 def _serves(settings: Settings, state: State, name: str, task: Task) -> bool:
     """True if `name` takes this task without regard to other pools."""
-    return serves(state.pools.get(name, ""), admission.pool_of(settings, task))
+    return not settings.pools.names or serves(state.pools.get(name, ""), admission.pool_of(settings, task))
 
 
 # --- renewal, return and end of leases

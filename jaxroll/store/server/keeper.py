@@ -290,7 +290,7 @@ class Keeper:
     def _wake(self, events: list[ev.Event]) -> None:
         between_intervals = (PUBLISHED,) if self.settings.limiter.intervals else ()
         for event in events:
-            if isinstance(event, ev.Leased) and (self.settings.pools or self._leaves_members(event.group)):
+            if isinstance(event, ev.Leased) and (self.settings.pools.names or self._leaves_members(event.group)):
                 self.wakeups.notify(LEASE)  # a waiting sampler may lease the others, or now help this pool
             if isinstance(event, _QUIET):
                 continue
