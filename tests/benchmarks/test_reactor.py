@@ -72,7 +72,7 @@ def test_rounds_are_compared_with_those_of_reactors() -> None:
 
 @pytest.mark.soak
 def test_the_network_learns_blackjack() -> None:
-    """Fifty rounds earn much more than random actions; the first network always takes a card and earns -0.95."""
+    """Fifty rounds earn much more than random actions; the first network always takes a card and earns -1."""
     case = replace(SMALL, workers=4, rounds=50, worker=partial(Blackjack, 100), hub=partial(Learner, 500, 2000))
     found = bench.measured("reactor", case, judged_steps=20_000)["reward"]
     assert Blackjack(20_000, 1_000).reward(None) < -0.3 and found > -0.25
