@@ -93,6 +93,7 @@ def _check_least_count(config: Config) -> None:
             (0 < sampler.count < least, more, f"Set it to {sampler.count} or less, or to 0."),
             (placement.colocated, "no sampler can leave one process", f"{remedy} placement.colocated to False."),
             (placement.actors > 0, "actors lease the work of all samplers", f"{remedy} placement.actors to 0."),
+            (bool(placement.pools), "a pool might lose its samplers", f"{remedy} leave placement.pools out."),
             (sampler.http_port >= 0, "clients need samplers that stay", f"{remedy} sampler.http_port to -1."),
         ))  # fmt: skip
 

@@ -120,6 +120,8 @@ BAD = [
                  id="no sampler can leave"),
     pytest.param(["sampler.least_count=1", "placement.actors=1"], "sampler.least_count", "1", "placement.actors",
                  id="actors lease"),
+    pytest.param(["sampler.least_count=1", "sampler.count=2", 'placement.pools={"a": {"samplers": 1}}'],
+                 "sampler.least_count", "1", "placement.pools", id="a pool without samplers"),
     pytest.param(["sampler.least_count=1", "sampler.http_port=0"], "sampler.least_count", "1", "http_port",
                  id="clients of a sampler that leaves"),
     pytest.param(["sampler.count=0", "placement.colocated=True"], "sampler.count", "0", "1 or more",
