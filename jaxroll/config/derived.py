@@ -18,6 +18,7 @@ from jaxroll.policy.selection import is_kept
 #
 #     sync       α = 0: sampler and learner alternate; every token is trained by the version that sampled it
 #     one_step   α = 1: while the learner trains a batch, the next one is sampled with the newest published weights only
+#     async_controller  any α from 1 on: batch, suspend the samplers, update them, resume them, train (ROLL Flash)
 #     async      any α and any values of the other keys
 #
 # A key that a schedule fixes must have its default or that value; an override that names it, that value.
@@ -31,6 +32,7 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
         "alpha": 1.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order", "weight_swap": "drain",
         "redundant_groups": 0,
     },
+    "async_controller": {"publish_every": 1, "rolling_updates": 0, "weight_swap": "reprefill"},
     "async": {},
 })  # fmt: skip
 
@@ -47,6 +49,9 @@ def with_mode(schedule: ScheduleConfig, mode: str, named: Collection[str] = ()) 
         if given != value and (given != defaults[key] or key in named):
             remedy = f"Leave schedule.{key} out, or set schedule.mode to 'async'."
             raise ConfigError(f"schedule.{key}", given, f"schedule.mode = {mode!r} fixes it at {value!r}", remedy)
+    if mode == "async_controller" and schedule.alpha < 1:
+        reason = f"mode {mode!r} publishes weights when the next batch is there, which therefore has older tokens"
+        raise ConfigError("schedule.alpha", schedule.alpha, reason, "Set it to 1 or more, or schedule.mode to 'sync'.")
     return replace(schedule, **fixed)
 
 

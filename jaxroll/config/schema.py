@@ -195,8 +195,9 @@ class SftConfig:
 class ScheduleConfig:
     """Order and amount of work: staleness, batches, groups, weight swaps."""
 
-    # Named schedule, which fixes some keys below: `sync` (α = 0), `one_step` and `interval` (α = 1), `async` (none).
-    mode: Literal["sync", "one_step", "interval", "async"] = "async"
+    # Named schedule, which fixes some keys below: `sync` (α = 0), `one_step` and `interval` (α = 1),
+    # `async_controller`, `async` (none).
+    mode: Literal["sync", "one_step", "interval", "async_controller", "async"] = "async"
     # Maximum staleness α: no trained token is older than ⌈α⌉ versions.
     alpha: NonNegativeFloat = 1.0
     # Training steps (claims) of the run.

@@ -32,7 +32,7 @@ import numpy as np
 
 from jaxroll import lifeline
 from jaxroll.clock import unix_s
-from jaxroll.config import Config, RoleArgs, TransferConfig
+from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import channel_of, has_warm_start
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
@@ -46,7 +46,7 @@ from jaxroll.errors import (
 )
 from jaxroll.policy import selection
 from jaxroll.records import Version
-from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
+from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, UpdateBarrier, transfer_config, weights_token
 from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
@@ -273,6 +273,8 @@ class LearnerSession:
         self._reporting = asyncio.ensure_future(self._report())
         self.progress = Progress("learner", self._add_row)
         self.background = BackgroundPublisher(store, publisher, on_thread)
+        limit_s = self.config.transfer.deadline_s
+        self._barrier = UpdateBarrier(self.background, store, self.config.schedule.mode, limit_s)
 
     async def run(self) -> int:
         """Train from the last durable version to the end of the schedule. Raises Closed if the store ends the run."""
@@ -427,6 +429,9 @@ class LearnerSession:
         after = Version(version.lineage, version.step + 1)
         ready = await self._claim_ahead(trainer, after, running)
         row, t1 = await self._on_device(lambda: trainer.await_step(running)), unix_s()
+        following = Work(ready, 0.0, unix_s()) if ready else None
+        if self._barrier.is_used and following is None:
+            following = await self._claim(trainer, after)
         await self.background.settle()  # a published version must be there to fetch: the publisher keeps the last two
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
         start = lambda: self.publisher.start(after, trainer.publishable_params())  # noqa: E731
@@ -435,11 +440,12 @@ class LearnerSession:
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
         await self.background.publish(version, row, weights)
+        await self._barrier.passed(after)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
             await self.background.settle()
             await self._checkpoint(trainer, after)
         await self._settle_durable(wait=False)
-        return after, Work(ready, 0.0, unix_s()) if ready else None
+        return after, replace(following, t0=unix_s()) if following else None
 
     async def _publish(self, trainer: Trainer, version: Version) -> None:
         ref = await self._on_device(lambda: self.publisher.publish(version, trainer.publishable_params()))
@@ -491,10 +497,3 @@ def _publisher(args: RoleArgs, **hosts: Any) -> Publisher | DevicePublisher:
         return DevicePublisher(transfer.dtype)
     hosts |= {"exposure": Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)}
     return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), **hosts)
-
-
-def transfer_config(config: Config) -> TransferConfig:
-    """The config of weight transfers: adapters and their base travel in float32 and are rounded after merging."""
-    if config.learner.lora_publish == "merged":
-        return config.transfer
-    return replace(config.transfer, dtype="float32")

@@ -30,7 +30,7 @@ from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import EngineSession, Session, until_one_ends
-from jaxroll.roles.weights import Progress, SwapGate
+from jaxroll.roles.weights import Progress, SwapGate, suspended
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import protocol, tls
@@ -446,6 +446,8 @@ class SamplerLoops:
         self.engine = session.parts.engine
         self.requests = Serving(session) if session.config.placement.actors else RolloutPlay(session)
         self._reported = (session.loop.time(), self.engine.stats())
+        if session.config.schedule.mode == "async_controller":
+            session.parts.follower.around = lambda: suspended(session.proxy)
 
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from jaxroll.clock import unix_s
+from jaxroll.config import Config, TransferConfig
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc import protocol
@@ -27,13 +29,14 @@ if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jax.sharding import Mesh
 
     from jaxroll.learner.state import Params
-    from jaxroll.serving.engine_thread import EngineHost
+    from jaxroll.serving.engine_thread import EngineHost, EngineProxy
     from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
     from jaxroll.transfer.channel_tcp import TcpSender
     from jaxroll.transfer.ends import Fetched, Publisher, Staged
 
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 SWAP_POLL_S = 0.005
+UPDATE_POLL_S = 0.05
 STARVED_TRIES = 8  # about ten seconds
 
 
@@ -88,6 +91,19 @@ class SwapGate:
         self._moved = asyncio.Event()
 
 
+@contextlib.asynccontextmanager
+async def suspended(proxy: EngineProxy) -> AsyncIterator[None]:
+    """Suspend the engine in this block, unless it is paused already; its requests keep their slots."""
+    if proxy.paused is not None:
+        yield
+        return
+    await proxy.pause("keep")
+    try:
+        yield
+    finally:
+        proxy.resume()
+
+
 class WeightFollower:
     """Loads published parameters into the engine: fetches on a worker thread, places and swaps on the JAX thread.
 
@@ -95,7 +111,7 @@ class WeightFollower:
     every token of a request that is added from now on is sampled at it or at a later one. With `in_force_s` a load ends
     when the engine computes with the new version (a `drain` takes a while), or after that time. `relay` is set where
     relays are used; it has the address of `listener` if this process is one. Fetched weights wait at `gate`, if members
-    register there.
+    register there. `around` is entered for each load.
     """
 
     def __init__(
@@ -113,6 +129,7 @@ class WeightFollower:
         self.serves_on = ""  # the address at which this sampler serves actors, which the store tells them
         self._changed = asyncio.Event()
         self.relay, self._listener, self.gate = relay, listener, SwapGate()
+        self.around: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
 
     def counts(self) -> dict[str, int]:
         """Bytes of weights that this process has sent to others since the start, if it is a relay."""
@@ -120,6 +137,10 @@ class WeightFollower:
 
     async def load(self, ref: VersionRef, relays: Sequence[Relay] = ()) -> None:
         """Fetch, verify and place weights; the engine swaps them in by its policy. Raises TransferError."""
+        async with self.around():
+            await self._load(ref, relays)
+
+    async def _load(self, ref: VersionRef, relays: Sequence[Relay]) -> None:
         t0 = unix_s()
         staged = await self._arriving.fetch(ref, *relays)
         t1, size_bytes = unix_s(), staged.fetched_bytes
@@ -219,6 +240,13 @@ def weights_token(run_dir: Path) -> str:
     return protocol.bearer(secret, "sampler") if secret else ""
 
 
+def transfer_config(config: Config) -> TransferConfig:
+    """The config of weight transfers: adapters and their base travel in float32 and are rounded after merging."""
+    if config.learner.lora_publish == "merged":
+        return config.transfer
+    return dataclasses.replace(config.transfer, dtype="float32")
+
+
 # --- Background publisher: publishes, acknowledges and reports a finished step while the next one is computed
 
 Row = dict[str, Any]
@@ -268,6 +296,35 @@ class BackgroundPublisher:
         await self._store.ack(trained)
         t, sent_bytes = unix_s(), self._publisher.sent_bytes
         await self._store.report([row | {"t": t, "publish_s": t - row["t1"], "weights_sent_bytes": sent_bytes}])
+
+
+class UpdateBarrier:
+    """Makes the learner wait until the samplers use a version, with `schedule.mode=async_controller` only.
+
+    A sampler that does not within `limit_s` is not waited for again while it reports the same version.
+    """
+
+    def __init__(self, background: BackgroundPublisher, store: StoreClient, mode: str, limit_s: float) -> None:
+        self.is_used, self._limit_s = mode == "async_controller", limit_s
+        self._background, self._store = background, store
+        self._late: dict[str, str] = {}  # sampler → the version that it had after a wait
+
+    async def passed(self, version: Version) -> None:
+        """Return when `version` is published and every sampler with weights uses it."""
+        if not self.is_used:
+            return
+        await self._background.settle()
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + self._limit_s
+        while True:
+            held = (await self._store.status())["holders"]
+            done = {str(version), str(None)}  # one without weights has no requests either
+            behind = {who: at for who, at in held.items() if who.startswith("sampler-") and at not in done}
+            if now_s() >= deadline_s:
+                self._late = behind
+            if all(self._late.get(who) == at for who, at in behind.items()):
+                return
+            await asyncio.sleep(UPDATE_POLL_S)
 
 
 # --- Progress messages of a role

@@ -21,23 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxroll import records
 from jaxroll.clock import unix_s
 from jaxroll.config import Config
 from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import (
-    Claim,
-    ClaimedGroup,
-    Finished,
-    Message,
-    Task,
-    Version,
-    VersionRef,
-    VersionRun,
-    versions_after,
-)
+from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.sim.costs import Cluster
 from jaxroll.sim.world import TOKENIZER
 
@@ -97,7 +88,7 @@ class _Request:
         if self.on_tokens is None or self.sampled - self.sent < max(1, least):
             return
         tokens, logprobs = _answer(self.sampled - self.sent, ends=False)
-        runs = versions_after(tuple(VersionRun(*run) for run in self.versions), self.sent - self.begun)
+        runs = records.versions_after(tuple(VersionRun(*run) for run in self.versions), self.sent - self.begun)
         self.sent = self.sampled
         self.on_tokens(Completion(tokens, logprobs, runs, ""))
 
@@ -107,13 +98,13 @@ class SimulatedEngine:
 
     def __init__(self, cluster: Cluster, config: Config, role: str) -> None:
         self._costs, self._workload = cluster.sampler_costs(int(role.rpartition("-")[2])), cluster.workload
-        self._transfer = cluster.transfer
-        self._config, self._role = config, role
+        self._transfer, self._config, self._role = cluster.transfer, config, role
         self._slots, self._chunk = config.sampler.slots, config.sampler.decode_chunk
         self.in_force_s = update_in_force_s(config)
         self.engine = self.spans = self.latencies = self
         self.version: Version | None = None
         self._next_version: Version | None = None
+        self.paused: str | None = None
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
         self._kept: dict[tuple[int, int], int] = {}  # tokens in the KV cache of members between two turns
@@ -173,6 +164,16 @@ class SimulatedEngine:
         """No parameters."""
         return {}
 
+    async def pause(self, mode: str) -> None:
+        """Decode nothing until `resume`, from the next dispatch on; new weights take effect."""
+        self.paused = mode
+        self._changed.set()
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self.paused = None
+        self._changed.set()
+
     async def generate(
         self,
         prompt: np.ndarray,
@@ -222,10 +223,8 @@ class SimulatedEngine:
         for where in (self._waiting, self._active):
             if request in where:
                 where.remove(request)
-        done = self._counters
-        self._counters = replace(
-            done, aborted=done.aborted + 1, tokens_aborted=done.tokens_aborted + request.sampled - request.begun
-        )
+        done, tokens = self._counters, request.sampled - request.begun
+        self._counters = replace(done, aborted=done.aborted + 1, tokens_aborted=done.tokens_aborted + tokens)
         self._changed.set()
 
     # the work
@@ -238,11 +237,10 @@ class SimulatedEngine:
             before_s += self._admit()
             if before_s:
                 await asyncio.sleep(before_s)
-            if not self._active:
+            if self.paused or not self._active:
                 if before_s:
                     self._note(began, 0)
-                    continue
-                if not (self._waiting and self._may_admit()):
+                elif self.paused or not (self._waiting and self._may_admit()):
                     await self._changed.wait()
                 continue
             await self._decode(began)

@@ -28,7 +28,7 @@ from jaxroll.records import Message, Task, Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.learner import LearnerSession
 from jaxroll.roles.session import EngineSession, RoleSpec
-from jaxroll.roles.weights import WeightFollower
+from jaxroll.roles.weights import WeightFollower, transfer_config
 from jaxroll.sim.costs import Cluster, LearnerCosts, SamplerCosts, TransferCosts
 from jaxroll.sim.network import LoopClock, MemoryServer, MemoryTransport, Network, OrderedThreads
 from jaxroll.store import messages as msg
@@ -406,7 +406,7 @@ class Deterministic(World):
         config, kept = self.config, self.config.learner.checkpoints_kept
         make = functools.partial(colocated.TimedTrainer, CLOCK.learner.train_s, asyncio.get_running_loop().time)
         checkpoints = colocated.WrittenCheckpoints(self.args.paths.checkpoints, kept)
-        publisher = colocated.TimedPublisher(learner.transfer_config(config).dtype, CLOCK.transfer.publish_s)
+        publisher = colocated.TimedPublisher(transfer_config(config).dtype, CLOCK.transfer.publish_s)
         transport, device = self.transport("learner"), ThreadPoolExecutor(1)  # Orbax needs a thread without a loop
 
         async def on_device(job: Callable[[], Any]) -> Any:

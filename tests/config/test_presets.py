@@ -21,6 +21,7 @@ SMOKE = ROOT / "configs" / "smoke.py"
         ("sync", 0.0, "full", "keep_kv"),
         ("one_step", 1.0, "full", "drain"),
         ("interval", 1.0, "full", "drain"),
+        ("async_controller", 1.0, "adaptive", "reprefill"),
         ("async", 1.0, "adaptive", "keep_kv"),
     ],
 )
@@ -40,12 +41,19 @@ def test_a_resolved_config_resolves_to_itself() -> None:
     [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "weight_swap=restart"),
      ("one_step", "publish_every=2"), ("interval", "alpha=2"), ("interval", "redundant_groups=1"),
      ("interval", "order=ready_first"), ("interval", "weight_swap=restart"), ("interval", "publish_every=2"),
+     ("async_controller", "rolling_updates=1"), ("async_controller", "publish_every=2"),
      ("sync", "alpha=1"), ("one_step", "weight_swap=keep_kv"), ("one_step", "in_flight_window=adaptive")],
 )  # fmt: skip
 def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str) -> None:
     key = f"schedule.{override.partition('=')[0]}"
     with pytest.raises(ConfigError, match=f"{key}.*schedule.mode = '{mode}'"):
         configs.load(SMOKE, [f"schedule.mode={mode}", f"schedule.{override}"])
+
+
+def test_the_controller_needs_tokens_of_an_older_version() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.alpha.*async_controller"):
+        configs.load(SMOKE, ["schedule.mode=async_controller", "schedule.alpha=0.5"])
+    assert configs.load(SMOKE, ["schedule.mode=async_controller", "schedule.alpha=2"]).schedule.alpha == 2
 
 
 def test_an_override_may_name_the_value_that_a_mode_fixes() -> None:

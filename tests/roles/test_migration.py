@@ -72,6 +72,8 @@ class TokenEngine(DelayEngine):
         super().__init__(Behaviour(), slots)
         self._number, self._made, self._running = number, made, list[Generation]()
         self._draw = draw or (lambda key, prompt: text(key))
+        self.paused: str | None = None
+        self.drawn_s = list[float]()  # the time of each token
 
     async def generate(
         self,
@@ -93,6 +95,9 @@ class TokenEngine(DelayEngine):
             try:
                 while this.end < len(tokens):
                     await asyncio.sleep(TOKEN_S)
+                    while self.paused is not None:
+                        await asyncio.sleep(TOKEN_S / 4)
+                    self.drawn_s.append(asyncio.get_running_loop().time())
                     assert self._version is not None
                     this.versions.append(self._version)
                     this.end += 1
