@@ -189,8 +189,22 @@ _RUNS_PER_CALL = 1024  # IOV_MAX of Linux
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+class _Message(ctypes.Structure):
+    """The system's `struct msghdr`."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("runs", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
 class Scattered:
-    """A stream of bytes that lies in runs in memory, written or read without a copy (writev, readv).
+    """A stream of bytes that lies in runs in memory, written or read without a copy (sendmsg, recvmsg).
 
     The table of the runs is the system's array of `struct iovec`, so their number costs no time of Python. `arrays`
     are kept alive, because the table has only their addresses.
@@ -206,7 +220,9 @@ class Scattered:
     ) -> None:
         """Take int64 [runs] each: the number of a run's array, its offset in it, its length, their sums, in bytes."""
         addresses = np.array([array.__array_interface__["data"][0] for array in arrays])
-        self._table, self._arrays = np.stack([addresses[owners] + offsets, lengths], axis=1), tuple(arrays)
+        self._table, self._arrays = np.empty((len(ends), 2), np.int64), tuple(arrays)
+        np.add(addresses[owners], offsets, out=self._table[:, 0])
+        self._table[:, 1] = lengths
         self._ends, self._done, self._first = ends, 0, 0
 
     def __len__(self) -> int:
@@ -214,12 +230,12 @@ class Scattered:
         return int(self._ends[-1]) - self._done
 
     def write(self, fd: int) -> int:
-        """Write to a socket that does not block; the number of bytes written. Errors as of os.writev."""
-        return self._call(_LIBC.writev, fd)
+        """Write to a socket that does not block; the number of bytes written. Errors as of socket.sendmsg."""
+        return self._call(_LIBC.sendmsg, fd, 0)
 
-    def read(self, fd: int) -> int:
-        """Read from a socket that does not block; the number of bytes read, 0 at its end. Errors as of os.readv."""
-        return self._call(_LIBC.readv, fd)
+    def read(self, fd: int, flags: int = 0) -> int:
+        """Read from a socket; the number of bytes read, 0 at its end. Flags and errors as of socket.recvmsg_into."""
+        return self._call(_LIBC.recvmsg, fd, flags)
 
     def skip(self, count: int) -> None:
         """Remove the first `count` bytes."""
@@ -230,16 +246,16 @@ class Scattered:
             left = int(self._ends[first]) - self._done
             self._table[first] = address + length - left, left
 
-    def _call(self, call: Any, fd: int) -> int:
+    def _call(self, call: Any, fd: int, flags: int) -> int:
         count = min(_RUNS_PER_CALL, len(self._ends) - self._first)
-        at = ctypes.c_void_p(self._table.ctypes.data + self._first * self._table.strides[0])
+        message = _Message(runs=self._table.ctypes.data + self._first * self._table.strides[0], count=count)
         while True:
-            done = call(ctypes.c_int(fd), at, ctypes.c_int(count))
+            done = call(fd, ctypes.byref(message), flags)
             if done >= 0:
                 return done
             if (error := ctypes.get_errno()) != errno.EINTR:
                 raise OSError(error, os.strerror(error))  # BlockingIOError and so on, by the number
 
 
-for _call in (_LIBC.writev, _LIBC.readv):
+for _call in (_LIBC.sendmsg, _LIBC.recvmsg):
     _call.restype = ctypes.c_ssize_t

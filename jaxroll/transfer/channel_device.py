@@ -304,12 +304,36 @@ class VersionShelf:
             self._shared.close()
 
 
+def chunk(
+    version: Version,
+    box: Box,
+    held: Sequence[tuple[Box, np.ndarray]],
+    scatters: bool,
+    digest: int | None = None,
+) -> channels.Buffers:
+    """The frame and the bytes of `box`, which the boxes of `held` fill once; where `scatters` is False, in chunks."""
+    yield memoryview(channels.frame(channels.Chunk(version, sum(array.nbytes for _, array in held), digest)))
+    if not manifests.size_of(box):
+        return
+    if len(held) == 1 and held[0][1].flags.c_contiguous:
+        yield held[0][1].reshape(-1).data.cast("B")
+        return
+    if scatters and (gathered := channels.scattered(box, held)) is not None:
+        yield gathered
+        return
+    for slab in manifests.split(box, channels.CHUNK_BYTES // held[0][1].itemsize):
+        body = np.empty(manifests.shape_of(slab), held[0][1].dtype)
+        for inner, array in channels.intersections(slab, held):
+            body[(*manifests.within(inner, slab), ...)] = array
+        yield body.reshape(-1).data.cast("B")
+
+
 def _slices(kept: HostSnapshot, slices: tuple[channels.Slice, ...], scatters: bool) -> channels.Buffers:
     for part in slices:
         source, piece = kept.manifest.leaves[part.leaf].boxes[part.source], kept.pieces[part.leaf][part.source]
         body = manifests.bits(piece)[(*manifests.within(part.box, source), ...)]
         seen = manifests.of_box(body, part.box) if part.checked else None
-        yield from channels.chunk(kept.version, part.box, [(part.box, body)], scatters, seen)
+        yield from chunk(kept.version, part.box, [(part.box, body)], scatters, seen)
 
 
 class NoSender:

@@ -11,10 +11,10 @@ import errno
 import hmac
 import itertools
 import math
-import select
 import selectors
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -242,6 +242,8 @@ class Listener:
 A = TypeVar("A", channels.ManifestReply, channels.Chunk, channels.SharedReply)
 _ANY = ("0.0.0.0", "::", "")
 _HEADERS_AHEAD = 4096  # slices per request
+_TIMEVAL = struct.Struct("ll")
+_WAIT_STEP_S, _LONGEST_WAIT_S = 0.01, 86_400.0  # a wait may be longer than the deadline by the former
 
 
 class TcpSender:
@@ -329,7 +331,7 @@ class TcpReader:
     ) -> None:
         """Connect to `address`. `merges`: the manifest's source boxes are those of this sender's memory."""
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
-        self._tls, self._merges, self._has_received = tls, merges, False
+        self._tls, self._merges, self._has_received, self._wait_s = tls, merges, False, 0.0
         host, port = host_port(address)
         try:
             self._sock = socket.create_connection((host, port), timeout=deadline.left_s())
@@ -338,6 +340,8 @@ class TcpReader:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self._sock = self._secured(tls, host)
+        else:
+            self._sock.settimeout(None)  # the kernel limits each wait; see `_read`
         self._scratch = bytearray(channels.LENGTH.size)
         self._chunk: np.ndarray | None = None
 
@@ -415,7 +419,7 @@ class TcpReader:
             body = self._chunk[: manifests.size_of(slab) * first.itemsize]
             self._receive(body.data)
             body = body.view(first.dtype).reshape(manifests.shape_of(slab))
-            for inner, view in channels.intersections(slab, into):
+            for inner, view in into if slab == box else channels.intersections(slab, into):
                 view[...] = body[(*manifests.within(inner, slab), ...)]
 
     def _answer(self, kind: type[A]) -> A:
@@ -441,6 +445,7 @@ class TcpReader:
         try:
             self._sock.settimeout(self._deadline.left_s())
             self._sock.sendall(data)
+            self._sock.settimeout(None)
         except TimeoutError as error:
             raise self._deadline.passed() from error
         except OSError as error:
@@ -450,28 +455,37 @@ class TcpReader:
         while len(buffer):
             try:
                 count = self._read(buffer)
-            except BlockingIOError:  # a socket may look readable although the kernel then drops what has arrived
-                continue
-            except TimeoutError as error:
+            except (TimeoutError, BlockingIOError) as error:  # the latter from the kernel's limit
                 raise self._deadline.passed() from error
             except OSError as error:
                 raise self._lost(error) from error
             if count == 0:
                 raise self._lost("the publisher closed the connection")
             self._has_received = True
+            if count == len(buffer):
+                return
             if isinstance(buffer, Scattered):
                 buffer.skip(count)
             else:
                 buffer = buffer[count:]
 
     def _read(self, buffer: Buffer) -> int:
-        """Wait for bytes and read some into `buffer`; 0 at the end. TimeoutError at the deadline."""
-        self._sock.settimeout(self._deadline.left_s())
-        if isinstance(buffer, memoryview):
+        """Fill `buffer`, or wait and read what there is at the deadline or, under TLS, at once; 0 at the end.
+
+        TimeoutError or BlockingIOError if nothing has come by the deadline.
+        """
+        wait_s = self._deadline.left_s()
+        if self._tls is not None:
+            assert isinstance(buffer, memoryview)
+            self._sock.settimeout(wait_s)
             return self._sock.recv_into(buffer)
-        if not select.select([self._sock], [], [], self._sock.gettimeout())[0]:
-            raise TimeoutError
-        return buffer.read(self._sock.fileno())
+        if not 0 <= self._wait_s - wait_s <= _WAIT_STEP_S:
+            self._wait_s = wait_s
+            limit_us = int(1e6 * (min(wait_s, _LONGEST_WAIT_S) + _WAIT_STEP_S))  # the kernel's clock has steps, too
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(limit_us, 10**6)))
+        if isinstance(buffer, memoryview):
+            return self._sock.recv_into(buffer, 0, socket.MSG_WAITALL)
+        return buffer.read(self._sock.fileno(), socket.MSG_WAITALL)
 
     def _lost(self, why: OSError | str) -> Exception:
         """The error of a connection that ended: Unauthorized when the two ends do not agree on TLS."""

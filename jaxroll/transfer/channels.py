@@ -396,34 +396,16 @@ def manifest_reply(version: Version, encoded: bytes) -> Iterator[memoryview]:
     yield memoryview(encoded)
 
 
-def chunk(
-    version: Version,
-    box: Box,
-    held: Sequence[tuple[Box, np.ndarray]],
-    scatters: bool,
-    digest: int | None = None,
-) -> Buffers:
-    """The frame and the bytes of `box`, which the boxes of `held` fill once; where `scatters` is False, in chunks."""
-    yield memoryview(frame(Chunk(version, sum(array.nbytes for _, array in held), digest)))
-    if not manifests.size_of(box):
-        return
-    if len(held) == 1 and held[0][1].flags.c_contiguous:
-        yield held[0][1].reshape(-1).data.cast("B")
-        return
-    if scatters and (gathered := scattered(box, held)) is not None:
-        yield gathered
-        return
-    for slab in manifests.split(box, CHUNK_BYTES // held[0][1].itemsize):
-        body = np.empty(manifests.shape_of(slab), held[0][1].dtype)
-        for inner, array in intersections(slab, held):
-            body[(*manifests.within(inner, slab), ...)] = array
-        yield body.reshape(-1).data.cast("B")
-
-
 def scattered(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> Scattered | None:
     """The bytes of `box`, which the boxes of `held` fill once, in their memory; None if it lies in short runs."""
-    arrays = [array for _, array in held]
-    layout = _layout(box, tuple((inner, array.strides) for inner, array in held), arrays[0].itemsize)
+    arrays, starts = [array for _, array in held], [start for start, _ in box]
+    # Relative to the box, so that all sources of a leaf have one layout.
+    whole, *parts = (
+        tuple((start - at, stop - at) for (start, stop), at in zip(one, starts, strict=True))
+        for one in (box, *(inner for inner, _ in held))
+    )
+    strides = [array.strides for array in arrays]
+    layout = _layout(whole, tuple(zip(parts, strides, strict=True)), arrays[0].itemsize)
     if len(layout[0]) * RUN_BYTES > int(layout[3][-1]):
         return None
     return Scattered(*layout, arrays)
@@ -475,26 +457,38 @@ def requests(manifest: Manifest, parts: Sequence[SlicePart], *, merges: bool) ->
     they form one, and are scattered here: a sender has many receivers.
     """
     for (leaf, source), group in itertools.groupby(sorted(parts, key=_origin), _origin):
-        several = [[part] for part in group]
-        if merges:
-            several = _merged(several, manifest.leaves[leaf].boxes[source])
-        for found in several:
-            box = manifests.bounds([part.box for part in found])
-            limit = (CHUNK_BYTES if found[0].checked else SLICE_BYTES) // found[0].into.itemsize
-            held = [(part.box, part.into) for part in found]
-            for slab in manifests.split(box, limit):
-                yield Request(leaf, source, slab, intersections(slab, held) if slab != box else held, found[0].checked)
+        found, outer = list(group), manifest.leaves[leaf].boxes[source]
+        itemsize, checked = found[0].into.itemsize, found[0].checked
+        for slab, numbers, whole in _slabs(tuple(part.box for part in found), outer, itemsize, checked, merges):
+            held = [(found[number].box, found[number].into) for number in numbers]
+            yield Request(leaf, source, slab, held if whole else intersections(slab, held), checked)
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike
+def _slabs(
+    boxes: tuple[Box, ...], source: Box, itemsize: int, checked: bool, merges: bool
+) -> list[tuple[Box, tuple[int, ...], bool]]:
+    """The slices to request for parts with `boxes`: each with the numbers of its parts, and whether it has all of
+    these.
+    """
+    limit, slabs = (CHUNK_BYTES if checked else SLICE_BYTES) // itemsize, []
+    for numbers in _merged(boxes, source, merges=merges and not checked):
+        box = manifests.bounds([boxes[number] for number in numbers])
+        slabs += [(slab, numbers, slab == box) for slab in manifests.split(box, limit)]
+    return slabs
 
 
 def _origin(part: SlicePart) -> tuple[int, int]:
     return part.leaf, part.source
 
 
-def _merged(alone: list[list[SlicePart]], source: Box) -> list[list[SlicePart]]:
-    """The parts of one source box, together if they form a contiguous slice of it and one alone is not contiguous."""
-    parts = [part for (part,) in alone]
-    if parts[0].checked or all(manifests.is_contiguous(part.box, source) for part in parts):
+def _merged(boxes: tuple[Box, ...], source: Box, *, merges: bool) -> list[tuple[int, ...]]:
+    """The numbers of the parts of one source box: with `merges` together, if they form a contiguous slice of it and one
+    alone is not contiguous.
+    """
+    alone = [(number,) for number in range(len(boxes))]
+    if not merges or all(manifests.is_contiguous(box, source) for box in boxes):
         return alone
-    bounds = manifests.bounds([part.box for part in parts])
-    whole = sum(manifests.size_of(part.box) for part in parts) == manifests.size_of(bounds)
-    return [parts] if whole and manifests.is_contiguous(bounds, source) else alone
+    bounds = manifests.bounds(boxes)
+    whole = sum(manifests.size_of(box) for box in boxes) == manifests.size_of(bounds)
+    return [tuple(range(len(boxes)))] if whole and manifests.is_contiguous(bounds, source) else alone

@@ -28,6 +28,7 @@ from jaxroll.records import Relay, Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channel_tcp, channels
 from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer.channel_device import chunk
 from jaxroll.transfer.channel_tcp import Connection, Listener, TcpReader, TcpSender
 from jaxroll.transfer.channels import Buffers, Deadline, LeafRead, Reader, Refusal, SharedReply, Shelf, Slice, SlicePart
 from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
@@ -79,7 +80,7 @@ class ArrivingVersion:
             if part.checked:  # its digest would be the relay's word, not the learner's
                 raise Refusal("bad_request", "a relay serves receivers that hold whole leaves; fetch from the learner")
             held = channels.intersections(part.box, list(self._leaves[part.leaf].items()))
-            yield from channels.chunk(self.version, part.box, held, scatters)
+            yield from chunk(self.version, part.box, held, scatters)
 
     def _not_yet(self) -> None:
         if self._reason:

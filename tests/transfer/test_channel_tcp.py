@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import socket
 import threading
 import time
@@ -57,6 +58,19 @@ def test_chunks_larger_than_the_socket_buffers_arrive_exactly(kit, published) ->
     got = kit.fetch_big(_through(kit, published)).place()
     for name, value in big_values().items():
         assert np.asarray(got[name]).tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("cuts", [(0, 1024), (0, 512, 1024)], ids=["contiguous", "scattered"])
+def test_a_slice_that_arrives_in_pieces_is_read_by_one_call(kit, published, monkeypatch, cuts: tuple[int, ...]) -> None:
+    sizes, read = [], TcpReader._read
+    monkeypatch.setattr(TcpReader, "_read", lambda self, buffer: sizes.append(len(buffer)) or read(self, buffer))
+    taken = kit.host_snapshot(VERSION, big_values())
+    into = [np.zeros((512, stop - start), np.uint32) for start, stop in itertools.pairwise(cuts)]
+    boxes = [((0, 512), span) for span in itertools.pairwise(cuts)]
+    with _reader(kit, _through(kit, published).address) as reader:
+        reader.read(taken.manifest, [SlicePart(0, 0, box, part, False) for box, part in zip(boxes, into, strict=True)])
+    assert sizes[0] == 4 and sizes[2:] == [512 * 1024 * 4]  # the length of the header, the header, the slice
+    np.testing.assert_array_equal(np.concatenate(into, axis=1).view(np.float32), big_values()["a"])
 
 
 @pytest.mark.parametrize("flip_at", [1_000_000, 2_345_678, 4_000_000])
