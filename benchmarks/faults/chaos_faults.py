@@ -143,6 +143,9 @@ class Flap:
         return f"{target} killed {kills} times in {seconds:.1f} s"
 
 
+GAVE_UP = "supervisor: gave up"  # before a run ends by itself
+
+
 @dataclass(frozen=True)
 class End:
     """A signal to the supervisor, and `--resume` after its end, perhaps killed while it resumes."""
@@ -158,6 +161,8 @@ class End:
             began, early = time.monotonic(), not run.processes()  # no role has started: any end is right
             code = run.signal(self.signum)
             took_s = time.monotonic() - began
+            if code not in (None, -self.signum, EXIT_INTERRUPTED) and GAVE_UP in run.last_words(20):
+                return f"the supervisor was giving up, and ended with {code}"  # `Attack.look` judges this and resumes
             after = ""
             if self.during_resume:
                 run.start()

@@ -256,6 +256,36 @@ def test_the_first_step_may_take_longer_than_later_ones(load, step: int, goes_on
     assert attack.look() == goes_on and bool(attack.tally.wrong) != goes_on
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "before", "violations"),
+    [(130, "", "clock_back", 0), (64, "supervisor: gave up: learner refused", "tls_expired", 0),
+     (64, "supervisor: gave up: learner refused", "clock_back", 1), (64, "", "tls_expired", 1)],
+)  # fmt: skip
+def test_a_signal_to_a_run_that_is_ending_is_judged_by_the_faults_before_it(
+    load, tmp_path: Path, code: int, words: str, before: str, violations: int
+) -> None:
+    """SIGINT came while the supervisor gave up because certificates had expired."""
+    chaos, process = load("benchmarks.faults.chaos"), SimpleNamespace(returncode=None)
+    run = SimpleNamespace(
+        look=list, lock=threading.RLock(), alive=True, step=5, moved_s=time.monotonic(), process=process,
+        last_words=lambda lines=6: words, output=lambda name: tmp_path / "err", processes=lambda: ["learner"],
+    )  # fmt: skip
+    (tmp_path / "err").touch()
+
+    def ended(signum: int) -> int:
+        run.alive, process.returncode = False, code
+        return code
+
+    def start() -> None:
+        run.alive = True
+
+    run.signal, run.start = ended, start
+    attack = chaos.Attack(run, seed=0)
+    attack.tally.note(before)
+    attack.strike(["sigint"])
+    assert attack.look() and run.alive and len(attack.tally.wrong) == violations, attack.tally.wrong
+
+
 MACHINE = """
 import errno, json, os, pathlib, socket, subprocess, sys, time
 import psutil
