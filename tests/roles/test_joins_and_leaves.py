@@ -326,10 +326,11 @@ def test_a_late_leave_does_not_forget_the_process_that_took_the_name(tmp_path: P
 def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that serves elsewhere now is asked there; one that is reachable stays in any case."""
     monkeypatch.setattr(actor, "FIND_EVERY_S", 0.0)
-    known, reachable = {"sampler-0": "started"}, {"sampler-1"}
+    known, reachable, pools = {"sampler-0": "started"}, {"sampler-1"}, list[dict[str, str]]()
     samplers = SimpleNamespace(
-        names=known.keys(), add=known.__setitem__, remove=known.pop, is_reachable=reachable.__contains__
-    )
+        names=known.keys(), add=known.__setitem__, remove=known.pop, is_reachable=reachable.__contains__,
+        set_pools=pools.append,
+    )  # fmt: skip
     config = replace(small(), placement=PlacementConfig(actors=2))
     at = object.__new__(actor.ActorLoops)
     at.config, at.samplers, at._client = config, samplers, str  # type: ignore[assignment]
@@ -339,16 +340,17 @@ def test_actors_use_samplers_that_join_until_they_leave(tmp_path: Path, monkeypa
         ({"sampler-1": "a"}, {"sampler-0": "x", "sampler-1": "b", "sampler-2": "c"}, {}, {"sampler-1": "b"})
     )
 
-    async def status() -> dict[str, dict[str, str]]:
+    async def status() -> dict[str, object]:
         seen.append((dict(known), at.members.capacity))
         serving = next(statuses, None)
         if serving is None:
             raise Closed("the end")
-        return {"serving": serving}
+        return {"serving": serving, "pools": {"long": {"samplers": [*serving]}}}
 
     at.store = SimpleNamespace(status=status)  # type: ignore[assignment]
     with pytest.raises(Closed):
         asyncio.run(at._find_samplers())
+    assert pools[0] == {"sampler-1": "long"}
     first = {"sampler-0": "started"}
     assert [names for names, _ in seen] == [
         first,
