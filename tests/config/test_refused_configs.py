@@ -169,6 +169,8 @@ BAD = [
     pytest.param(["placement.learner_hosts=2"], "placement.learner_hosts", "2", "divisor", id="hosts do not divide"),
     pytest.param(["placement.colocated=True", "placement.learner_hosts=2", "learner.mesh.fsdp=2"],
                  "placement.learner_hosts", "2", "one process", id="hosts in one process"),
+    pytest.param(["placement.colocated=True", "schedule.mode=async_controller"], "schedule.mode", "async_controller",
+                 "one process", id="suspended samplers in the learner's process"),
     pytest.param(["placement.colocated=True", "placement.actors=1"], "placement.actors", "1", "one process",
                  id="actors with one process"),
     pytest.param(["run.deterministic=True"], "placement.colocated", "False", "one process", id="a clock of processes"),
