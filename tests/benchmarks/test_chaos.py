@@ -187,6 +187,7 @@ def test_a_fault_that_is_always_skipped_is_a_violation(load) -> None:
         for _ in range(times):
             tally.skip(name, "not root" if name == "disk_full" else f"no {name}")
     assert tally.absent("not root") == ["kill_env: skipped 3 times and never injected: no kill_env"]
+    assert tally.suspects() == ["sigint"], "a skipped fault explains an end of the run"
 
 
 def test_unknown_faults_are_refused(load) -> None:
