@@ -263,7 +263,7 @@ class GrpcTransport:
         """Connect again if the certificates were replaced: a channel keeps its certificates."""
         if self._tls is None or self._channel is None or self._tls.written() == self._tls_files:
             return
-        with contextlib.suppress(ConfigError):  # files may be half copied; the next failure checks again
+        with contextlib.suppress(ConfigError, InfraError):  # files may be half copied; the next failure checks again
             self._tls.client_context()
             self._retired.append(self._channel)
             self._channel = None

@@ -8,6 +8,7 @@ they are missing. `jaxroll tls RUN` makes all of them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import ipaddress
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 import grpc
 
 from jaxroll import disk
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 
@@ -41,6 +42,9 @@ SOON_S, SOON_SHARE = (
 _MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
+
+
+_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,8 @@ class Material:
             nonlocal known, configuration
             found = self.written()
             if found != known:
-                with contextlib.suppress(
-                    OSError, ConfigError
-                ):  # files may be half copied; the next connection checks again
+                # Files may be half copied; the next connection checks again.
+                with contextlib.suppress(OSError, ConfigError, InfraError):
                     configuration = self._server_configuration()
                     known = found
             return configuration
@@ -120,7 +123,7 @@ class Material:
             nonlocal known, context
             found = self.written()
             if found != known:
-                with contextlib.suppress(OSError, ConfigError):
+                with contextlib.suppress(OSError, ConfigError, InfraError):
                     context = self.server_context(mutual=mutual)
                     known = found
             return context
@@ -153,6 +156,7 @@ class Material:
             if shown:
                 context.load_cert_chain(*shown, password=functools.partial(_no_password, shown[1]))
         except (OSError, ssl.SSLError) as error:
+            _raise_if_at_limit(error, self.folder)
             reason = "these certificates cannot be used"
             if shown and isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
                 reason = f"{shown[1].name} does not belong to {shown[0].name}"
@@ -181,11 +185,18 @@ class Material:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a regular file of bounded size; ConfigError for anything else."""
+    """The content of a regular file of bounded size; ConfigError for anything else, InfraError at a limit."""
     try:
         return disk.read_bytes(path, _MOST_BYTES)
     except (OSError, DataError) as error:
+        _raise_if_at_limit(error, path)
         raise ConfigError(str(path.parent), path.name, str(error), f"{_REMAKE[0].upper()}{_REMAKE[1:]}.") from error
+
+
+def _raise_if_at_limit(error: Exception, path: Path) -> None:
+    """Raise InfraError if the process has no descriptor or memory left: the files may be in order."""
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno in _LIMITS:
+        raise InfraError(f"{path}: {error.strerror}") from error
 
 
 def _no_password(key: Path) -> str:

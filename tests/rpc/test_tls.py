@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -12,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.errors import ConfigError, Unauthorized
+from jaxroll.errors import ConfigError, InfraError, Unauthorized
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
@@ -148,6 +150,21 @@ def test_files_that_cannot_be_used_are_refused_before_anything_listens_or_connec
     ):
         with pytest.raises(ConfigError, match=words):
             use()
+
+
+def test_a_process_without_descriptors_is_not_told_to_make_new_certificates(
+    certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended whole runs, because a role that refuses its configuration is not started again."""
+
+    def none_left(path: Path, most_bytes: int) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(tls.disk, "read_bytes", none_left)
+    material = certified.server
+    for made in (material.client_context, partial(material.server_context, mutual=False)):
+        with pytest.raises(InfraError, match=r"\.pem: Too many open files$"):
+            made()
 
 
 @pytest.mark.parametrize("name", ["ca.pem", "cert.pem", "key.pem", "client-cert.pem", "client-key.pem"])
