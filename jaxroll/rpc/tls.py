@@ -187,6 +187,8 @@ class Material:
 def _read(path: Path) -> bytes:
     """The content of a regular file of bounded size; ConfigError for anything else, InfraError at a limit."""
     try:
+        if not path.exists():
+            time.sleep(_PROBE_PAUSE_S)  # while a folder is replaced by another one, its files are missing
         return disk.read_bytes(path, _MOST_BYTES)
     except (OSError, DataError) as error:
         _raise_if_at_limit(error, path)
@@ -240,8 +242,11 @@ def diagnosis(address: str, material: Material | None) -> str | None:
     Tries the handshake as gRPC would, within PROBE_S.
     """
     for _ in range(_PROBES):
+        before = None if material is None else material.written()
         with contextlib.suppress(_HungUp):
-            return _probe(address, material)
+            why = _probe(address, material)
+            if material is None or material.written() == before:  # else the files were replaced during the handshake
+                return why
         time.sleep(_PROBE_PAUSE_S)  # a server that dies in a handshake looks the same, but not three times
     return None if material is None else _client_refused(material)
 

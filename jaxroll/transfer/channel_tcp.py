@@ -490,9 +490,9 @@ class TcpReader:
     def _lost(self, why: OSError | str) -> Exception:
         """The error of a connection that ended: Unauthorized when the two ends do not agree on TLS."""
         reason = None
-        if isinstance(why, ssl.SSLError):
-            reason = tls_files.explanation(why, self._tls)
-        if reason is None and not self._has_received:
+        if (
+            not self._has_received
+        ):  # a further handshake decides: the certificates may have been replaced during this one
             reason = tls_files.diagnosis(self._address, self._tls)
         if reason is not None:
             return Unauthorized(f"weights of {self._version} at {self._address}: {reason}")

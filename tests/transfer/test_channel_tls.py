@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import ssl
 import time
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +17,9 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.clock import ManualClock
-from jaxroll.errors import ConfigError, Unauthorized
+from jaxroll.errors import ConfigError, TransferError, Unauthorized
 from jaxroll.records import Version
+from jaxroll.rpc import tls
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels
 from jaxroll.transfer.channel_shm import host_key
@@ -73,6 +78,29 @@ def test_a_tls_mismatch_is_refused_with_a_remedy(
     address, _ = sender_of(kit, ends[0], mutual_tls=mutual)
     with pytest.raises(Unauthorized, match=words):
         read(kit, address, ends[1])
+
+
+def test_certificates_that_are_replaced_during_a_handshake_are_no_mismatch(
+    kit, certified: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role that refuses its certificates is not started again, so the whole run ended."""
+    tls.make_certificates(tmp_path, [], 1)
+    new = Material(tmp_path / "tls")
+    shown = chain([certified.server.server_context(mutual=False)], repeat(new.server_context(mutual=False)))
+    monkeypatch.setattr(Material, "server_contexts", lambda self, mutual: partial(next, shown))
+    monkeypatch.setattr(tls, "PROBE_S", 0.2)
+    address, value = sender_of(kit, new)
+    with pytest.raises(TransferError, match="broke off"):
+        read(kit, address, new)
+    assert read(kit, address, new) == value
+
+
+def test_a_folder_of_certificates_that_is_replaced_is_waited_for(
+    certified: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tmp_path / "live"
+    monkeypatch.setattr(tls.time, "sleep", lambda pause_s: shutil.copytree(certified.client.folder, live))
+    assert isinstance(Material(live).client_context(), ssl.SSLContext)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "learner.example"])
