@@ -47,8 +47,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.faults import machine
-from benchmarks.faults.chaos_faults import AT_START, FAULTS, Skipped, Wrong, needed, small_disks
-from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, tell, variant_of
+from benchmarks.faults.chaos_faults import AT_START, FAULTS, needed
+from benchmarks.faults.chaos_machine import small_disks
+from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, Skipped, Wrong, tell, variant_of
 from benchmarks.faults.verdict import facts, violations
 from benchmarks.lib.report import commit, hardware, say
 from jaxroll.errors import EXIT_INTERRUPTED

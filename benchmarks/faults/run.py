@@ -60,6 +60,8 @@ LOCALES = (
 # The modules of processes that roles start.
 MODULES = {"scoring": "jaxroll.rewards.processes", "env": "jaxroll.envs.processes"}
 LEAVES_S = 180.0  # time for a supervisor to end after a signal
+INSTANT_S = 15.0  # time for which a fault waits for the instant that it needs
+POLL_S = 0.002
 Row = dict[str, Any]
 
 
@@ -333,6 +335,16 @@ def gone_is_fine(target: str) -> Iterator[None]:
         yield
     except psutil.NoSuchProcess:
         raise Skipped(f"{target} ended by itself before the fault") from None
+
+
+def until(seen: Callable[[], Any], limit_s: float) -> bool:
+    """Wait up to `limit_s` until `seen()` is true; return True if it is."""
+    deadline, pause = time.monotonic() + limit_s, threading.Event()
+    while time.monotonic() < deadline:
+        if seen():
+            return True
+        pause.wait(POLL_S)
+    return False
 
 
 def needs_namespace(run: Run) -> None:

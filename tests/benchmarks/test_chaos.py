@@ -374,7 +374,7 @@ def test_the_role_whose_memory_is_used_up_ends_and_is_named(
     load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package in place of the roles has the hooks of a run under attack; an absent role is skipped."""
-    faults = load("benchmarks.faults.chaos_faults")
+    faults = load("benchmarks.faults.chaos_machine")
     memory = tmp_path / "memory"
     (tmp_path / "jaxroll").mkdir()
     (tmp_path / "jaxroll" / "__main__.py").write_text(ROLE)
