@@ -105,11 +105,11 @@ def test_a_sampler_that_left_starts_again_when_a_plan_asks_for_one(tmp_path: Pat
             alive["sampler-0"].code = alive["sampler-1"].code = 0
 
     asked: list[metrics.JsonlTracker] = []
-    said, ticks = list[str](), list[int]()
-    view: Any = SimpleNamespace(rows=lambda _: None, tick=tick, say=said.append)
+    lines, ticks = list[str](), list[int]()
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=tick, say=lines.append)
     specs = [ProcessSpec(name, name.partition("-")[0], (name,)) for name in NAMES[:4]]
     assert Supervisor(specs, tmp_path, SupervisorConfig(), view, start=start).run() == 0
-    assert starts == [*NAMES[:4], "sampler-0"] and "sampler-0 starts again: the run needs it." in said
+    assert starts == [*NAMES[:4], "sampler-0"] and "sampler-0 starts again: the run needs it." in lines
 
 
 def test_a_death_after_the_learner_has_finished_restarts_nothing(run: StandInRun) -> None:
@@ -192,11 +192,11 @@ def test_a_disk_that_takes_no_log_is_named_with_the_way_out(tmp_path: Path, monk
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "logs" / "learner.log"))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    told: list[str] = []
-    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=told.append)
+    lines: list[str] = []
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=lines.append)
     spec, config = ProcessSpec("learner", "learner", ("jaxroll",)), SupervisorConfig(max_restarts=1, backoff_s=0.05)
     assert Supervisor([spec], tmp_path, config, view).run() == 1
-    (end,) = [text for text in told if text.startswith("The run ends")]
+    (end,) = [text for text in lines if text.startswith("The run ends")]
     assert f"MB are free at {tmp_path / 'logs'}" in end and "remount that disk" in end, end
 
 
@@ -245,8 +245,8 @@ def test_a_refused_config_is_never_tried_again(run: StandInRun) -> None:
 
 @pytest.mark.parametrize("code", [1, 64, 75])
 def test_the_failure_of_an_optional_process_does_not_end_the_run(tmp_path: Path, code: int) -> None:
-    said: list[str] = []
-    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=said.append)
+    lines: list[str] = []
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=lines.append)
     wait = (  # until the supervisor has noted the failure
         "import pathlib, sys, time\nend = time.monotonic() + 60\nfile = pathlib.Path(sys.argv[1])\n"
         "while 'compile-sampler' not in (file.read_text() if file.exists() else ''):\n"
@@ -257,7 +257,7 @@ def test_the_failure_of_an_optional_process_does_not_end_the_run(tmp_path: Path,
         ProcessSpec("compile-sampler", "compile", (sys.executable, "-c", f"raise SystemExit({code})"), optional=True),
     ]
     assert Supervisor(specs, tmp_path, SupervisorConfig(max_restarts=0), view, leader="sft").run() == 0
-    assert said == [], "it is noted in the metrics, not shown"
+    assert lines == [], "it is noted in the metrics, not shown"
     notes = [row["text"] for row in metrics.read(tmp_path / "metrics.jsonl") if row["kind"] == "event"]
     assert len(notes) == 1 and notes[0].startswith("compile-sampler ended") and "compile-sampler.log" in notes[0]
 

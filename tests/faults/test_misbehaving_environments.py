@@ -163,7 +163,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
             return V0
 
         def begin(grant: Grant):
-            return lambda member, attempt, said: manager.run_member(grant, member, attempt, transcript=said)
+            return lambda member, attempt, transcript: manager.run_member(grant, member, attempt, transcript)
 
         work = Members(session, 64, version, begin)
         try:
@@ -217,8 +217,8 @@ def assert_recorded_by_cause(found: dict, ways: list[str]) -> None:
     for way in ways:
         complaint = WAYS.get(way, (None, ""))[1]
         if complaint:
-            said = [row for row in causes if re.sub(r"\d+", "N", complaint) in row["cause"]]
-            assert said and all(row["failures"] >= 1 and row["groups"] >= 1 for row in said), (way, causes)
+            rows = [row for row in causes if re.sub(r"\d+", "N", complaint) in row["cause"]]
+            assert rows and all(row["failures"] >= 1 and row["groups"] >= 1 for row in rows), (way, causes)
     assert sum(row["failures"] for row in causes) == sum(found["failures"]["by_kind"].values())
 
 
@@ -264,8 +264,8 @@ def test_failures_in_an_evaluation_are_counted_by_cause(tmp_path: Path, capsys: 
     causes = found["evaluation_failures"]
     assert [(cause["failures"], cause["evaluations"]) for cause in causes] == [(2, 1), (1, 1), (1, 1), (1, 1)]
     for way in failing:
-        (said,) = [cause for cause in causes if WAYS[way][1] in cause["cause"]]
-        assert said["kind"] == ("INFRA" if way == "infra" else "DATA")
+        (row,) = [cause for cause in causes if WAYS[way][1] in cause["cause"]]
+        assert row["kind"] == ("INFRA" if way == "infra" else "DATA")
     assert found["failures"]["causes"] == [], "the failures of members"
     assert len(found["env_faults"]) == len(CLOSES) and set(found["env_faults"].values()) == {1}
     capsys.readouterr()
