@@ -275,8 +275,8 @@ def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
 def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
     """Write into run.json what devices a role found."""
     values = load(path)
-    told = ("platform", "devices", "mesh", "attention")
-    values.setdefault("devices", {})[role] = {key: row[key] for key in told if key in row}
+    kept = ("platform", "devices", "mesh", "attention")
+    values.setdefault("devices", {})[role] = {key: row[key] for key in kept if key in row}
     write(path, values)
 
 

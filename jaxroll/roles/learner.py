@@ -228,7 +228,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
                                   "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
             return params
 
-        with contextlib.closing(_publisher(replace(args, host=leader.host), told=leader.serves)) as publisher:
+        with contextlib.closing(_publisher(replace(args, host=leader.host), announce=leader.serves)) as publisher:
             code = multihost.run_follower_steps(leader, trainer, checkpoints, start, publisher)
         checkpoints.close()
         return code

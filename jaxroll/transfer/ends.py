@@ -79,14 +79,15 @@ class Publisher:
         max_connections: int = 16,
         exposure: Exposure = LOOPBACK_ONLY,
         others: OtherHosts | None = None,
-        told: Callable[[Version, str, bytes], None] | None = None,
+        announce: Callable[[Version, str, bytes], None] | None = None,
     ) -> None:
         """Open the channel that the config names; `tensorstore` without a path writes to RUN/transfer.
 
-        `others`: in process 0 of a learner on several hosts; `told`: in its other processes, of a version that this one
-        serves, with its address and encoded manifest.
+        Of a learner on several hosts, process 0 has `others`. The other processes have `announce`, which is called with
+        each version that this one serves, its address and its encoded manifest.
         """
-        self._config, self._others, self._told, self._gathers = config, others, told, config.channel == "tensorstore"
+        self._config, self._others, self._announce = config, others, announce
+        self._gathers = config.channel == "tensorstore"
         self._sender: Sender = NoSender()
         if not self._gathers:
             shared = None if config.channel in ("tcp", "device") else SharedSegments(required=config.channel == "shm")
@@ -102,7 +103,7 @@ class Publisher:
                 name=config.channel,
                 shared=shared,
             )
-        elif told is None:
+        elif announce is None:
             path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
             self._sender = TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
@@ -171,8 +172,8 @@ class Publisher:
         if self._others is not None and not self._gathers:
             taken = of_all_hosts(taken, self._others, self._config.deadline_s)
         ref = self.offer(taken)
-        if self._told is not None:
-            self._told(version, ref.address, taken.encoded)
+        if self._announce is not None:
+            self._announce(version, ref.address, taken.encoded)
         return ref
 
 

@@ -247,7 +247,7 @@ def read_from_relays(
 
 
 class OtherHosts(Protocol):
-    """The other hosts of a learner, as process 0 sees them; each has a Publisher with `told`."""
+    """The other hosts of a learner, as process 0 sees them; each has a Publisher with `announce`."""
 
     def publish(self, version: Version, *, frozen: bool) -> None:
         """Let all call `start`, or with `frozen` `freeze`, with their part of the same parameters."""

@@ -49,7 +49,7 @@ class OtherHost:
         address, _, encoded = self._file.read_text().partition(" ")
         return [(address, bytes.fromhex(encoded))]
 
-    def told(self, version: Version, address: str, encoded: bytes) -> None:
+    def announce(self, version: Version, address: str, encoded: bytes) -> None:
         """Write the part of process 1."""
         disk.replace_text(self._file, f"{address} {encoded.hex()}")
 
@@ -59,7 +59,9 @@ def published(held: Mapping[str, jax.Array], channel: str, folder: Path) -> dict
     config, first, found = TransferConfig(channel=channel), jax.process_index() == 0, {}  # type: ignore[arg-type]
     folder.mkdir(exist_ok=True)
     other = OtherHost(folder / channel)
-    ends: dict[str, Any] = {"told": other.told} if not first else {"others": other} if jax.process_count() > 1 else {}
+    ends: dict[str, Any] = (
+        {"announce": other.announce} if not first else {"others": other} if jax.process_count() > 1 else {}
+    )
     with Publisher(config, folder, **ends) as publisher:
         ref = publisher.publish(Version(0, 1), held)
         if first:
