@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from jaxroll.roles import actor
 from jaxroll.rpc.client import RawClient
 from jaxroll.sim.network import run
 from jaxroll.store import messages as msg
+from jaxroll.store.core.state import Group, State
 from jaxroll.store.server import keeper
 from jaxroll.store.server.keeper import SILENCE_S
 from tests.harness.store.builders import configured
@@ -137,6 +139,18 @@ def test_a_run_may_start_without_samplers_and_be_without_them_again(tmp_path: Pa
     run(job())
 
 
+async def has_leases(at: VirtualRun) -> None:
+    """Wait until sampler 0, and no other, holds leases, and half a second more."""
+    while holders(at) != {"sampler-0"}:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
+
+
+def still_known(state: State, ids: Iterable[int]) -> list[Group]:
+    """The groups with these ids that the store has not forgotten."""
+    return [group for gid in ids if (group := state.find(gid)) is not None]
+
+
 @pytest.mark.parametrize(("drain_s", "finishes"), [(30.0, True), (1.0, False), (0.0, False)])
 def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_the_others(
     tmp_path: Path, drain_s: float, finishes: bool
@@ -146,9 +160,7 @@ def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_
             at.args = replace(at.args, drain_s=drain_s)
             leaving = at.sampler(0, Behaviour(lambda key: 5.0))
             at.learner()
-            while holders(at) != {"sampler-0"}:
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)
+            await has_leases(at)
             attempts = {
                 (group.id, m): slot.attempt
                 for group in at.store.keeper.state.open.values()
@@ -161,8 +173,7 @@ def test_a_leaving_sampler_finishes_its_members_within_the_deadline_and_returns_
             assert asyncio.get_running_loop().time() - asked_s <= drain_s + 0.5 and holders(at) == set()
             state = at.store.keeper.state
             assert state.issued == issued, "a sampler that leaves takes no further work"
-            groups = [group for gid in {gid for gid, _ in attempts} if (group := state.find(gid)) is not None]
-            slots = [slot for group in groups for slot in group.slots]
+            slots = [slot for group in still_known(state, {gid for gid, _ in attempts}) for slot in group.slots]
             assert {slot.status for slot in slots} == {"done" if finishes else "free"}
             assert changes(at) == [("sampler-0", "joined"), ("sampler-0", "left")]
 
@@ -176,9 +187,7 @@ def test_a_sampler_that_the_run_does_not_need_finishes_its_members_and_leases_no
         async with VirtualRun(config, tmp_path) as at:
             leaving = at.sampler(0, Behaviour(lambda key: 5.0))
             at.learner()
-            while holders(at) != {"sampler-0"}:
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(0.5)
+            await has_leases(at)
             state, fleet = at.store.keeper.state, at.store.fleet
             leased = {group.id: [slot.attempt for slot in group.slots] for group in state.open.values()}
             issued = state.issued
@@ -186,7 +195,7 @@ def test_a_sampler_that_the_run_does_not_need_finishes_its_members_and_leases_no
             fleet._workers.surplus = {"sampler-0": state.sessions["sampler-0"]}
             at.store.keeper.wakeups.notify(keeper.LEASE)
             await asyncio.wait_for(leaving, 30.0)
-            groups = [group for gid in leased if (group := state.find(gid)) is not None]
+            groups = still_known(state, leased)
             assert {slot.status for group in groups for slot in group.slots} == {"done"}
             assert {group.id: [slot.attempt for slot in group.slots] for group in groups} == leased
             assert state.issued == issued and not holders(at)

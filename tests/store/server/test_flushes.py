@@ -30,6 +30,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import FlushedTokens
+from jaxroll.store.flushes import Stream
 from jaxroll.store.log import schema
 from jaxroll.store.log.replay import replay_log
 from tests.harness.store import recorded_log
@@ -65,15 +66,21 @@ async def first_lease(store: StoreClient) -> tuple[int, int, int]:
     return (grant.group, *grant.members[0])
 
 
+async def first_stream(store: StoreClient) -> tuple[tuple[int, int, int], Stream]:
+    """A leased member, and the stream of its answer to PROMPT, in pieces of 4 tokens."""
+    key = await first_lease(store)
+    stream = store.stream(key, 4)
+    assert stream.begin(PROMPT) is None
+    return key, stream
+
+
 def rows(at: VirtualRun) -> list[tuple]:
     return at.store.sql("SELECT member, start, tokens FROM partials ORDER BY group_id, member, start")
 
 
 def test_another_sampler_reads_what_was_flushed(tmp_path: Path) -> None:
     async def job(at: VirtualRun, store: StoreClient) -> None:
-        key = await first_lease(store)
-        stream = store.stream(key, 4)
-        assert stream.begin(PROMPT) is None
+        key, stream = await first_stream(store)
         for first in (0, 4):
             stream.add(piece(first, 4))
             await store.flushed()
@@ -103,9 +110,7 @@ def test_another_sampler_reads_what_was_flushed(tmp_path: Path) -> None:
 
 def test_completed_turns_come_with_what_was_shown_and_the_state(tmp_path: Path) -> None:
     async def job(at: VirtualRun, store: StoreClient) -> None:
-        key = await first_lease(store)
-        stream = store.stream(key, 4)
-        stream.begin(PROMPT)
+        key, stream = await first_stream(store)
         stream.add(piece(0, 4))
         stream.end_turn(piece(0, 6), [7, 8], b"one")
         second = np.concatenate([PROMPT, np.arange(6), [7, 8]]).astype(np.int32)
@@ -149,9 +154,7 @@ def test_rows_that_cannot_be_read_are_an_error_of_the_infrastructure(tmp_path: P
 
 async def flushed(store: StoreClient) -> tuple[int, int, int]:
     """A leased member with four flushed tokens."""
-    key = await first_lease(store)
-    stream = store.stream(key, 4)
-    stream.begin(PROMPT)
+    key, stream = await first_stream(store)
     stream.add(piece(0, 4))
     await store.flushed()
     return key
@@ -215,9 +218,7 @@ def test_malformed_pieces_are_refused(tmp_path: Path, change: dict, why: str) ->
 
 def test_a_piece_of_a_version_that_does_not_exist_ends_the_stream_only(tmp_path: Path) -> None:
     async def job(at: VirtualRun, store: StoreClient) -> None:
-        key = await first_lease(store)
-        stream = store.stream(key, 4)
-        stream.begin(PROMPT)
+        key, stream = await first_stream(store)
         stream.add(msgspec.structs.replace(piece(0, 4), versions=(VersionRun(Version(0, 7), 4),)))
         await store.flushed()
         stream.add(piece(4, 4))
