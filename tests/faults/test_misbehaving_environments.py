@@ -163,7 +163,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
             return V0
 
         def begin(grant: Grant):
-            return lambda member, attempt, transcript: manager.run_member(grant, member, attempt, transcript)
+            return lambda member, attempt, transcript: manager.run_member(grant, member, attempt, transcript=transcript)
 
         work = Members(session, 64, version, begin)
         try:
