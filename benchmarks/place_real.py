@@ -55,7 +55,7 @@ def hardware(cluster: costs.Cluster) -> Hardware:
     return Hardware(**measured, devices=(DeviceType("core", 2, 2, price_per_hour=1.0),), search=search)
 
 
-def trained(workload: Workload, label: str, seed: int, changes: list[str], folder: Path, steps: int) -> Recorded:
+def recorded_run(workload: Workload, label: str, seed: int, changes: list[str], folder: Path, steps: int) -> Recorded:
     """A run of the workload with these changes of its config, or the one that is in the folder already."""
     settings = workload.settings | dict(change.split("=", 1) for change in changes)
     run = Run(seed, 0.0)
@@ -67,9 +67,9 @@ def price(found: simulate.Figures, cores: int) -> float:
     return cores / found["tokens_per_s"]
 
 
-def judged(workload: Workload, folder: Path, steps: int, rounds: int, most: int) -> dict[str, Any]:
+def measured_placements(workload: Workload, folder: Path, steps: int, rounds: int, most: int) -> dict[str, Any]:
     """All placements of a workload: predicted and measured prices, the pick and its gap."""
-    calibration = trained(workload, f"{workload.name}-calibration", CALIBRATION_SEED, [], folder, steps)
+    calibration = recorded_run(workload, f"{workload.name}-calibration", CALIBRATION_SEED, [], folder, steps)
     planner = place.Planner(calibration.config, hardware(costs.calibrated(calibration.run_dir)))
     ranked = place.ranked(planner, "cost")[:most]
     prices: dict[str, list[float]] = {one.schedule: [] for one, _ in ranked}
@@ -77,7 +77,7 @@ def judged(workload: Workload, folder: Path, steps: int, rounds: int, most: int)
     for number in range(rounds):
         for one, _ in ranked if number % 2 == 0 else reversed(ranked):
             changes = place.overrides(planner, one)
-            run = trained(workload, f"{workload.name}-{one.schedule}-{number}", number, changes, folder, steps)
+            run = recorded_run(workload, f"{workload.name}-{one.schedule}-{number}", number, changes, folder, steps)
             prices[one.schedule].append(price(run.figures, sum(one.used())))
             loads += run.loads
             say(f"{workload.name}, round {number}, {one.schedule}: {prices[one.schedule][-1] * 1e3:.3g} ms a token")
@@ -123,7 +123,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name in chosen.workload or list(WORKLOADS)[: 1 if chosen.quick else None]:
             steps = 12 if chosen.quick else WORKLOADS[name].steps
-            found[name] = judged(WORKLOADS[name], folder, steps, rounds, most)
+            found[name] = measured_placements(WORKLOADS[name], folder, steps, rounds, most)
             say(json.dumps({name: found[name]}))
     result = {
         "class": {"measured_s": "R", "predicted_s": "S"},

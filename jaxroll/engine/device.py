@@ -256,7 +256,7 @@ def choose_kernels(
     )
 
 
-def settled(
+def kernels_and_sizes(
     spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
 ) -> tuple[Serving, Sizes]:
     """The implementations, and `sizes` with rings where these need less memory."""
@@ -297,11 +297,11 @@ def sized(
     """
 
     def state_bytes(pages: int) -> int:
-        attention, found = settled(spec, mesh, replace(sizes, pages=pages), **kernels)
+        attention, found = kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
         return layout.device_bytes(programs.abstract_state(spec, mesh, rules, found, attention))
 
     def run_bytes_of(pages: int) -> int:
-        attention, found = settled(spec, mesh, replace(sizes, pages=pages), **kernels)
+        attention, found = kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
         return temporaries(found, attention)
 
     sizes = replace(sizes, pages=0)

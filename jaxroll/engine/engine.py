@@ -188,7 +188,7 @@ class Engine:
         kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
         if config.memory_fraction:
             sizes, self.memory = _sized(spec, mesh, rules, sizes, config.memory_fraction, kernels, progress)
-        self.attention, self._sizes = device.settled(spec, mesh, sizes, **kernels)
+        self.attention, self._sizes = device.kernels_and_sizes(spec, mesh, sizes, **kernels)
         sizes = self._sizes
         self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
         self._scheduler = Scheduler(

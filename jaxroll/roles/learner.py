@@ -440,7 +440,7 @@ class LearnerSession:
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
         await self.background.publish(version, row, weights)
-        await self._barrier.passed(after)
+        await self._barrier.wait(after)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
             await self.background.settle()
             await self._checkpoint(trainer, after)

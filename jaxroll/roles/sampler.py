@@ -447,7 +447,7 @@ class SamplerLoops:
         self.requests = Serving(session) if session.config.placement.actors else RolloutPlay(session)
         self._reported = (session.loop.time(), self.engine.stats())
         if session.config.schedule.mode == "async_controller":
-            session.parts.follower.around = lambda: suspended(session.proxy)
+            session.parts.follower.during_load = lambda: suspended(session.proxy)
 
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""

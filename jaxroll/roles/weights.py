@@ -111,7 +111,7 @@ class WeightFollower:
     every token of a request that is added from now on is sampled at it or at a later one. With `in_force_s` a load ends
     when the engine computes with the new version (a `drain` takes a while), or after that time. `relay` is set where
     relays are used; it has the address of `listener` if this process is one. Fetched weights wait at `gate`, if members
-    register there. `around` is entered for each load.
+    register there. `during_load` is a context that is entered for each load.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WeightFollower:
         self.serves_on = ""  # the address at which this sampler serves actors, which the store tells them
         self._changed = asyncio.Event()
         self.relay, self._listener, self.gate = relay, listener, SwapGate()
-        self.around: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        self.during_load: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
 
     def counts(self) -> dict[str, int]:
         """Bytes of weights that this process has sent to others since the start, if it is a relay."""
@@ -137,7 +137,7 @@ class WeightFollower:
 
     async def load(self, ref: VersionRef, relays: Sequence[Relay] = ()) -> None:
         """Fetch, verify and place weights; the engine swaps them in by its policy. Raises TransferError."""
-        async with self.around():
+        async with self.during_load():
             await self._load(ref, relays)
 
     async def _load(self, ref: VersionRef, relays: Sequence[Relay]) -> None:
@@ -309,7 +309,7 @@ class UpdateBarrier:
         self._background, self._store = background, store
         self._late: dict[str, str] = {}  # sampler → the version that it had after a wait
 
-    async def passed(self, version: Version) -> None:
+    async def wait(self, version: Version) -> None:
         """Return when `version` is published and every sampler with weights uses it."""
         if not self.is_used:
             return
