@@ -17,8 +17,8 @@ M. Lohstroh and E. A. Lee (arXiv 2312.04704), who compare Lingua Franca with Ray
   reward; `random_reward` is that of random actions.
 
 `over_reactor` is the time of a round over that of reactors in the same alternation. Python has one lock for all
-threads: reactors gain what processes lose by copies and wake-ups, and they lose where workers compute in Python. The
-last line is one JSON object; an arm whose package is not installed is left out.
+threads, so workers that compute in Python do not run at the same time in reactors; processes and Ray copy the messages
+instead. The last line is one JSON object; an arm whose package is not installed is left out.
 """
 
 from __future__ import annotations
