@@ -19,12 +19,13 @@ from jaxroll import wire
 from jaxroll.config import Config
 from jaxroll.envs import registry
 from jaxroll.protocols import GenerationKey, StepResult
-from jaxroll.records import MAX_STATE_BYTES, Finished, Member, Message, Partial, Task
+from jaxroll.records import MAX_STATE_BYTES, Finished, Member, Message, Partial, Task, Version, VersionRun
 from jaxroll.roles.weights import SwapGate
 from jaxroll.sim.network import run
 from jaxroll.sim.world import TOKENIZER, Feed
 from jaxroll.store.log.commit_log import MemoryLog
 from jaxroll.store.log.replay import replay_log
+from tests.harness.sampler_members import Store, members
 from tests.harness.virtual_run import VirtualRun
 from tests.roles import test_migration
 from tests.roles.test_migration import FLUSH, LETTERS, Fleet, Generation, parts
@@ -217,6 +218,12 @@ def test_a_state_that_is_too_large_is_not_kept(tmp_path: Path) -> None:
     fleet, members, status, faults = run(played(tmp_path, "large_talk"))
     checked(fleet.made, members)
     assert any(cause.startswith("state: N bytes") for cause in faults) and status["members_resumed"] > 0
+    again = list[bool]()  # where they go on after the second turn, whose state was not kept
+    for same in parts(fleet.made).values():
+        prompts = sorted({one.prompt for one in same})
+        moves = [(before, after) for before, after in itertools.pairwise(same) if before.by != after.by]
+        again += [after.prompt == prompts[1] for before, after in moves if before.prompt in prompts[2:]]
+    assert again and all(again), "with the state of the second turn that of the first was lost"
 
 
 @pytest.mark.parametrize("damage", ["state", "body"])
@@ -257,6 +264,20 @@ def test_with_one_version_per_trajectory_no_conversation_has_two(tmp_path: Path,
     checked(fleet.made, members)
     assert {versions(one) for one in members} == {1} and status["conservation_residual"] == 0
     assert len({one.outcome.versions[0].version for one in members}) > 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("weight_swap", "kept"), [("trajectory", 0), ("keep_kv", 1)])
+def test_weights_that_change_between_the_lease_and_the_start_end_flushed_answers(weight_swap: str, kept: int) -> None:
+    """The store compares versions at the lease only."""
+    work = members(Store())
+    work.config.schedule.weight_swap = weight_swap  # type: ignore[misc]
+    run_of = lambda version: (VersionRun(version, 1),)  # noqa: E731
+    other, same = (
+        Partial(0, 0, 1, 0, "", np.zeros(1, np.int32), np.zeros(1, np.float32), run_of(version))
+        for version in (Version(0, 1), Version(0, 0))  # `work` has the latter
+    )
+    assert len(asyncio.run(work._continued((other,)))) == kept
+    assert asyncio.run(work._continued((same,))) == (same,)
 
 
 def test_without_it_conversations_have_several_versions(tmp_path: Path) -> None:
