@@ -131,7 +131,7 @@ def test_an_engine_without_a_limit_is_used_where_it_fits_and_few_pages_preempt(m
     engine.swap(Version(0, 1), zeros(engine))
     done = []
     for index in range(SLOTS):
-        sampling = SamplingParams(max_tokens=engine._sizes.max_tokens - 8, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=engine._sizes.max_tokens - 3, ignore_eos=True)  # as long as possible
         engine.add(Request(index, np.array([1, 2, 3], np.int32), GenerationKey(index, 0), sampling), done.append)
     for _ in range(2000):
         if not engine.step():
