@@ -478,11 +478,11 @@ def _openssl(*words: object) -> None:
             command, check=True, capture_output=True, encoding="utf-8", errors="replace", timeout=_STEP_S, umask=0o077
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         raise ConfigError(
             "openssl",
             command[1],
-            f"failed ({said[-1] if said else 'without a message'})",
+            f"failed ({lines[-1] if lines else 'without a message'})",
             "Check that the run's folder can be written.",
         ) from error
 

@@ -162,8 +162,8 @@ class Stuffed:
 
 
 def test_rows_that_cannot_be_written_are_dropped_counted_and_reported_once(tmp_path: Path, monkeypatch) -> None:
-    path, said = tmp_path / "metrics.jsonl", []
-    tracker = metrics.JsonlTracker(path, said.append)
+    path, lines = tmp_path / "metrics.jsonl", []
+    tracker = metrics.JsonlTracker(path, lines.append)
     tracker.log({"a": 1})
     room, write = [5], os.write
 
@@ -184,7 +184,7 @@ def test_rows_that_cannot_be_written_are_dropped_counted_and_reported_once(tmp_p
     rows = follower.rows()
     assert [row.get("a") for row in rows] == [1, None, 5, 6] and follower.skipped == 1
     assert rows[1]["kind"] == "event" and rows[1]["text"].startswith("3 ")
-    assert len(said) == 1 and "No space left" in said[0]
+    assert len(lines) == 1 and "No space left" in lines[0]
 
 
 def test_long_lines_are_skipped_without_being_held(tmp_path: Path) -> None:

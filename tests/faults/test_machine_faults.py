@@ -50,8 +50,8 @@ def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
         run.store.start()
         for role in (learner, sampler):
             run.until(lambda role=role: not role.alive, f"the end of {role.name}")
-            said = role.log_file.read_text()
-            assert "expired" in said and "jaxroll tls RUN" in said, said
+            log = role.log_file.read_text()
+            assert "expired" in log and "jaxroll tls RUN" in log, log
         tls.make_certificates(tmp_path / "made", [], 1)
         at = run.acked()
         learner.start()

@@ -81,8 +81,8 @@ def assert_completed(first: Train, disk: disks.Disk) -> None:
     run, code = first.run_dir, first.finish()
     rows = first.rows
     if code:
-        said = first.output.read_text()
-        assert "MB are free at" in said and str(disk.path) in said and "Traceback" not in said, said
+        output = first.output.read_text()
+        assert "MB are free at" in output and str(disk.path) in output and "Traceback" not in output, output
         with Train(run, resume=True) as second:
             assert second.finish() == 0, second.logs()
         rows, second.rows = rows + second.rows, rows + second.rows
@@ -103,9 +103,9 @@ def test_a_disk_that_becomes_read_only(what: str, tmp_path: Path) -> None:
             first.until_step(5)
             disk.fail(first.process.pid)
             code = first.finish()
-            said = first.output.read_text()
-        assert code == 1 and str(folder) in said and "Read-only file system" in said, first.logs()
-        assert "remount that disk" in said and "Traceback (most" not in said.rpartition("The run ends")[2], said
+            output = first.output.read_text()
+        assert code == 1 and str(folder) in output and "Read-only file system" in output, first.logs()
+        assert "remount that disk" in output and "Traceback (most" not in output.rpartition("The run ends")[2], output
         disk.repair()
         durable = last_step(first.rows)
         with Train(tmp_path / "run", "--config.supervisor.max_restarts=10", resume=True) as second:

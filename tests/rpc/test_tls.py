@@ -238,8 +238,8 @@ def made(run_dir: Path, days: int = 1) -> Material:
 def test_validity_is_what_openssl_says(tmp_path: Path, certified: SimpleNamespace, days: int) -> None:
     pem = made(tmp_path / "run", days).folder / "cert.pem"
     words = ["openssl", "x509", "-in", str(pem), "-noout", "-dates", "-dateopt", "iso_8601"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
-    dates = [datetime.fromisoformat(line.partition("=")[2].replace("Z", "+00:00")) for line in said.split("\n")[:2]]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    dates = [datetime.fromisoformat(line.partition("=")[2].replace("Z", "+00:00")) for line in shown.split("\n")[:2]]
     assert list(validity(pem.read_text())) == [date.timestamp() for date in dates]
 
 
