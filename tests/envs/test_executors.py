@@ -84,8 +84,8 @@ def test_an_environment_is_restored_where_it_is_played() -> None:
     async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_thread"))
         assert str(threading.get_ident()) not in await restored(env)
-        kept = places.create("tests.harness.envs.contract_breaking:kept")
-        assert not protocols.traits(kept).restores
+        for other in ("contract_breaking:kept", "contract_breaking:kept_in_process", "hanging:hanging_env"):
+            assert not protocols.traits(places.create(f"tests.harness.envs.{other}")).restores
 
     play(body)
 

@@ -41,6 +41,20 @@ def test_after_its_sampler_is_gone_a_group_goes_to_the_least_busy_one() -> None:
     assert route({"b": Load(3), "c": Load(2)}, "a", "together") == "c"
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "placement", "found"),
+    [
+        (Load(4, 4, "x"), Load(3, 4, "y"), "together", "b"),
+        (Load(5, 4, "x"), Load(4, 4, "y"), "together", "a"),  # a queue here or there
+        (Load(1, 1, "x"), Load(2, 4, "x"), "spread", "b"),  # more conversations, and no queue
+    ],
+)
+def test_a_full_sampler_gets_a_conversation_only_if_all_are_full(
+    own: Load, other: Load, placement: str, found: str
+) -> None:
+    assert route({"a": own, "b": other}, "", placement, "x") == found
+
+
 loads = st.dictionaries(
     st.sampled_from("abcdef"),
     st.builds(Load, st.integers(0, 5), st.integers(1, 4), st.sampled_from(["", "x", "y"])),

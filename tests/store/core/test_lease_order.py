@@ -53,7 +53,7 @@ class Sources(Machine):
         super().__init__(**({"batch": 3, "size": 1, "alpha": 1.0, "longest_first": True} | rules))
         self.start()
 
-    def take(self, members: int, version: Version = V0) -> list[int]:
+    def take(self, members: int, version: Version = V0, name: str = "S") -> list[int]:
         """The groups of the leased members, in their order; all that the window holds is offered."""
         self.requests += 1
         while True:  # as the service does
@@ -61,7 +61,7 @@ class Sources(Machine):
             tasks = [Task(i % 3 * SOURCE_ITEMS + i, (), "env", "{}", 0, f"{i:016x}") for i in range(first, first + 6)]
             prompts = tuple((task, b"%d" % task.index) for task in tasks)
             try:
-                reply = self.ask(ev.Lease("S", "S-1", version, members, f"q{self.requests}", prompts))
+                reply = self.ask(ev.Lease(name, f"{name}-1", version, members, f"q{self.requests}", prompts))
             except NoCredit:
                 return []
             if reply.grants or not reply.prompts_used:
@@ -69,8 +69,8 @@ class Sources(Machine):
 
     def end(self, group: int, version: Version = V0) -> None:
         tokens = (5, 50, 500)[group % 3]
-        attempt = self.state.open[group].slots[0].attempt
-        self.ask(ev.PutMember(group, 0, attempt, "d", 100, (VersionRun(version, tokens),)))
+        for member, slot in enumerate(self.state.open[group].slots):
+            self.ask(ev.PutMember(group, member, slot.attempt, "d", 100, (VersionRun(version, tokens),)))
 
 
 def test_a_run_learns_the_lengths_of_its_sources_and_starts_with_the_longest() -> None:
@@ -91,6 +91,8 @@ def test_oldest_first_is_the_order_of_prompts_whatever_the_lengths_are() -> None
         m.end(group)
     m.train(0)
     assert m.take(3, Version(0, 1)) == [3, 4, 5]
+    m.ask(ev.Release(tuple((group, 0, 1) for group in (3, 4, 5))))
+    assert m.take(3, Version(0, 1)) == [3, 4, 5], "released ones, too"
 
 
 def test_what_was_learned_survives_a_restart_of_the_store() -> None:
@@ -107,6 +109,14 @@ def test_groups_that_stay_together_are_leased_whole() -> None:
     m = Sources(size=2, replicate="together")
     assert m.take(4) == [0, 0, 1, 1]
     assert m.take(1) == [2]
+    m = Sources(size=2, replicate="together")
+    m.take(12)
+    m.ask(ev.Arrive("T", "T-1"))
+    assert m.take(12, name="T") == [], "the window is full: T has room from now on"
+    for group in range(3):
+        m.end(group)
+    m.train(0)
+    assert m.take(2, Version(0, 1)) == [8, 8], "its share is one member"
 
 
 def test_a_sampler_that_lags_gets_the_groups_that_its_weights_may_sample() -> None:

@@ -30,7 +30,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import FlushedTokens
-from jaxroll.store.flushes import Stream
+from jaxroll.store.flushes import Stream, answers
 from jaxroll.store.log import schema
 from jaxroll.store.log.replay import replay_log
 from tests.harness.store import recorded_log
@@ -140,6 +140,14 @@ def test_completed_turns_come_with_what_was_shown_and_the_state(tmp_path: Path) 
         assert rows(at) == [(key[1], 0, 4)], "the member was started again"
 
     played(tmp_path, job)
+
+
+def test_pieces_that_do_not_follow_one_another_are_no_answer() -> None:
+    def part(start: int, prompt: str = "p") -> Partial:
+        return Partial(0, 0, 1, start, prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), (VersionRun(V0, 2),))
+
+    assert [len(one.tokens) for one in answers([part(0), part(2)])] == [4]
+    assert answers([part(0), part(4)]) == answers([part(2)]) == answers([part(0), part(2, "q")]) == ()
 
 
 def test_rows_that_cannot_be_read_are_an_error_of_the_infrastructure(tmp_path: Path) -> None:
