@@ -53,7 +53,7 @@ class Tag(NamedTuple):
 
 
 def _ns(delay_s: float, key: str) -> int:
-    if not (math.isfinite(delay_s) and delay_s >= 0):
+    if not (isinstance(delay_s, int | float) and math.isfinite(delay_s) and delay_s >= 0):
         raise ConfigError(key, delay_s, "a delay is a number of seconds", "Set it to 0 or more.")
     return round(delay_s * 1e9)
 
@@ -404,7 +404,7 @@ def run(
 
     See `Program.execution`. A program can be executed once: its reactors have state.
     """
-    if threads < 1:
+    if not (isinstance(threads, int) and threads >= 1):
         raise ConfigError("threads", threads, "no thread would call the reactions", "Set it to 1 or more.")
     with ThreadPoolExecutor(max(1, threads - 1), "reaction") as pool:
         for moments in program.execution(until_s, record):

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,11 +327,14 @@ def test_reactions_that_cannot_be_are_refused() -> None:
         one.output("out", int)
     with pytest.raises(ConfigError, match="Give a class"):
         one.output("list", list[int])
-    for delay_s in (-1.0, float("nan"), float("inf")):
+    delays_s: list[Any] = [-1.0, float("nan"), float("inf"), "0"]
+    for delay_s in delays_s:
         with pytest.raises(ConfigError, match="0 or more"):
             connect(one.out, node.inp, delay_s)
-    with pytest.raises(ConfigError, match="1 or more"):
-        reactor.run(adding()[1], 0)
+    counts: list[Any] = [0, "4", 1.5]
+    for threads in counts:
+        with pytest.raises(ConfigError, match="1 or more"):
+            reactor.run(adding()[1], threads)
 
 
 class Calls(Reactor):
