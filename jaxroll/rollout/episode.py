@@ -409,17 +409,17 @@ async def run(
             parts = {**result.reward_parts, "truncated": 0.0}
             return transcript.finished("stop" if turn == 0 else "done", result.reward, parts, result.extracted)
         shown = _rendered(tokenizer, result.messages, tools, first=False) if more else []
-        state = _kept_state(env, traits, result.state, env_calls.counts)
+        state = _kept_state(traits, result.state, env_calls.counts)
         stream = stream if state is not None else None
         if stream is not None and state is not None and more:
             stream.end_turn(completion, shown, state)
     return _cut(transcript)
 
 
-def _kept_state(env: Environment, declared: Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:
+def _kept_state(declared: Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:
     """The state after a step, if there is one that can be kept; one that is too large is a fault."""
     if state is not None and not declared.restores:
-        raise DataError(f"StepResult.state is given, but {type(env).__name__} has no method restore(state)")
+        raise DataError("StepResult.state is given, but the environment has no method restore(state)")
     if state is None or len(state) <= MAX_STATE_BYTES:
         return state
     counts.add_fault(f"state: {len(state)} bytes, at most {MAX_STATE_BYTES} are kept")

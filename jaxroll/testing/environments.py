@@ -259,8 +259,12 @@ class _Check:
             self._failed(play, env, outcome)
         if env is not None and env.close_error:
             self.add(f"close() raised {env.close_error}", self._where(play, env), "close must always succeed")
-        elif manager.env_calls.faults:
+        elif any(cause.startswith("close") for cause in manager.env_calls.faults):
             self.add("close() failed or took too long", self._where(play, env), "close must return at once")
+        for cause in manager.env_calls.faults:
+            if cause.startswith("state: "):
+                do = "keep less in it, or return the name of a snapshot"
+                self.add(f"StepResult.state has {cause.removeprefix('state: ')}", self._where(play, env), do)
         if env is not None and env.close_s > SLOW_CLOSE_S:
             self.add(
                 f"close() took {env.close_s:.1f} s",

@@ -147,6 +147,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("scoring took", "scoring process", "scoring failed"), "fix the scorer: it must return a finite number in time"),
     (("no room for an answer",), "show a shorter first message, or raise task.max_prompt_tokens"),
     (("not in the alphabet",), "use characters of the task's prompts and answers, or tokenizer.kind='hf'"),
+    (("no method restore",), "give it a method restore(state), or return state=None"),
     (("shows nothing",), "return done=True, or messages to answer"),
     (("a value of type", "is None", "nan", "inf,", "finite", "surrogate", "characters", "entries"),
      "return a StepResult whose fields have the types of jaxroll/protocols.py"),

@@ -51,6 +51,8 @@ def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> 
         pytest.param("prompt_by_chance", "two instances show different prompts", "seed", marks=pytest.mark.soak),
         ("by_chance", "the same answers have other consequences", "seed"),
         ("forgets", "a restored instance answers the next step in another way", "random generators"),
+        ("large_state", "StepResult.state has N bytes, at most N are kept", "name of a snapshot"),
+        ("no_restore", "the environment has no method restore", "return state=None"),
         ("shared", "instances that play at the same time disturb one another", "in the instance"),
         pytest.param("deaf", "a step goes on after it was cancelled", "CancelledError", marks=pytest.mark.soak),
         pytest.param("leaks_threads", "threads leak", "close()", marks=pytest.mark.soak),

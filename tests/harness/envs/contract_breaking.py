@@ -144,6 +144,29 @@ class Forgets(Kept):
         self._turns = 0
 
 
+@register("large_state")
+class LargeState(Forgets):
+    """An environment whose state is too large to be kept."""
+
+    async def step(self, answer: str) -> StepResult:
+        """Show the number of the turn."""
+        self._turns += 1
+        return StepResult(self._turns == 3, (Message("user", str(self._turns)),), state=b"%65537d" % self._turns)
+
+    async def restore(self, state: bytes) -> None:
+        """Continue after an earlier turn."""
+        self._turns = int(state)
+
+
+@register("no_restore")
+class NoRestore(Kept):
+    """An environment that returns a state and cannot be restored."""
+
+    async def step(self, answer: str) -> StepResult:
+        """Ask for another answer."""
+        return StepResult(False, (Message("user", "again"),), state=b"")
+
+
 @register("shared")
 class Shared(Kept):
     """State in the class: concurrent instances disturb each other."""
