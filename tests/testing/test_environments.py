@@ -24,7 +24,7 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["kept", "kept_in_process"])
+@pytest.mark.parametrize("name", ["kept", "kept_in_process", "continues"])
 def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> None:
     assert check_environment(NAME.format(name), tasks=TASKS, episodes=8) == []
 

@@ -167,6 +167,20 @@ class NoRestore(Kept):
         return StepResult(False, (Message("user", "again"),), state=b"")
 
 
+@register("continues")
+class Continues(Forgets):
+    """An environment whose state has all of it."""
+
+    async def step(self, answer: str) -> StepResult:
+        """Show the number of the turn."""
+        shown = await super().step(answer)
+        return StepResult(shown.done, shown.messages, state=b"%d" % self._turns)
+
+    async def restore(self, state: bytes) -> None:
+        """Go on."""
+        self._turns = int(state)
+
+
 @register("shared")
 class Shared(Kept):
     """State in the class: concurrent instances disturb each other."""
