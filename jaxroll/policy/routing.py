@@ -36,11 +36,11 @@ class Pools:
     def of(cls, given: Mapping[str, Any], tags: Sequence[str], samplers: int) -> Pools:
         """The pools of `placement.pools` for sources with these `tags`; ConfigError for malformed ones.
 
-        The first samplers belong to the first pool, the next ones to the second, and so on.
+        The first samplers belong to the pool with the first name, the next ones to that with the second, and so on.
         """
         pool_of: dict[str, str] = {}
         of_sampler: list[str] = []
-        for name, entry in given.items():
+        for name, entry in sorted(given.items()):  # run.json does not keep their order
             key = f"placement.pools.{name}"
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
                 raise ConfigError(key, name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
@@ -62,7 +62,9 @@ class Pools:
         if len(of_sampler) > samplers:
             reason = f"{len(of_sampler)} samplers are in pools, and sampler.count is {samplers}"
             raise ConfigError("placement.pools", dict(given), reason, "Raise sampler.count, or lower those of pools.")
-        return cls(tuple(given), tuple(pool_of.get(tag, "") for tag in tags) if given else (), tuple(of_sampler))
+        return cls(
+            tuple(sorted(given)), tuple(pool_of.get(tag, "") for tag in tags) if given else (), tuple(of_sampler)
+        )
 
     def of_work(self, source: int) -> str:
         """The pool that prefers prompts of source number `source`; '' if any does."""

@@ -93,6 +93,11 @@ def test_help_is_for_work_that_no_sampler_with_room_serves(work: str, with_room:
     )
 
 
+def test_samplers_are_in_the_same_pools_for_any_order_of_the_config() -> None:
+    one, other = {"a": {"samplers": 1, "tags": ["x"]}}, {"b": {"samplers": 2, "tags": ["y"]}}
+    assert Pools.of({**other, **one}, ["x", "y"], 3) == Pools.of({**one, **other}, ["x", "y"], 3)
+
+
 def test_pools_by_hand() -> None:
     given = {"fast": {"samplers": 1, "tags": ["chat"]}, "wide": {"samplers": 2, "tags": ["code", "agent"]}}
     pools = Pools.of(given, ["agent", "code", "chat", "o"], 4)
