@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -281,10 +280,11 @@ def _drain(items: queue.SimpleQueue) -> list:
 # --- Fair order of an engine's clients
 
 
-@dataclass
 class _Line(Generic[R]):
-    credit: float
-    waiting: deque[tuple[float, R]] = field(default_factory=deque)
+    __slots__ = ("credit", "waiting")
+
+    def __init__(self, credit: float, cost: float, item: R) -> None:
+        self.credit, self.waiting = credit, deque(((cost, item),))
 
 
 class FairQueue(Generic[R]):
@@ -302,7 +302,10 @@ class FairQueue(Generic[R]):
 
     def put(self, client: str, cost: float, item: R) -> None:
         """Add an item behind those of the same client."""
-        self._lines.setdefault(client, _Line(self._quantum)).waiting.append((cost, item))
+        if line := self._lines.get(client):
+            line.waiting.append((cost, item))
+        else:
+            self._lines[client] = _Line(self._quantum, cost, item)
         self._count += 1
 
     def pop(self) -> R:

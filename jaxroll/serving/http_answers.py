@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.stats import EngineStats
@@ -52,8 +51,10 @@ class TextStream:
                 self._from = len(self._ids) - _WINDOW
                 text = self._decode(self._ids[self._from :])
             self._before = text
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        return self._release(len(self._held) - keep)
+        if not self._stops:
+            text, self._held = self._held, ""
+            return text
+        return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
 
     def end(self, *, stopped: bool) -> str:
         """The remaining text; `stopped`: it ends before the first of `stops` in it."""
@@ -153,34 +154,37 @@ class Answer:
     """One answer, whose tokens arrive in pieces."""
 
     def __init__(self, tokenizer: Tokenizer, wanted: Wanted) -> None:
-        self._params, self._text = wanted.params, TextStream(tokenizer.decode, wanted.params.stop_strings)
+        self._wanted, self._text = wanted, TextStream(tokenizer.decode, wanted.params.stop_strings)
         self._calls = CallStream() if wanted.tools else None
         self.count, self.called = 0, 0
 
-    def add(self, piece: Completion) -> Piece:
-        """The content of new tokens."""
-        ids = piece.tokens.tolist()
+    def add(self, new: Sequence[Completion]) -> Piece:
+        """The content of new tokens: without log-probs and versions that are not wanted, to save time."""
+        ids: list[int] = []
+        for piece in new:
+            ids += piece.tokens.tolist()
         self.count += len(ids)
-        return self._piece(self._text.add(ids), ids, piece)
+        logprobs = [one for piece in new for one in piece.logprobs.tolist()] if self._wanted.logprobs else []
+        return self._piece(self._text.add(ids), ids, logprobs, joined_versions(new) if self._wanted.token_ids else ())
 
     def end(self, rest: Completion) -> Piece:
         """The content of the last tokens, and of those before that was held back."""
         ids = rest.tokens.tolist()
         self.count += len(ids)
         stopped = rest.finish == "stop"
-        by_token = stopped and bool(ids) and ids[-1] in self._params.stop_tokens
+        by_token = stopped and bool(ids) and ids[-1] in self._wanted.params.stop_tokens
         text = self._text.add(ids[:-1] if by_token else ids)
         text += self._text.end(stopped=stopped and not by_token)
-        piece = self._piece(text, ids, rest)
+        piece = self._piece(text, ids, rest.logprobs.tolist(), rest.versions)
         if self._calls is not None:
             piece.text += self._calls.end()
         piece.finish = "tool_calls" if self.called and stopped else rest.finish
         return piece
 
-    def _piece(self, text: str, ids: list[int], new: Completion) -> Piece:
+    def _piece(self, text: str, ids: list[int], logprobs: list[float], versions: tuple[VersionRun, ...]) -> Piece:
         content, calls = (text, []) if self._calls is None else self._calls.add(text)
         self.called += len(calls)
-        return Piece(content, calls, ids, new.logprobs.tolist(), new.versions)
+        return Piece(content, calls, ids, logprobs, versions)
 
 
 class Arriving:
@@ -203,32 +207,31 @@ class Arriving:
             self._asked, self._urgent = True, self._urgent or ends
             self._turns.wake(self._client, self._wake, urgent=self._urgent)
 
-    async def take(self) -> list[tuple[int, Completion]]:
-        """The answers with new tokens: those of each since the last call, or its end. Raises the first error."""
+    async def take(self) -> list[tuple[int, list[Completion]]]:
+        """The answers with new tokens: the pieces of each since the last call; the last one may be its end.
+
+        Raises the first error.
+        """
         await self._turn
         self._turn = asyncio.get_running_loop().create_future()
         self._asked, self._urgent, taken, self._new = False, False, self._new, {}
         if self._error is not None:
             raise self._error
-        return [(choice, joined(pieces)) for choice, pieces in taken.items()]
+        return list(taken.items())
 
     def _wake(self) -> None:
         if self._asked and not self._turn.done():  # it is done, if the request was cancelled
             self._turn.set_result(None)
 
 
-def joined(pieces: Sequence[Completion]) -> Completion:
-    """The tokens of `pieces`; the last one if it is the end, which has all tokens."""
-    last = pieces[-1]
-    if len(pieces) == 1 or last.finish:
-        return last
+def joined_versions(pieces: Sequence[Completion]) -> tuple[VersionRun, ...]:
+    """The versions of the tokens of `pieces`, which follow each other."""
     versions: list[VersionRun] = []
     for run in (run for piece in pieces for run in piece.versions):
         if versions and versions[-1].version == run.version:
             run = VersionRun(run.version, versions.pop().count + run.count)
         versions.append(run)
-    tokens = np.concatenate([piece.tokens for piece in pieces])
-    return Completion(tokens, np.concatenate([piece.logprobs for piece in pieces]), tuple(versions), "")
+    return tuple(versions)
 
 
 # --- Layouts of the HTTP front end's answers: OpenAI's completions and chat completions, and answers by token ids
@@ -325,6 +328,7 @@ class Layout:
     def __init__(self, model: Served, wanted: Wanted, id: str) -> None:
         self.model, self.wanted, self.id, self.created = model, wanted, id, int(unix_s())
         self.tokens, self.texts = 0, Counter[int]()
+        self._begun: set[int] = set()
         self._opening = b""
         self._opened_at: Version | None = None
 
@@ -336,20 +340,28 @@ class Layout:
 
     async def events(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream, without the last one."""
-        begun: set[int] = set()
         async with aclosing(pieces):
             async for index, piece in pieces:
-                first = index not in begun
-                begun.add(index)
-                self.tokens += len(piece.tokens)
-                choice = self.chunk(index, piece, first)
-                if first:
-                    yield event(self.head(self.chunk_object) | self.prompt(index) | {"choices": [choice]})
-                else:
-                    yield b'%b,"choices":[%b]}\n\n' % (self._opened(), msgspec.json.encode(choice))
-                self.texts[index] += len(piece.text)
-        if self.wanted.usage:
-            yield event(self.head(self.chunk_object) | {"choices": [], "usage": self.usage()})
+                yield self.event_of(index, piece)
+        for one in self.closing():
+            yield one
+
+    def event_of(self, index: int, piece: Piece) -> bytes:
+        """The event of the next piece of an answer."""
+        first = index not in self._begun
+        self.tokens += len(piece.tokens)
+        choice = self.chunk(index, piece, first)
+        self.texts[index] += len(piece.text)
+        if first:
+            self._begun.add(index)
+            return event(self.head(self.chunk_object) | self.prompt(index) | {"choices": [choice]})
+        return b'%b,"choices":[%b]}\n\n' % (self._opened(), msgspec.json.encode(choice))
+
+    def closing(self) -> list[bytes]:
+        """The events after the last piece: the usage, if it is wanted."""
+        return (
+            [event(self.head(self.chunk_object) | {"choices": [], "usage": self.usage()})] if self.wanted.usage else []
+        )
 
     def _opened(self) -> bytes:
         """The head of an event, encoded once for each weight version: all later events of a stream begin with it."""

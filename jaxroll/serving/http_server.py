@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -159,9 +160,10 @@ class FrontEnd:
         return f"{kind}-{self._ids}"
 
     async def _answered(self, request: Request, body: Mapping[str, Any], wanted: Wanted, layout: Layout) -> ASGIApp:
-        pieces = self._pieces(wanted, client_of(request, body))
+        client = client_of(request, body)
         if wanted.stream:
-            return EventStream(request, layout.events(pieces))
+            return EventStream(request, self._shown(wanted, client, layout.event_of, layout.closing))
+        pieces = self._shown(wanted, client, lambda choice, piece: (choice, piece))
         return json_response(await while_connected(request, self._all(pieces, layout)))
 
     async def _all(self, arriving: AsyncGenerator[tuple[int, Piece], None], layout: Layout) -> dict[str, Any]:
@@ -171,10 +173,13 @@ class FrontEnd:
                 pieces[choice] = piece
         return layout.whole([pieces[choice] for choice in sorted(pieces)])
 
-    async def _pieces(self, wanted: Wanted, client: str) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The choice and content of every piece: of a stream as they are sampled, otherwise one for each answer.
+    async def _shown(
+        self, wanted: Wanted, client: str, show: Callable[[int, Piece], T], closing: Callable[[], list[T]] = list
+    ) -> AsyncGenerator[T, None]:
+        """`show` of the choice and content of every piece, then `closing`.
 
-        Ending the iteration aborts what runs. ApiError (429) if too many requests of this client wait.
+        The pieces of a stream come as they are sampled, otherwise there is one for each answer. Ending the iteration
+        aborts what runs. ApiError (429) if too many requests of this client wait.
         """
         counts, total = self.counts, len(wanted.prompts) * wanted.count
         share = self.model.max_open // (len(counts.of_client) + (client not in counts.of_client))
@@ -194,9 +199,10 @@ class FrontEnd:
         left = total
         try:
             while left:
-                for choice, new in await arriving.take():
+                for choice, pieces in await arriving.take():
+                    new = pieces[-1]
                     if not new.finish:
-                        yield choice, made[choice].add(new)
+                        yield show(choice, made[choice].add(pieces))
                         continue
                     left -= 1
                     sent = made[choice].count
@@ -204,8 +210,10 @@ class FrontEnd:
                     rest = Completion(new.tokens[sent:], new.logprobs[sent:], versions, new.finish)
                     counts.answers += 1
                     counts.completion_tokens += len(new.tokens)
-                    yield choice, made[choice].end(rest)
+                    yield show(choice, made[choice].end(rest))
             counts.prompt_tokens += sum(map(len, wanted.prompts))
+            for one in closing():
+                yield one
         finally:
             counts.open -= total
             counts.of_client[client] -= total
@@ -218,7 +226,7 @@ class FrontEnd:
     async def _one(self, choice: int, wanted: Wanted, client: str, arriving: Arriving) -> None:
         prompt = np.asarray(wanted.prompts[choice // wanted.count], np.int32)
         key = GenerationKey(choice // wanted.count, choice % wanted.count)
-        on_tokens = (lambda piece: arriving.add(choice, piece)) if wanted.stream else None
+        on_tokens = partial(arriving.add, choice) if wanted.stream else None
         try:
             async with self._admission.place(client, len(prompt) + wanted.params.max_tokens):
                 completion = await self.model.proxy.generate(prompt, key, wanted.params, on_tokens=on_tokens)

@@ -9,12 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxroll.protocols import Completion
+from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import VersionRun
 from jaxroll.serving.engine_thread import Admission, FairQueue, Turns
-from jaxroll.serving.http_answers import Arriving, joined
+from jaxroll.serving.http_answers import Answer, Arriving
+from jaxroll.serving.http_requests import Wanted
 from tests.harness.http_engine import TOKEN, V1, V2, Engine, served
-from tests.serving.test_http import connect, run
+from tests.serving.test_http import TEXT, connect, run
 
 
 def taken(queue: FairQueue[str]) -> list[str]:
@@ -173,7 +174,7 @@ def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answ
             turns.wake(f"other {number}", lambda number=number: others.append(number))
         arriving = Arriving("a", turns)
         arriving.add(0, PIECES[0])
-        assert await arriving.take() == [(0, PIECES[0])]
+        assert await arriving.take() == [(0, PIECES[:1])]
         first = len(others)
         arriving.add(0, PIECES[1])  # waits for its turn
         waiting = asyncio.ensure_future(arriving.take())
@@ -181,7 +182,7 @@ def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answ
             await asyncio.sleep(0)
         assert first <= Turns.AT_ONCE and not waiting.done()
         arriving.add(0, END)
-        assert await waiting == [(0, END)] and len(others) <= 500 + 4 * Turns.AT_ONCE
+        assert await waiting == [(0, [PIECES[1], END])] and len(others) <= 500 + 4 * Turns.AT_ONCE
 
     run(check())
 
@@ -193,12 +194,10 @@ def test_tokens_that_arrive_before_their_turn_are_sent_together() -> None:
         for piece in PIECES:
             arriving.add(0, piece)
         arriving.add(1, PIECES[0])
-        found = dict(await arriving.take())
-        assert found[0].tokens.tolist() == [1, 2, 3, 4] and found[0].logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
-        assert found[0].versions == (VersionRun(V1, 2), VersionRun(V2, 2)) and found[1] == PIECES[0]
+        assert dict(await arriving.take()) == {0: PIECES, 1: PIECES[:1]}
         for later in (PIECES[2], END):
             arriving.add(0, later)
-        assert await arriving.take() == [(0, END)]
+        assert await arriving.take() == [(0, [PIECES[2], END])]
         arriving.add(0, OSError("gone"))
         with pytest.raises(OSError, match="gone"):
             await arriving.take()
@@ -218,5 +217,9 @@ PIECES = [
 END = piece([1, 2, 3, 4], VersionRun(V1, 4), finish="stop")
 
 
-def test_the_end_of_an_answer_replaces_its_pieces() -> None:
-    assert joined([*PIECES, END]) is END and joined(PIECES[:1]) is PIECES[0]
+def test_pieces_that_are_sent_together_have_the_tokens_log_probs_and_versions_of_each() -> None:
+    wanted = Wanted(([1],), 1, SamplingParams(4), stream=True, logprobs=True, token_ids=True)
+    sent = Answer(TEXT, wanted).add(PIECES)
+    assert sent.tokens == [1, 2, 3, 4] and sent.logprobs == [-1.0, -2.0, -3.0, -4.0]
+    assert sent.versions == (VersionRun(V1, 2), VersionRun(V2, 2)) and sent.finish is None
+    assert Answer(TEXT, wanted).add(PIECES[:1]).versions == (VersionRun(V1, 1),)
