@@ -339,6 +339,34 @@ def test_a_resume_with_one_whole_batch_in_the_buffer_generates_the_batch_after_i
     run(job())
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_resume_trains_the_batch_in_its_buffer_before_the_next_one_is_complete(tmp_path: Path, claimed: bool) -> None:
+    """NeMo-RL 3828: training waits until the batch of the next step is complete, too: a round of rollouts a resume."""
+    steps, answer_s = 7, 1.0
+
+    async def job() -> None:
+        nonlocal answer_s
+        async with VirtualRun(small(steps=steps), tmp_path) as at:
+            state = lambda: at.store.keeper.state  # noqa: E731
+            at.sampler(behaviour=(engine := Behaviour(lambda key: answer_s)))
+            at.learner(train_s=5.0)
+            await until(lambda: Version(0, 5) in at.checkpoints.versions())
+            if not claimed:
+                await at.kill("learner")
+            await until(lambda: state().next_claim == 6 if claimed else len(ready(at)) == BATCH)
+            await at.kill()
+            before, answer_s = len(at.trained), 30.0
+            start_s, training = asyncio.get_running_loop().time(), resumed(at, engine, train_s=5.0)
+            assert (len(ready(at)), state().next_claim) == ((0, 6) if claimed else (BATCH, 5)), "of step 5 alone"
+            assert await training == 0
+            assert_each_step_counts_once(at, steps)
+            assert [one.step for one in at.trained[before:]] == [5, 6]
+            first_s, second_s = (one.at_s - start_s for one in at.trained[before:])
+            assert first_s < 5.0 < 30.0 < second_s, "step 5 is trained while the batch of step 6 is sampled"
+
+    run(job())
+
+
 @pytest.mark.parametrize("first", ["sampler", "learner"])
 def test_a_resumed_learner_publishes_its_weights_before_it_waits_for_rollouts(tmp_path: Path, first: str) -> None:
     """prime-rl 3004: the trainer waits for rollouts, and inference for the weights of the checkpoint, forever."""
