@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
@@ -35,15 +36,13 @@ TLS_VARIABLE = "JAXROLL_TLS"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
-SOON_S, SOON_SHARE = (
-    7 * 86400.0,
-    0.1,
-)  # warn of a certificate with less time, or a smaller fraction of its validity, left
+SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time, or a smaller part of its validity, left
 _MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
 
 
+_T = TypeVar("_T")
 _LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
@@ -58,20 +57,8 @@ class Material:
 
         New files in the folder are used from the next connection on.
         """
-        known, configuration = self.written(), self._server_configuration()
-        first = configuration
-
-        def current() -> grpc.ServerCertificateConfiguration:
-            nonlocal known, configuration
-            found = self.written()
-            if found != known:
-                # Files may be half copied; the next connection checks again.
-                with contextlib.suppress(OSError, ConfigError, InfraError):
-                    configuration = self._server_configuration()
-                    known = found
-            return configuration
-
-        return grpc.dynamic_ssl_server_credentials(first, current, require_client_authentication=mutual)
+        current = self._newest(self._server_configuration)
+        return grpc.dynamic_ssl_server_credentials(current(), current, require_client_authentication=mutual)
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         self.server_context(mutual=False)  # gRPC accepts any bytes, and its errors for wrong ones are not helpful
@@ -110,25 +97,17 @@ class Material:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a gRPC client."""
-        self.client_context()  # as in _server_configuration
+        return self._settled(self._channel_credentials)
+
+    def _channel_credentials(self) -> grpc.ChannelCredentials:
+        self._client_context()  # as in _server_configuration
         files = self.client_certificate()
         shown = (_read(files[1]), _read(files[0])) if files else (None, None)
         return grpc.ssl_channel_credentials(_read(self.folder / CA), *shown)
 
     def server_contexts(self, *, mutual: bool) -> Callable[[], ssl.SSLContext]:
         """A function that returns the context for the next connection of a listening socket, from the newest files."""
-        known, context = self.written(), self.server_context(mutual=mutual)
-
-        def current() -> ssl.SSLContext:
-            nonlocal known, context
-            found = self.written()
-            if found != known:
-                with contextlib.suppress(OSError, ConfigError, InfraError):
-                    context = self.server_context(mutual=mutual)
-                    known = found
-            return context
-
-        return current
+        return self._newest(lambda: self.server_context(mutual=mutual))
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
         """The SSL context of a listening socket."""
@@ -142,10 +121,43 @@ class Material:
 
     def client_context(self) -> ssl.SSLContext:
         """The SSL context of a connecting socket; it verifies the server's name."""
+        return self._settled(self._client_context)
+
+    def _client_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context, self.client_certificate())
         return context
+
+    def _newest(self, make: Callable[[], _T]) -> Callable[[], _T]:
+        """A function that returns the result of `make` from the newest files."""
+        known, made = self.written(), self._settled(make)
+
+        def current() -> _T:
+            nonlocal known, made
+            found = self.written()
+            if found != known:
+                # Files may be half copied; the next connection checks again.
+                with contextlib.suppress(OSError, ConfigError, InfraError):
+                    made, known = make(), found
+            return made
+
+        return current
+
+    def _settled(self, make: Callable[[], _T]) -> _T:
+        """The result of `make` from files of which none was replaced meanwhile; its error if it fails _PROBES times."""
+        left = _PROBES
+        while True:
+            before, left = self.written(), left - 1
+            try:
+                made = make()
+            except ConfigError:
+                if not left:
+                    raise
+                time.sleep(_PROBE_PAUSE_S)  # new files may be half copied, and a key then belongs to no certificate
+            else:
+                if not left or before == self.written():
+                    return made
 
     def _load(self, context: ssl.SSLContext, shown: tuple[Path, Path] | None) -> None:
         remake = f"{_REMAKE[0].upper()}{_REMAKE[1:]}."
@@ -187,8 +199,6 @@ class Material:
 def _read(path: Path) -> bytes:
     """The content of a regular file of bounded size; ConfigError for anything else, InfraError at a limit."""
     try:
-        if not path.exists():
-            time.sleep(_PROBE_PAUSE_S)  # while a folder is replaced by another one, its files are missing
         return disk.read_bytes(path, _MOST_BYTES)
     except (OSError, DataError) as error:
         _raise_if_at_limit(error, path)
@@ -341,12 +351,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.1f} hours"
 
 
-def close_quietly(sock: socket.socket) -> None:
-    """Close a socket in any state."""
-    with contextlib.suppress(OSError):
-        sock.close()
-
-
 # --- Validity of a certificate, read from its PEM text (Python's `ssl` returns only that of a peer)
 
 _VERSION, _UTC_TIME = 0xA0, 0x17  # tags of DER, X.690
@@ -389,9 +393,8 @@ def _seconds(tag: int, text: bytes) -> float:
 
 # --- a private certificate authority for one run, made with the program `openssl`
 #
-# RUN/tls gets a CA, a certificate for the processes that listen (store, learner), with the names of their hosts, and a
-# certificate for those that only call. Made again, the CA stays and the certificates are new: clients that trust the CA
-# need no new copy of it. The CA is valid ten times as long; one that would end before the new certificates is made new.
+# The CA stays when certificates are made again, so that clients need no new copy of it. It is valid ten times as long;
+# one that would end before the new certificates is made new.
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
@@ -419,20 +422,25 @@ def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
             "RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})", "Name a folder that can be written."
         ) from error
     kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _outlives(folder / CA, days)
-    if not kept:
-        _authority(folder, max(_CA_LIVES * days, 1))
     serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
-    _certificate(folder, CERT, KEY, "jaxroll server", serving, days)
-    _certificate(folder, CLIENT_CERT, CLIENT_KEY, "jaxroll client", "clientAuth", days)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # running roles load what is in `folder` at any moment
+        made = Path(scratch)
+        if kept:
+            shutil.copy2(folder / CA, made)
+            shutil.copy2(folder / CA_KEY, made)
+        else:
+            _authority(made, max(_CA_LIVES * days, 1))
+        _certificate(made, CERT, KEY, "jaxroll server", serving, days)
+        _certificate(made, CLIENT_CERT, CLIENT_KEY, "jaxroll client", "clientAuth", days)
+        for name in (CA_KEY, CA, KEY, CERT, CLIENT_KEY, CLIENT_CERT):
+            (made / name).replace(folder / name)
     protocol.create(run_dir)
     return _next_steps(folder, names, kept)
 
 
 def _subject_name(host: str) -> str:
-    try:
+    with contextlib.suppress(ValueError):
         return f"IP:{ipaddress.ip_address(host)}"
-    except ValueError:
-        pass
     if not all(part and part.isascii() and part.replace("-", "").isalnum() for part in host.split(".")):
         raise ConfigError("--host", host, "neither a host name nor an address", "Write it as other machines do.")
     return f"DNS:{host}"
@@ -440,10 +448,9 @@ def _subject_name(host: str) -> str:
 
 def _outlives(ca: Path, days: int) -> bool:
     """True if the CA is still valid when a certificate of so many days, made now, ends."""
-    try:
+    with contextlib.suppress(ValueError):
         return validity(ca.read_text(encoding="utf-8"))[1] >= time.time() + days * 86400
-    except ValueError:
-        return False
+    return False
 
 
 def _authority(folder: Path, days: int) -> None:
@@ -454,16 +461,13 @@ def _authority(folder: Path, days: int) -> None:
 
 
 def _certificate(folder: Path, cert: str, key: str, name: str, extensions: str, days: int) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        request, extra, made_key, made = (Path(scratch) / part for part in ("request", "extensions", "key", "cert"))
-        _key(made_key)
-        _openssl("req", "-new", "-key", made_key, "-subj", f"/CN={name}", "-out", request)
-        extra.write_text(f"basicConstraints=CA:FALSE\nextendedKeyUsage={extensions}\n", encoding="utf-8")
-        _openssl("x509", "-req", "-in", request, "-CA", folder / CA, "-CAkey", folder / CA_KEY, "-CAcreateserial",
-                 "-CAserial", Path(scratch) / "serial", "-sha256", "-days", days, "-extfile", extra,
-                 "-out", made)  # fmt: skip
-        made_key.replace(folder / key)
-        made.replace(folder / cert)
+    request, extra = folder / "request", folder / "extensions"
+    _key(folder / key)
+    _openssl("req", "-new", "-key", folder / key, "-subj", f"/CN={name}", "-out", request)
+    extra.write_text(f"basicConstraints=CA:FALSE\nextendedKeyUsage={extensions}\n", encoding="utf-8")
+    _openssl("x509", "-req", "-in", request, "-CA", folder / CA, "-CAkey", folder / CA_KEY, "-CAcreateserial",
+             "-CAserial", folder / "serial", "-sha256", "-days", days, "-extfile", extra,
+             "-out", folder / cert)  # fmt: skip
 
 
 def _key(path: Path) -> None:
@@ -479,12 +483,8 @@ def _openssl(*words: object) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        raise ConfigError(
-            "openssl",
-            command[1],
-            f"failed ({lines[-1] if lines else 'without a message'})",
-            "Check that the run's folder can be written.",
-        ) from error
+        reason = f"failed ({lines[-1] if lines else 'without a message'})"
+        raise ConfigError("openssl", command[1], reason, "Check that the run's folder can be written.") from error
 
 
 def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:

@@ -358,12 +358,10 @@ class TcpReader:
         try:
             self._sock.settimeout(self._deadline.left_s())
             return tls.client_context().wrap_socket(self._sock, server_hostname=host)
-        except TimeoutError as error:
-            tls_files.close_quietly(self._sock)
-            raise self._deadline.passed() from error
         except OSError as error:
-            tls_files.close_quietly(self._sock)
-            raise self._lost(error) from error
+            with contextlib.suppress(OSError):
+                self._sock.close()
+            raise (self._deadline.passed() if isinstance(error, TimeoutError) else self._lost(error)) from error
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked."""

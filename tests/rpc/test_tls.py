@@ -323,3 +323,57 @@ def test_a_listening_socket_shows_new_certificates(tmp_path: Path, certified: Si
     assert contexts() is first, "an invalid certificate is not used"
     tls.make_certificates(tmp_path / "run", [], 1)
     assert contexts() is not first
+
+
+def test_certificates_that_are_replaced_while_they_are_read_end_no_role(
+    tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role that read the old certificate and the new key refused them, and is not started again: the run ended."""
+    folder, read = tmp_path / "run" / "tls", tls.disk.read_bytes
+    material = Material(folder)
+    uses = (material.client_context, material.channel_credentials, partial(material.server_credentials, mutual=True))
+    for use in (*uses, partial(material.server_contexts, mutual=True)):
+        shutil.copytree(certified.server.folder, folder)
+        for name in ("cert.pem", "client-cert.pem"):  # half of the new files are there
+            shutil.copy(certified.root / "other" / "tls" / name, folder)
+        monkeypatch.setattr(
+            tls.time, "sleep", lambda _: shutil.copytree(certified.server.folder, folder, dirs_exist_ok=True)
+        )
+        assert use() is not None
+        shutil.rmtree(folder)
+
+    shutil.copytree(certified.root / "run" / "tls", folder)
+    new, reads = (
+        {path.name: path.read_bytes() for path in (certified.root / "other" / "tls").iterdir()},
+        iter(range(99)),
+    )
+
+    def replaced_after_the_key(path: Path, most_bytes: int) -> bytes:
+        found = read(path, most_bytes)
+        if next(reads) == 3:  # three were read for a check
+            for name in new:
+                (folder / name).unlink(missing_ok=True)
+                (folder / name).write_bytes(new[name])
+        return found
+
+    monkeypatch.setattr(tls.disk, "read_bytes", replaced_after_the_key)
+    monkeypatch.setattr(tls.grpc, "ssl_channel_credentials", lambda *shown: shown)
+    assert material.channel_credentials() == (new["ca.pem"], new["client-key.pem"], new["client-cert.pem"])
+
+
+def test_while_certificates_are_made_again_the_folder_holds_whole_ones(
+    tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(certified.root / "run", tmp_path / "run")
+    material, made, found = Material(tmp_path / "run" / "tls"), tls._openssl, []
+
+    def after_each_step(*words: object) -> None:
+        made(*words)
+        found.append(material.written())
+
+    monkeypatch.setattr(tls, "_openssl", after_each_step)
+    (tmp_path / "run" / "tls" / "ca-key.pem").unlink()  # so that the CA is a new one too
+    before = material.written()
+    assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 1)
+    assert len(found) == 8 and set(found) == {before} and not set(before) & set(material.written())
+    assert sorted(os.listdir(material.folder)) == sorted(os.listdir(certified.root / "run" / "tls"))
