@@ -60,6 +60,7 @@ SILENCE_S = 8.0
 LAST_STEPS = 10
 FRUITLESS = 5  # processes in a row that ended by themselves before a step was trained
 SKIPS = 3  # so often a fault may be skipped before it is injected once
+TORN = "does not belong to"  # a role met certificates that were half replaced, which must not end it
 FORGOTTEN_S = 180.0  # faults of at most this age may explain an end of the run
 
 
@@ -214,7 +215,7 @@ class Attack:
         text = f"the run ended with {code} after {', '.join(suspects) or 'no fault'}: {words}"
         self.tally.ends.append(text)
         traceback = "Traceback" in self.run.output("err").read_text(errors="replace")
-        if traceback or not any(FAULTS[name].ends for name in suspects):
+        if traceback or TORN in words or not any(FAULTS[name].ends for name in suspects):
             self.tally.wrong.append(text)
         self.tally.fruitless = self.tally.fruitless + 1 if self.run.step == self.step_at_end else 1
         self.step_at_end = self.run.step

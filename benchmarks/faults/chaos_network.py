@@ -98,12 +98,13 @@ class Certificates:
     def _replace(self, run: Run) -> None:
         from jaxroll.rpc import tls
 
+        if self.new == "same":  # file by file, as the documented command does it
+            tls.make_certificates(run.run_dir, [], 1)
+            return
         scratch, folder = run.run_dir.parent / "certificates", RunPaths(run.run_dir).tls
         made = RunPaths(scratch).tls
         scratch.mkdir()
         try:
-            if self.new == "same":
-                shutil.copytree(folder, made)
             tls.make_certificates(scratch, [], -1 if self.new == "expired" else 1)
             if self.new == "wrong":
                 shutil.copy(folder / tls.CA, made / tls.CA)

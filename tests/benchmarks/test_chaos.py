@@ -453,3 +453,16 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
     assert (result["lost"], result["trained_twice"], result["conservation"]) == (0, 0, 0)
     assert result["replay_clean"] and result["prompts_in_order"] and result["age_max"] <= result["alpha"]
     assert not (tmp_path / "attack").exists(), "its files stay behind"
+
+
+@pytest.mark.parametrize(("words", "wrong"), [("expired", 0), ("client-key.pem does not belong to client-cert.pem", 1)])
+def test_half_replaced_certificates_explain_no_end_of_a_run(load, tmp_path: Path, words: str, wrong: int) -> None:
+    (tmp_path / "err").touch()
+    chaos = load("benchmarks.faults.chaos")
+    tally = chaos.Tally()
+    tally.note("tls_expired")
+    run = SimpleNamespace(
+        process=SimpleNamespace(returncode=64), last_words=lambda: words, output=tmp_path.joinpath, step=1, start=list
+    )
+    chaos.Attack._ended(SimpleNamespace(run=run, tally=tally, step_at_end=0, tell=print))
+    assert len(tally.ends) == 1 and len(tally.wrong) == wrong
