@@ -12,10 +12,11 @@ import functools
 import itertools
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from heapq import heappop, heappush
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -363,30 +364,69 @@ class Admission:
                 turn.set_result(None)
 
 
+class _Lines:
+    """Answers that wait for their turn: those of each client in order, the client served longest ago first."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, deque[Callable[[], object]]] = {}
+        self.order: list[tuple[int, str]] = []  # a heap of the turns at which the clients were served last
+
+
 class Turns:
     """Wakes answers that have new tokens: a few in each pass of the event loop, and the clients in turn.
 
     A stream that is woken late has more tokens then, and sends them in one event. So the work of a pass is bounded,
-    however fast the engine is. Answers that begin or end are woken before the others, because their clients wait for
-    them (RFC 8290 does so with new flows); at most half of a pass is for them while others wait.
+    however fast the engine is. The client that was served longest ago is next: in the order in which tokens arrive, one
+    that was served just after a step of the engine would wait for the next step and for a whole round in addition.
+    Answers that begin or end are woken before the others, because their clients wait for them (RFC 8290 does so with
+    new flows); at most half of a pass is for them while others wait.
     """
 
     AT_ONCE = 8
+    CLIENTS = 4096  # whose last turn is known; another client is last in its first round
 
     def __init__(self) -> None:
-        self._urgent, self._others = (FairQueue[Callable[[], object]](1) for _ in range(2))
+        self._urgent, self._others = _Lines(), _Lines()
+        self._turn, self._passing = 0, False
+        self._served: OrderedDict[str, int] = OrderedDict()
 
     def wake(self, client: str, wake: Callable[[], object], *, urgent: bool = False) -> None:
         """Call `wake` when it is the turn of `client`."""
-        (self._urgent if urgent else self._others).put(client, 1, wake)
-        if len(self._urgent) + len(self._others) == 1:
+        lines = self._urgent if urgent else self._others
+        if line := lines.waiting.get(client):
+            line.append(wake)
+        else:
+            lines.waiting[client] = deque((wake,))
+            heappush(lines.order, (self._served.get(client) or self._next(), client))
+        if not self._passing:
+            self._passing = True
             asyncio.get_running_loop().call_soon(self._pass)
+
+    def _next(self) -> int:
+        self._turn += 1
+        return self._turn
 
     def _pass(self) -> None:
         for turn in range(self.AT_ONCE):
             first, then = (self._urgent, self._others) if turn % 2 else (self._others, self._urgent)
-            if not (queue := first or then):
-                return
-            queue.pop()()
-        if self._urgent or self._others:
+            lines = first if first.order else then
+            if not lines.order:
+                break
+            self._pop(lines)()
+        self._passing = bool(self._urgent.order or self._others.order)
+        if self._passing:
             asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pop(self, lines: _Lines) -> Callable[[], object]:
+        client = heappop(lines.order)[1]
+        line, now = lines.waiting[client], self._next()
+        wake = line.popleft()
+        if line:
+            heappush(lines.order, (now, client))
+        else:
+            del lines.waiting[client]
+        self._served[client] = now
+        self._served.move_to_end(client)
+        if len(self._served) > self.CLIENTS:
+            self._served.popitem(last=False)
+        return wake

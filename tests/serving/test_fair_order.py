@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -149,6 +150,25 @@ def test_streams_are_woken_a_few_at_a_time_and_the_clients_in_turn() -> None:
         assert len(woken) == Turns.AT_ONCE and woken.index("polite") == 1
         while len(woken) < 256:
             await asyncio.sleep(0)
+
+    run(check())
+
+
+def test_the_client_that_was_served_longest_ago_is_next(monkeypatch) -> None:
+    async def check() -> None:
+        monkeypatch.setattr(Turns, "CLIENTS", 2)
+        turns, woken = Turns(), list[str]()
+
+        async def after(*clients: str) -> list[str]:
+            woken.clear()
+            for client in clients:
+                turns.wake(client, partial(woken.append, client))
+            await asyncio.sleep(0)
+            return woken
+
+        assert await after("a", "b") == ["a", "b"]
+        assert await after("c", "b", "a") == ["a", "b", "c"]  # in its first round "c" is last
+        assert await after("d", "a", "c", "b") == ["b", "c", "d", "a"]  # the turn of "a" is forgotten
 
     run(check())
 
