@@ -118,7 +118,8 @@ def run_offline(options: argparse.Namespace) -> int:
     if options.command == "eval" and options.run and not options.child:
         _evaluate_model_folder(options)
     check = None if options.command == "sft" or options.child else preflight.check_trained
-    config, path = _model_folder(options) or _config_and_run(options, options.command, check)
+    named = _model_folder(options) or preflight.run_with_other_sets(options)
+    config, path = named or _config_and_run(options, options.command, check)
     if options.child:
         args = RoleArgs(config, path)
         if options.command != "sft":
@@ -132,6 +133,7 @@ def run_offline(options: argparse.Namespace) -> int:
     inventory = program.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
+    env |= run_dir.config_environment(path, config)
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)

@@ -417,6 +417,24 @@ def named_config(options: argparse.Namespace) -> Config:
     return configs.load(options.config, options.overrides)
 
 
+def run_with_other_sets(options: argparse.Namespace) -> tuple[Config, Path] | None:
+    """For `eval RUN --config=FILE`: the config of the run with the evaluator of the file, and the run's folder.
+
+    None for other commands, if RUN is not a run, and in the child, which is given this config. ConfigError if the run
+    has no weights, or if a set is malformed or lacks its file.
+    """
+    if options.command != "eval" or options.child or not (options.config and options.run):
+        return None
+    path = run_dir.checked(options.run)
+    if not RunPaths(path).run_file.exists():
+        return None
+    config = replace(run_dir.load_config(path), evaluator=named_config(options).evaluator)
+    config = configs.parse(configs.to_dict(config))
+    check_trained(path, config)
+    _check_files(config)
+    return config, path
+
+
 def check_role(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError if the run does not have this role."""
     if options.command == COLOCATED and not config.placement.colocated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -299,6 +300,37 @@ def test_eval_of_a_model_s_folder_takes_the_task_from_a_config(here: Path, capsy
     config = run_dir.load_config(run)
     assert (config.model.path, config.tokenizer.path, config.tokenizer.kind) == (str(model), str(model), "hf")
     assert calls(run) == [["eval", f"--run={run}", "--set=heldout", "--json"]]
+
+
+SETS = """
+from jaxroll.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.evaluator.sets = {"hard": {"name": "gcd", "items": 2}, "file": {"source": "jsonl", "path": "rows.jsonl"}}
+    return config
+"""
+
+
+def test_eval_of_a_run_takes_other_sets_from_a_config(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "sets.py").write_text(SETS)
+    path = run_dir.create(here / "r", configs.load(SMOKE), [])
+    words = ["eval", "r", "--config=sets.py", "--set=hard"]
+    assert cli.main(words) == 64 and "neither checkpoints nor a warm start" in capsys.readouterr().err
+    (path / "warm").mkdir()
+    assert cli.main(words) == 64 and "evaluator.sets.file.path = " in capsys.readouterr().err
+    (here / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    calls: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(commands, "run_foreground", lambda argv, env: calls.append((argv[3:], env)))
+    assert cli.main(words) == 0
+    ((argv, env),) = calls
+    assert argv == ["eval", f"--run={path}", "--set=hard"]
+    found, own = run_dir.given_config(path, env), run_dir.load_config(path)
+    assert set(found.evaluator.sets) == {"hard", "file"} and not own.evaluator.sets
+    assert dataclasses.replace(found, evaluator=own.evaluator) == own
 
 
 COMMANDS = [one for group in cli.GROUPS.values() for one in group]
