@@ -72,8 +72,10 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         disk.sync_folder(unfinished)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(folder)  # a full disk raises without a name
         raise
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

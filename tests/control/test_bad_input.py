@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
 from jaxroll.roles import actor, colocated, session, store
 from jaxroll.store import client
 from jaxroll.store.client import StoreClient
+from tests.harness.cluster import disks
 from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, stop_the_store, too_large, writes
 from tests.harness.run_folder import make_run
 
@@ -360,3 +362,16 @@ def test_exports_to_paths_that_cannot_be_written(
     assert code in (0, EXIT_CONFIG) and "Traceback" not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"] and (tmp_path / "file").read_text() == "kept"
     assert Path("/dev/full").is_char_device()
+
+
+def test_a_full_disk_is_named_with_the_remedy(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SQLite needs room to read a log."""
+    with disks.small_disk(tmp_path / "small", 8) as small:
+        run = str(shutil.copytree(whole, small.path / "run"))
+        small.fill()
+        out = f"--jsonl={tmp_path / 'out.jsonl'}"
+        for words in (["report", run], ["inspect", run], ["replay", run], ["export", run, out]):
+            code, err = outcome(words, capsys)
+            assert code == EXIT_FAILURE and err.startswith("error: ") and err.count("\n") == 1, (words, err)
+            assert re.search(rf"0 MB are free at {re.escape(str(small.path))}\S*: make room", err), (words, err)
+    assert not (tmp_path / "out.jsonl").exists()

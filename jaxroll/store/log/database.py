@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from jaxroll import wire
+from jaxroll import disk, wire
 from jaxroll.errors import ConfigError, DataError, InfraError, one_line
 from jaxroll.records import Task
 from jaxroll.run_paths import RunPaths
@@ -412,7 +412,10 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
-    """Turn the errors that malformed rows cause (wrong type, out of range, beyond the file) into one DataError."""
+    """Turn the errors that malformed rows cause (wrong type, out of range, beyond the file) into one DataError.
+
+    SQLite cannot read a log on a full disk either: the error then has the disk and its remedy instead of `remedy`.
+    """
     try:
         yield
     except (
@@ -427,6 +430,7 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
         MemoryError,
     ) as error:
         named = "" if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)) else f"{type(error).__name__}: "
+        remedy = (isinstance(error, sqlite3.Error) and disk.remedy(error, run_dir)) or remedy
         raise DataError(one_line(f"{RunPaths(run_dir).database}: {named}{error}; {remedy}")) from error
 
 
