@@ -63,9 +63,20 @@ TASKS = {
     "shop": Task("shop", changes=(RANDOM, "task.args.items=2", "task.args.max_turns=6", "sft.steps=60")),
     "sokoban": Task(
         "sokoban",
-        changes=("task.args.pulls=1", "task.args.max_turns=6", "schedule.steps=60", "schedule.groups_per_step=12"),
+        changes=(
+            "task.args.columns=3",
+            "task.args.pulls=1",
+            "task.args.max_turns=5",
+            "task.args.noise=0.3",
+            "sft.steps=120",
+            "schedule.steps=60",
+            "schedule.groups_per_step=12",
+        ),
     ),
-    "tool_calls": Task("tool_calls", changes=(RANDOM, "task.args.max_turns=2")),
+    "tool_calls": Task(  # the right one of two tools, about one item
+        "tool_calls",
+        changes=(RANDOM, "task.args.max_turns=2", "task.args.problems=benchmarks.lib.opponents:one_item"),
+    ),
     "code_repair": Task("code_repair", changes=(RANDOM, "task.args.lines=1", "task.args.max_turns=2", "sft.steps=150")),
     "agent": Task("agent_calculator", changes=("schedule.steps=24", "evaluator.every=12", "task.heldout_items=64")),
     "openenv": Task(

@@ -1,9 +1,11 @@
-"""A game of PettingZoo against an opponent that moves at random, for the environment `pettingzoo`."""
+"""Tasks that a tiny model learns in minutes: a game against a random opponent, and a question about one item."""
 
 from __future__ import annotations
 
 from random import Random
 from typing import Any
+
+from jaxroll.envs.adapters.tool_calls import Problem, Tool, stocktaking
 
 
 def tictactoe(**make: Any) -> Any:
@@ -33,3 +35,20 @@ def tictactoe(**make: Any) -> Any:
             super().step(self._opponent.choice(legal))
 
     return AgainstRandom(tictactoe_v3.env(**make))
+
+
+def one_item(seed: int) -> Problem:
+    """The question of `stocktaking` about the item `abc`, with numbers of one digit: the tool is to be chosen.
+
+    A tiny model cannot copy the name of an item that it has not seen, so its calls in `stocktaking` find nothing.
+    """
+    random = Random(f"one item {seed}")
+    wanted, numbers = random.choice(("price", "stock")), dict[str, int]()
+    numbers["price"], numbers["stock"] = random.sample(range(10), 2)
+    tools = tuple(
+        Tool(tool.name, tool.description, tool.parameters, lambda item, of=tool.name: numbers[of])
+        for tool in stocktaking(0).tools
+    )
+    calls = {name: (name, {"item": "abc"}) for name in numbers}
+    question = f"What is the {wanted} of abc? Answer with the number alone."
+    return Problem(question, f"{wanted} abc", str(numbers[wanted]), tools, (calls[wanted],), tuple(calls.values()))
