@@ -11,6 +11,8 @@ tokens is at most 2 times that of `quiet`.
 The processor time of an event and of a request is measured apart from all sockets: `cost` drives the front end by 64
 connections in this process, a token at a time, with each parser of HTTP that is installed.
 
+With `make venv-jetstream`, google-jetstream's own server streams from an equal stub, over gRPC (`jetstream`).
+
 Clients would run on other machines, so their processor time is kept out as far as possible: the flood is read by one
 process of low priority that only counts, and the one's times are those at which the kernel received its tokens.
 
@@ -41,6 +43,7 @@ import psutil
 import uvicorn
 from uvicorn.server import ServerState
 
+from benchmarks.lib.child import Child, python_of
 from benchmarks.lib.report import Runs, arguments, finish, percentile_ms, ratio, say, spread
 from jaxroll.engine.stats import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
@@ -420,11 +423,14 @@ def main() -> None:
     settings = {"step_s": STEP_S, "batch": BATCH, "flood": FLOOD, "answer_tokens": list(ANSWER), "seconds": seconds}
     parsers = ["h11", *(["httptools"] if importlib.util.find_spec("httptools") else [])]
     runs = Runs("serving", settings, options.runs_file, options.resume)
+    peer = Child("benchmarks.engine.jetstream_arm", "jetstream", 1) if python_of("jetstream").exists() else None
+    peers = {} if peer is None else {"jetstream": partial(peer.ask, str(seconds))}
     found = runs.alternate(
         {
             "in_process": partial(in_process, seconds),
             "whole": partial(over_http, False, seconds),
             "stream": partial(over_http, True, seconds),
+            **peers,
             "quiet": partial(pace, 0, HERE, seconds),
             "flood": partial(pace, FLOOD - 1, ELSEWHERE, seconds),
             "crowd": partial(pace, FLOOD - 1, HERE, seconds),
@@ -432,15 +438,17 @@ def main() -> None:
         },
         rounds,
     )
+    if peer is not None:
+        peer.close()
     rates = {arm: [run["tokens_per_s"] for run in each] for arm, each in found.items() if arm not in parsers}
     p99 = {arm: [run["p99_ms"] for run in found[arm]] for arm in ("quiet", "flood", "crowd")}
-    share = {arm: ratio(rates[arm], rates["in_process"]) for arm in ("whole", "stream")}
+    share = {arm: ratio(rates[arm], rates["in_process"]) for arm in ("whole", "stream", *peers)}
     slower = {arm: ratio(p99[arm], p99["quiet"]) for arm in ("flood", "crowd")}
     fair = {arm: min(run["least_over_most"] for run in found[arm]) for arm in slower}
     cores = {
         arm: {who: spread([run[f"{who}_cores"] for run in found[arm]]) for who in ("server", "flood")} for arm in p99
     }
-    aims = {f"{arm} ≥ 0.95": share[arm]["value"] >= 0.95 for arm in share}
+    aims = {f"{arm} ≥ 0.95": share[arm]["value"] >= 0.95 for arm in ("whole", "stream")}
     aims |= {f"{arm} over quiet, p99 ≤ 2": slower[arm]["value"] <= 2 for arm in slower}
     aims |= {f"{arm}, least over most ≥ 0.5": fair[arm] >= 0.5 for arm in fair}
     say(f"aims: {aims}")
