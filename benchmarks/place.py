@@ -8,6 +8,9 @@
 - `hetero`: three clusters of equal price with the constants that AReaL-Hex publishes (arXiv 2511.00796): 24 H800 and 24
   H20, 32 H800, 88 H20. The planner picks for each, and the simulator gives the ratios. `null` gives both types the same
   rates and price, and answers of equal length.
+- `bound`: the same clusters without a simulation: the most tokens per second that their rates allow, if devices are
+  divided at will between one learner's type and samplers, nothing waits and weights are read for free. By the tokens of
+  context per decoded token, which decide whether decoding is bound by compute or by memory.
 - `large`: seconds of a search on 1,024 devices of two types.
 - `dispatch`: seconds of generation with the longest answers on instances of their own, over a random assignment, by the
   formula of the engine; the lengths are ranked by a model that was fitted to other prompts.
@@ -45,6 +48,7 @@ H800 = DeviceType("H800", 32, 8, 756e12, 2e12, 80e9, 5e9, price_per_hour=5.28)
 H20 = DeviceType("H20", 88, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
 LONG = Workload(Law(mean=256), Law("lognormal", 4000, 4000, 1, 16384), answers_alike=0.5)
 EVEN = Workload(Law(mean=256), Law("normal", 1000, 20, 1))
+CONTEXTS = (2000, 4000, 8000, 12000, 16000)
 PUBLISHED = {"over H800": (1.31, 1.50), "over H20": (2.29, 2.80)}
 
 
@@ -172,6 +176,29 @@ def hetero(steps: int, rounds: int, null: bool) -> dict[str, Any]:
     return found | {"over H800": rate["both"] / rate["H800"], "over H20": rate["both"] / rate["H20"]}
 
 
+def bound(context: float, prompt: float, answer: float) -> dict[str, float]:
+    """The most tokens per second of the three clusters at this mean context, and their ratios."""
+
+    def decodes(device: DeviceType) -> float:
+        compute_s = 2 * MODEL.parameters / (device.flops * device.flops_share)
+        return 1 / max(compute_s, MODEL.kv_bytes_per_token * context / (device.bytes_per_s * device.bytes_share))
+
+    def trains(device: DeviceType) -> float:
+        return device.flops * device.flops_share / (6 * MODEL.parameters * (1 + prompt / answer))
+
+    def most(h800: int, h20: int) -> float:
+        """With x devices in training: trains · x = the samplers' rate, or all of that type train."""
+        counts, found = ((H800, h800), (H20, h20)), 0.0
+        total = sum(count * decodes(each) for each, count in counts)
+        for each, count in counts:
+            found = max(found, trains(each) * min(count, total / (trains(each) + decodes(each))))
+        return found
+
+    both, fast, slow = most(24, 24), most(32, 0), most(0, 88)
+    return {"context": context, "both": both, "H800": fast, "H20": slow, "over H800": both / fast,
+            "over H20": both / slow}  # fmt: skip
+
+
 def large(count: int) -> dict[str, Any]:
     """Seconds of a search on `count` devices, half of each type."""
     types = (replace(H800, count=count // 2), replace(H20, count=count // 2))
@@ -234,12 +261,12 @@ def _over_random(
 def main() -> int:
     """All parts."""
     parser = arguments(str(__doc__).splitlines()[0])
-    parser.add_argument("--only", action="append", choices=("workloads", "hetero", "large", "dispatch"))
+    parser.add_argument("--only", action="append", choices=("workloads", "hetero", "bound", "large", "dispatch"))
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one; repeatable (default: all)")
     parser.add_argument("--most", type=int, default=100, help="candidates of a workload, the best predictions first")
     chosen, started = parser.parse_args(), time.monotonic()
     steps, rounds, most = (8, 1, 3) if chosen.quick else (14, chosen.rounds or 3, chosen.most)
-    parts = chosen.only or ["workloads", "hetero", "large", "dispatch"]
+    parts = chosen.only or ["workloads", "hetero", "bound", "large", "dispatch"]
     found: dict[str, Any] = {"class": "S", "steps": steps, "rounds": rounds}
     if "dispatch" in parts:
         seeds = 3 if chosen.quick else 20
@@ -249,6 +276,8 @@ def main() -> int:
         }
     if "large" in parts:
         found["large"] = [large(count) for count in ((1024,) if chosen.quick else (64, 256, 1024))]
+    if "bound" in parts:
+        found["bound"] = [bound(context, LONG.prompt_tokens.mean, LONG.answer_tokens.mean) for context in CONTEXTS]
     if "hetero" in parts and not chosen.quick:
         found["hetero"] = {"null": hetero(8, 1, True), "AReaL-Hex": hetero(8, rounds, False), "published": PUBLISHED}
     if "workloads" in parts:
