@@ -18,6 +18,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = frozenset({errno.EROFS, errno.EIO})
 # Messages of SQLite and tensorstore, which raise no OSError.
 _FULL_MESSAGES = ("disk is full", "no space left", "quota exceeded")
+_LOCKED_MESSAGE = "database is locked"
 _BROKEN_MESSAGES = ("read-only file system", "readonly database", "i/o error", "input/output error")
 
 
@@ -31,10 +32,17 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         yield draft
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+        name_file(error, path)
         raise
+
+
+def name_file(error: BaseException, path: Path) -> None:
+    """Add `path` to an OSError without a file name, as a write to a full disk raises it."""
+    if isinstance(error, OSError):
+        error.filename = error.filename or str(path)
 
 
 def replace_text(path: Path, text: str, *, synced: bool = False) -> None:
@@ -64,8 +72,10 @@ def sync(path: Path) -> None:
 
 
 def remedy(error: BaseException, folder: Path) -> str:
-    """A sentence that names the disk of `folder` and the remedy; '' when `error` is not a disk error."""
+    """A sentence that names the disk of `folder`, or the lock, and the remedy; '' if `error` is about neither."""
     number, text = error.errno if isinstance(error, OSError) else None, str(error).lower()
+    if _LOCKED_MESSAGE in text:
+        return "Another program, such as an editor of databases, has locked the file: end that one, then start again."
     is_full = number in _FULL or any(message in text for message in _FULL_MESSAGES)
     if not is_full and number not in _BROKEN and not any(message in text for message in _BROKEN_MESSAGES):
         return ""

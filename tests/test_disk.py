@@ -90,3 +90,15 @@ def test_files_are_replaced_by_one_function() -> None:
     """Folders are renamed by `learner.weights.written_whole`, which needs no `os.replace`."""
     users = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "os.replace" in path.read_text()]
     assert users == ["disk.py"]
+
+
+def test_a_file_for_which_the_disk_has_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a write has no file name; `remedy` would name the current folder's disk."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        disk.replace_text(tmp_path / "report.html", "x")
+    assert raised.value.filename == str(tmp_path / "report.html")

@@ -74,8 +74,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         disk.sync_folder(unfinished)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(folder)  # a full disk raises without a name
+        disk.name_file(error, folder)
         raise
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

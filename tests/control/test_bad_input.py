@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -25,6 +26,7 @@ from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
 from jaxroll.roles import actor, colocated, session, store
 from jaxroll.store import client
 from jaxroll.store.client import StoreClient
+from jaxroll.store.log import database
 from tests.harness.cluster import disks
 from tests.harness.damages import DEEP, Damage, folder, loop, outcome, pipe, stop_the_store, too_large, writes
 from tests.harness.run_folder import make_run
@@ -367,7 +369,7 @@ def test_exports_to_paths_that_cannot_be_written(
 def test_a_full_disk_is_named_with_the_remedy(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SQLite needs room to read a log."""
     with disks.small_disk(tmp_path / "small", 8) as small:
-        run = str(shutil.copytree(whole, small.path / "run"))
+        run = str(shutil.copytree(whole, small.path / "run", ignore=shutil.ignore_patterns("*-shm", "*-wal")))
         small.fill()
         out = f"--jsonl={tmp_path / 'out.jsonl'}"
         for words in (["report", run], ["inspect", run], ["replay", run], ["export", run, out]):
@@ -375,3 +377,21 @@ def test_a_full_disk_is_named_with_the_remedy(whole: Path, tmp_path: Path, capsy
             assert code == EXIT_FAILURE and err.startswith("error: ") and err.count("\n") == 1, (words, err)
             assert re.search(rf"0 MB are free at {re.escape(str(small.path))}\S*: make room", err), (words, err)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_log_that_another_program_has_locked(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store never does this; a tool that edits databases may."""
+    monkeypatch.setattr(database, "WAIT_S", 0.01)
+    monkeypatch.setattr(database, "BUSY_S", 0.01)
+    stand_in(monkeypatch)
+    run = str(shutil.copytree(whole, tmp_path / "run"))
+    with contextlib.closing(sqlite3.connect(f"{run}/store.db", isolation_level=None)) as editor:
+        editor.execute("PRAGMA locking_mode = EXCLUSIVE")
+        editor.execute("BEGIN EXCLUSIVE")
+        for words in (["report", run], ["inspect", run], ["replay", run], ["export", run, f"--jsonl={run}/out.jsonl"],
+                      ["store", run]):  # fmt: skip
+            code, err = outcome(words, capsys)
+            assert code == EXIT_FAILURE and err.startswith("error: ") and err.count("\n") == 1, (words, err)
+            assert "store.db" in err and "locked" in err and "end that one, then start again" in err, (words, err)

@@ -414,7 +414,8 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
 def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
     """Turn the errors that malformed rows cause (wrong type, out of range, beyond the file) into one DataError.
 
-    SQLite cannot read a log on a full disk either: the error then has the disk and its remedy instead of `remedy`.
+    SQLite cannot read a log on a full disk, or one that another program has locked: the error then has the remedy of
+    that instead of `remedy`.
     """
     try:
         yield
