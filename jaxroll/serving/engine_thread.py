@@ -388,7 +388,7 @@ class Turns:
     def __init__(self) -> None:
         self._urgent, self._others = _Lines(), _Lines()
         self._turn, self._passing = 0, False
-        self._served: OrderedDict[str, int] = OrderedDict()
+        self._served: OrderedDict[int, int] = OrderedDict()  # by the hash: a name may be as long as a body
 
     def wake(self, client: str, wake: Callable[[], object], *, urgent: bool = False) -> None:
         """Call `wake` when it is the turn of `client`."""
@@ -397,7 +397,7 @@ class Turns:
             line.append(wake)
         else:
             lines.waiting[client] = deque((wake,))
-            heappush(lines.order, (self._served.get(client) or self._next(), client))
+            heappush(lines.order, (self._served.get(hash(client)) or self._next(), client))
         if not self._passing:
             self._passing = True
             asyncio.get_running_loop().call_soon(self._pass)
@@ -425,8 +425,8 @@ class Turns:
             heappush(lines.order, (now, client))
         else:
             del lines.waiting[client]
-        self._served[client] = now
-        self._served.move_to_end(client)
+        self._served[hash(client)] = now
+        self._served.move_to_end(hash(client))
         if len(self._served) > self.CLIENTS:
             self._served.popitem(last=False)
         return wake

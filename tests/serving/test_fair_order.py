@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections import Counter
 from functools import partial
 
@@ -169,6 +170,17 @@ def test_the_client_that_was_served_longest_ago_is_next(monkeypatch) -> None:
         assert await after("a", "b") == ["a", "b"]
         assert await after("c", "b", "a") == ["a", "b", "c"]  # in its first round "c" is last
         assert await after("d", "a", "c", "b") == ["b", "c", "d", "a"]  # the turn of "a" is forgotten
+
+    run(check())
+
+
+def test_the_name_of_a_client_is_not_kept_after_its_turn() -> None:
+    async def check() -> None:
+        turns, woken, name = Turns(), list[str](), "user " + "x" * 1000
+        before = sys.getrefcount(name)
+        turns.wake(name, partial(woken.append, "served"))
+        await asyncio.sleep(0)
+        assert woken == ["served"] and sys.getrefcount(name) == before
 
     run(check())
 
