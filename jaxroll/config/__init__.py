@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,13 +82,55 @@ __all__ = [
 # A ConfigDict is typed as Any, because type checkers do not know its attributes.
 
 
+# --- automatic values: they depend on other keys
+
+_AUTO_STEPS, _AUTO_RATE, _AUTO_MB = -1, -1.0, -1
+# A warm start would overwrite an imported model, and the learning rate for a fresh model would destroy it. The rates of
+# imported models are those of published GRPO runs: 1e-6 for all parameters, ten times as much for adapters.
+_IMPORTED_RATE, _ADAPTER_RATE = 1e-6, 1e-5
+
+
+def _chosen(config: Config) -> Config:
+    """`config` with its automatic values chosen: `sft.steps`, `learner.learning_rate` and `store.retention_mb`."""
+    fresh, sft, learner, store = not config.model.path, config.sft, config.learner, config.store
+    if sft.steps == _AUTO_STEPS:
+        sft = dataclasses.replace(sft, steps=SftConfig().steps if fresh else 0)
+    if learner.learning_rate == _AUTO_RATE:
+        imported = _ADAPTER_RATE if learner.lora_rank else _IMPORTED_RATE
+        learner = dataclasses.replace(learner, learning_rate=LearnerConfig().learning_rate if fresh else imported)
+    if store.retention_mb == _AUTO_MB:
+        store = dataclasses.replace(store, retention_mb=_retention_mb(config))
+    return dataclasses.replace(config, sft=sft, learner=learner, store=store)
+
+
+# A stored token has an id and a log-prob of 4 bytes, and two masks. Recorded experts come on top.
+_TOKEN_BYTES, _MEMBER_BYTES = 10, 4096
+_STEPS_DURABLE = 2  # until a checkpoint is on disk
+
+
+def _retention_mb(config: Config) -> int:
+    """MB of trajectories that can exist between two checkpoints, if all have full length; 512 or more.
+
+    With this `store.retention_mb`, none causes a checkpoint before `learner.checkpoint_every`.
+    """
+    schedule, learner = config.schedule, config.learner
+    tokens = min(derived.episode_tokens(config), derived.sample_tokens(learner))
+    member_bytes = tokens * (_TOKEN_BYTES + 4 * derived.support_tokens(config.sampling)) + _MEMBER_BYTES
+    trained = learner.checkpoint_every + _STEPS_DURABLE
+    outstanding = math.ceil(min(max(0.0, schedule.alpha), schedule.steps)) + 1
+    groups = (trained + outstanding) * (schedule.groups_per_step + schedule.redundant_groups)
+    size_bytes = groups * (schedule.group_size + schedule.redundant_members) * member_bytes
+    return max(StoreConfig().retention_mb, size_bytes // int(derived.CHECKPOINT_WANTED_AT * 2**20) + 1)
+
+
 def defaults() -> Any:
     """Return every key with its default, as what a `get_config()` starts from; some are automatic until `parse`.
 
     ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
     """
     values = to_dict(Config())
-    values["sft"]["steps"], values["learner"]["learning_rate"] = derived.AUTO_STEPS, derived.AUTO_RATE
+    values["sft"]["steps"], values["learner"]["learning_rate"] = _AUTO_STEPS, _AUTO_RATE
+    values["store"]["retention_mb"] = _AUTO_MB
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
@@ -137,7 +180,7 @@ def parse(values: ml_collections.ConfigDict | Mapping[str, Any], overrides: Sequ
     config = build(Config, with_files(values, Path()))
     named = {_key_and_value(text)[0].removeprefix("schedule.") for text in overrides}
     config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode, named))
-    config = derived.with_model(config)
+    config = _chosen(config)
     check(config)
     return config
 
@@ -170,7 +213,7 @@ def of_model_folder(folder: Path) -> Config:
         "model": {"path": str(folder)},
         "tokenizer": {"kind": "hf", "path": str(folder)},
     }
-    return derived.with_model(build(Config, sizes))
+    return _chosen(build(Config, sizes))
 
 
 def _resolve_sources(values: dict, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, SftConfig, TaskConfig
+from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.policy.selection import is_kept
@@ -55,23 +55,9 @@ def with_mode(schedule: ScheduleConfig, mode: str, named: Collection[str] = ()) 
     return replace(schedule, **fixed)
 
 
-# --- defaults that depend on the model
+# --- models and their folders
 
-AUTO_STEPS, AUTO_RATE = -1, -1.0
-# A warm start would overwrite an imported model, and the learning rate for a fresh model would destroy it. The rates of
-# imported models are those of published GRPO runs: 1e-6 for all parameters, ten times as much for adapters.
-_IMPORTED_RATE, _ADAPTER_RATE = 1e-6, 1e-5
-
-
-def with_model(config: Config) -> Config:
-    """Return `config` with `sft.steps` and `learner.learning_rate`, where they are automatic, chosen for its model."""
-    fresh, sft, learner = not config.model.path, config.sft, config.learner
-    if sft.steps == AUTO_STEPS:
-        sft = replace(sft, steps=SftConfig().steps if fresh else 0)
-    if learner.learning_rate == AUTO_RATE:
-        imported = _ADAPTER_RATE if learner.lora_rank else _IMPORTED_RATE
-        learner = replace(learner, learning_rate=LearnerConfig().learning_rate if fresh else imported)
-    return replace(config, sft=sft, learner=learner)
+CHECKPOINT_WANTED_AT = 0.8  # of what may be retained: then the learner checkpoints at every step
 
 
 def model_folder(config: Config) -> Path | None:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names, age_limiter, lease_holders, one_version, room_of_member, support_tokens
+from jaxroll.config.derived import (
+    CHECKPOINT_WANTED_AT,
+    actor_names,
+    age_limiter,
+    lease_holders,
+    one_version,
+    room_of_member,
+    support_tokens,
+)
 from jaxroll.config.section_rules import SOURCE_ITEMS, pools
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
@@ -43,7 +51,6 @@ from jaxroll.store.core.state import (
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-CHECKPOINT_WANTED_AT = 0.8  # of what may be retained
 FILTERED = "filtered"  # first part of the reason of a rejected group; the filter's reason follows a colon
 _DEAD_WINDOWS = 4  # fewer would end a run by chance if its environment fails for half of the prompts
 END_OF_DATA = "end of data"  # reason of a run that ends because all prompts are used
