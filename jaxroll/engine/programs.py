@@ -62,6 +62,7 @@ class Programs:
     load: Load
     experts: Experts | None  # None in an engine that does not record choices
     state: DecodeState  # ShapeDtypeStructs with shardings
+    saved: Any  # Pages, with the shardings of what `save` returns and `load` takes
     params: dict[str, NamedSharding]  # by the names of parameters
     hold: Callable[[Params], Params] | None  # stacks those of layers in a loop (`params.held`); None without a loop
     tables: NamedSharding
@@ -82,6 +83,8 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     like = abstract_state(spec, mesh, rules, sizes, attention)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.held_shardings(spec, mesh, rules)
+    # The heads of saved pages stay where they are in the pools: otherwise every device would get all of them.
+    saved = jax.tree.map(lambda pool: NamedSharding(mesh, PartitionSpec(None, pool.sharding.spec[1])), like.cache)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table_columns))
     model = Model(spec, Layout(mesh, rules), attention)
     # A new partial per engine, because jitted wrappers of one function share a cache, and
@@ -115,10 +118,11 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         ),
         cancel=update(_cancel),
         allow=jax.jit(partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
-        save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=whole),
-        load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
+        save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=saved),
+        load=jax.jit(partial(_load), in_shardings=(state, whole, saved), out_shardings=state, donate_argnums=0),
         experts=jax.jit(partial(_experts), in_shardings=(state, whole), out_shardings=whole) if sizes.experts else None,
         state=like,
+        saved=saved,
         params=model_params.shardings(spec, mesh, rules),
         hold=jax.jit(partial(model_params.held, spec, layout=model.layout), out_shardings=params)
         if spec.scan
@@ -153,14 +157,24 @@ def lowered(
         for (fresh, bucket), prefill in programs.prefill.items()
     }
     if sizes.pages:  # a request may be preempted
-        place = whole((1 + sizes.table_columns,), jnp.int32)
-        saved = jax.eval_shape(programs.save, programs.state, place)
-        saved = jax.tree.map(lambda leaf: whole(leaf.shape, leaf.dtype), saved)
-        found["save"] = programs.save.lower(programs.state, place)  # type: ignore[attr-defined]
-        found["load"] = programs.load.lower(programs.state, place, saved)  # type: ignore[attr-defined]
+        found |= lowered_moves(programs)
     return found | {
         "insert": programs.insert.lower(seed, programs.state, whole(sizes.insert_shape, jnp.int32)),  # type: ignore[attr-defined]
         "decode": programs.decode.lower(params, seed, programs.state, tables, whole((2,), jnp.int32)),  # type: ignore[attr-defined]
+    }
+
+
+def lowered_moves(programs: Programs) -> dict[str, jax.stages.Lowered]:
+    """The lowered programs that move a preempted request's pages out of the pools and back, by name."""
+    place = jax.ShapeDtypeStruct((1 + programs.sizes.table_columns,), jnp.int32, sharding=programs.replicated)
+    pages = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        jax.eval_shape(programs.save, programs.state, place),
+        programs.saved,
+    )
+    return {
+        "save": programs.save.lower(programs.state, place),  # type: ignore[attr-defined]
+        "load": programs.load.lower(programs.state, place, pages),  # type: ignore[attr-defined]
     }
 
 

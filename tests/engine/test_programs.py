@@ -39,3 +39,20 @@ def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
         wanted,
     )
     assert all(jax.tree.leaves(agree))
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(tensor=4), MeshConfig(data=2, tensor=4)], ids=str)
+def test_a_preempted_requests_pages_stay_divided_over_the_devices(mesh):
+    """Neither program gathers them, and `save` returns to each device its own heads only."""
+    spec = dataclasses.replace(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), layers=2)
+    sizes = dataclasses.replace(SIZES, shards=mesh.data, pages=64)
+    built = programs.build(spec, sharding.build(mesh), sharding.SAMPLER, sizes)
+    table = 2 * 2 * sizes.table * spec.kv_heads * sizes.page_tokens * spec.head_dim * 2  # K and V of two layers
+    for name, lowered in programs.lowered_moves(built).items():
+        compiled = lowered.compile()
+        assert "all-gather" not in compiled.as_text(), name
+        memory = compiled.memory_analysis()
+        taken = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        if name == "save":
+            assert 1.0 <= taken * mesh.tensor / table < 1.01
+            assert mesh.data > 1 or taken + memory.temp_size_in_bytes <= 1.1 * table / mesh.tensor
