@@ -76,6 +76,7 @@ def write_rows(run_dir: Path, rows: Sequence[dict]) -> None:
 def write_run_file(run_dir: Path, **changes: object) -> None:
     """Write RUN/run.json with the demo's meshes; `changes` are dotted config keys with __ for the dot."""
     values = configs.defaults().to_dict()
+    values["store"]["retention_mb"] = configs.StoreConfig().retention_mb
     values["learner"]["mesh"]["fsdp"], values["sampler"]["mesh"]["tensor"] = 2, 2
     for key, value in changes.items():
         room, _, name = key.partition("__")
