@@ -256,6 +256,14 @@ class Engine:
         self._check(params)
         self._commands.put(requests.Swap(version, params))
 
+    def drop_waiting_swap(self) -> None:
+        """Drop a swap that waits for running requests, which frees its parameters. Call this on the stepping thread.
+
+        Call it before other parameters are placed: then at most two versions are on the device.
+        """
+        self._apply_commands()
+        self._next, self._scheduler.held = None, False
+
     def _check(self, params: Params) -> None:
         """Raise TransferError, with the parameter and the reason, if `params` do not fit the compiled programs."""
         wanted, served, known = self._device.shardings, self._device.served, self._device.dtypes

@@ -146,7 +146,11 @@ class WeightFollower:
         t1, size_bytes = unix_s(), staged.fetched_bytes
         sources = {} if self.relay is None else self._note(self.relay, ref.version, staged.sources)
         async with self.gate.change():
-            await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
+            try:
+                await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, staged)))
+            except TransferError:
+                self.version = self._host.engine.version  # the version that waited is gone
+                raise
             self.version = ref.version
         self.first.set()
         self._changed.set()  # wakes all current waiters; later ones wait for the next change
@@ -220,8 +224,10 @@ class WeightFollower:
             if failures:
                 self._progress(f"weights {ref.version}: fetched at attempt {failures + 1}")
 
-    def _install(self, version: Version, params: Params) -> None:
+    def _install(self, version: Version, staged: Staged | HandedOver) -> None:
         engine = self._host.engine
+        engine.drop_waiting_swap()  # superseded; its memory is free before more is taken
+        params = self._arriving.place(staged)
         if self.version is None:
             self._progress.start("compiling the engine")
             engine.warmup(params)

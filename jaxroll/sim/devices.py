@@ -129,8 +129,10 @@ class SimulatedEngine:
         done.set_result(job())
         return done
 
-    def warmup(self, params: object) -> None:
-        """Do nothing: there is nothing to compile."""
+    def warmup(self, *params: object) -> None:
+        """Do nothing: there is nothing to compile, and the next swap replaces a version that waits."""
+
+    drop_waiting_swap = warmup
 
     def swap(self, version: Version, params: object) -> None:
         """Use `version` from the next dispatch on, or once all requests have ended (`drain`)."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import weakref
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,11 +23,11 @@ from jaxroll.engine import device
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Request
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.records import Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.roles import build
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import Progress, WeightFollower
 
 # --- the rule
 
@@ -137,3 +141,84 @@ def test_an_engine_without_a_limit_is_used_where_it_fits_and_few_pages_preempt(m
         if not engine.step():
             break
     assert len(done) == SLOTS and engine.stats().preemptions
+
+
+# --- versions of the parameters on the device
+
+
+class Arrivals:
+    """Parameters that arrive in an engine between two steps, and the most versions of them that were alive at once."""
+
+    def __init__(self, params: dict[str, jax.Array]) -> None:
+        self._params, self._placed = params, list[weakref.ref[jax.Array]]()
+        self.most, self.error = 0, None
+
+    async def fetch(self, ref: VersionRef) -> Any:
+        return SimpleNamespace(fetched_bytes=0)
+
+    def place(self, staged: Any) -> dict[str, jax.Array]:
+        if self.error is not None:
+            raise self.error
+        placed = {name: jnp.copy(leaf) for name, leaf in self._params.items()}
+        self._placed.append(weakref.ref(placed["embed"]))
+        self.most = max(self.most, sum(one() is not None for one in self._placed))
+        return placed
+
+
+def following(engine: Engine, params: dict[str, jax.Array]) -> tuple[WeightFollower, Arrivals]:
+    """A follower of `engine`, which has weights already, and what it places."""
+
+    def call(job: Any) -> Future:
+        done: Future = Future()
+        try:
+            done.set_result(job())
+        except TransferError as error:
+            done.set_exception(error)
+        return done
+
+    arrivals, progress = Arrivals(params), SimpleNamespace(span=lambda *_, **__: None)
+    follower = WeightFollower(SimpleNamespace(call=call, engine=engine), arrivals, progress)  # type: ignore[arg-type]
+    follower.version = engine.version
+    return follower, arrivals
+
+
+def arrive(follower: WeightFollower, step: int) -> None:
+    asyncio.run(follower.load(VersionRef(Version(0, step), "device", "", "")))
+
+
+LONG = Request(0, np.arange(3, dtype=np.int32), GenerationKey(0, 0), SamplingParams(15, ignore_eos=True))
+
+
+@pytest.mark.parametrize("weight_swap", ["drain", "keep_kv"])
+def test_two_versions_of_the_parameters_are_on_the_device_however_many_arrive(bench, model, weight_swap) -> None:
+    b = bench(weight_swap=weight_swap)
+    follower, arrivals = following(b.engine, model())
+    arrive(follower, 2)
+    b.add(LONG)
+    b.steps(1)
+    for step in (3, 4, 5):
+        arrive(follower, step)
+        b.steps(1)
+        assert b.engine.version == Version(0, 2 if weight_swap == "drain" else step)
+    b.finish()
+    assert arrivals.most == 2 and b.engine.version == Version(0, 5)
+
+
+def test_requests_go_on_at_the_old_version_if_the_one_that_waited_is_dropped_and_no_other_comes(bench, model) -> None:
+    b = bench(weight_swap="drain")
+    follower, arrivals = following(b.engine, model())
+    arrive(follower, 2)
+    b.add(LONG)
+    b.steps(1)
+    arrive(follower, 3)
+    b.add(replace(LONG, id=1))
+    b.steps(1)
+    arrivals.error = TransferError("not these")
+    with pytest.raises(TransferError):
+        arrive(follower, 4)
+    b.finish()
+    assert sorted(b.results) == [0, 1] and follower.version == b.engine.version == Version(0, 2)
+    arrivals.error = None
+    arrive(follower, 4)
+    b.steps(1)
+    assert b.engine.version == Version(0, 4)

@@ -74,6 +74,8 @@ class DelayEngine:
 
     def warmup(self, params: object) -> None: ...
 
+    def drop_waiting_swap(self) -> None: ...
+
     def swap(self, version: Version, params: object) -> None:
         self._version = version
 

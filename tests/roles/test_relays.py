@@ -49,6 +49,9 @@ class Sampler:
     def warmup(self, params) -> None:
         """Compile nothing."""
 
+    def drop_waiting_swap(self) -> None:
+        """No swap waits."""
+
     def swap(self, version: Version, params) -> None:
         self.version, self.params = version, params
 

@@ -70,6 +70,9 @@ class Engine:
     def warmup(self, params: Any) -> None:
         """Compile nothing."""
 
+    def drop_waiting_swap(self) -> None:
+        """No swap waits."""
+
     def swap(self, version: Any, params: Any) -> None:
         self.version = version
         print(version.step, digest(params), flush=True)
