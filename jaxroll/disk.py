@@ -1,4 +1,4 @@
-"""Durable files, messages for full or broken disks, and bounded reading of untrusted files."""
+"""Durable files, network file systems, messages for full or broken disks, and bounded reading of untrusted files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,6 +100,99 @@ def misfit(error: OSError) -> str:
         return ""
     path = str(error.filename2 or error.filename)
     return f"{path!r}: {error.strerror}. Move it away or change its permissions, then start again."
+
+
+# --- file systems on which a log may live, read from /proc/self/mountinfo
+#
+# SQLite's WAL and its locks work between processes of one machine. On a network file system two stores on two machines
+# could both open the run, and the server may cache an acknowledged `fsync`. So such file systems are refused.
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+NETWORK = frozenset({
+    "nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "9p", "afs", "coda", "ceph", "lustre", "gpfs",
+    "beegfs", "panfs", "pvfs2", "orangefs", "glusterfs", "ocfs2", "gfs", "gfs2", "virtiofs", "vboxsf", "vmhgfs",
+    "prl_fs",
+})  # fmt: skip
+# Most FUSE file systems are remote (sshfs, gcsfuse, s3fs, rclone, …); these are local.
+LOCAL_FUSE = frozenset(
+    {
+        "fuseblk",
+        "fuse.fuse-overlayfs",
+        "fuse.lxcfs",
+        "fuse.mergerfs",
+        "fuse.encfs",
+        "fuse.gocryptfs",
+        "fuse.zfs",
+        "fuse.ntfs-3g",
+        "fuse.exfat",
+        "fusectl",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Line of the mount table."""
+
+    id: int
+    parent: int
+    point: str
+    kind: str
+    source: str
+
+
+def unfit(path: Path, mountinfo: str) -> str:
+    """The reason why `path` cannot hold a log, by the text of a mount table; '' if it can. `path` contains no links."""
+    mount = mount_of(str(path), mounts(mountinfo))
+    if mount is None or not is_remote(mount.kind):
+        return ""
+    return (
+        f"{path} is on {mount.source} ({mount.kind}), mounted at {mount.point}: on a network file system neither the "
+        "lock on the run nor an acknowledged write can be relied on"
+    )
+
+
+def is_remote(kind: str) -> bool:
+    """True if files of this file system type may be served by another machine."""
+    return kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
+
+
+def mounts(mountinfo: str) -> list[Mount]:
+    """The mounts in the order of the table; malformed lines are skipped."""
+    found = []
+    for line in mountinfo.splitlines():
+        fields, _, tail = line.partition(" - ")
+        words, kinds = fields.split(), tail.split()
+        if len(words) >= 5 and len(kinds) >= 2 and words[0].isdecimal() and words[1].isdecimal():
+            found.append(Mount(int(words[0]), int(words[1]), _unescaped(words[4]), kinds[0], _unescaped(kinds[1])))
+    return found
+
+
+def mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
+    """The mount that holds `path`, found as the kernel does: from the root into the first mount on the path.
+
+    So mounts that a later mount covers are ignored. None for an empty table.
+    """
+    ids = {mount.id for mount in table}
+    roots = [m for m in table if m.point == "/" and (m.parent not in ids or m.parent == m.id)]
+    here = roots[-1] if roots else None
+    while here is not None:
+        inside = [m for m in table if m.parent == here.id and m.id != here.id and _holds(m.point, path)]
+        if not inside:
+            return here
+        nearest = min(len(m.point) for m in inside)
+        here = [m for m in inside if len(m.point) == nearest][-1]
+    return max((m for m in table if _holds(m.point, path)), key=lambda m: len(m.point), default=None)
+
+
+def _holds(point: str, path: str) -> bool:
+    return point == "/" or path == point or path.startswith(point + "/")
+
+
+def _unescaped(word: str) -> str:
+    """Decode the octal escapes that the table uses for blanks, tabs, newlines and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), word)
 
 
 # --- untrusted files: regular files of bounded size, parsed to a bounded depth

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sqlite3
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxroll.config import Config, RoleArgs, digest
 from jaxroll.engine.stats import EngineStats
+from jaxroll.errors import InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
 from jaxroll.records import Message, Task, Version, VersionRef
@@ -34,8 +35,11 @@ from jaxroll.sim.network import LoopClock, MemoryServer, MemoryTransport, Networ
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.admission import Settings, status
-from jaxroll.store.log import commit_log
-from jaxroll.store.log.commit_log import KEEP_BYTES, MemoryLog
+from jaxroll.store.core.events import Recorded
+from jaxroll.store.core.state import State
+from jaxroll.store.log import commit_log, database
+from jaxroll.store.log.commit_log import KEEP_BYTES
+from jaxroll.store.log.schema import Statement
 from jaxroll.store.server import server as store_server
 from jaxroll.store.server.keeper import Keeper
 from jaxroll.text.tokenizers import CharTokenizer
@@ -85,6 +89,61 @@ class Feed:
         return Task(index, (Message("user", self._text(index)),), self._env, "{}", index, f"{index:016x}")
 
 
+class MemoryLog:
+    """Commit log in memory, with the same tables. It commits at once, without threads or waits, and ends with `close`.
+
+    `connection` is for readers of the tables.
+    """
+
+    def __init__(self, *, keep_bytes: int = 0) -> None:
+        self.connection = sqlite3.connect(":memory:", isolation_level=None)
+        database.prepared(self.connection, Path(":memory:"))
+        self.recovered = database.recovered(self.connection)
+        self.failure: InfraError | None = None
+        self.commits = 0
+        self._upkeep = commit_log.Maintenance(self.connection, commit_log.HISTORY_BYTES, keep_bytes)
+
+    def append(self, statements: Sequence[Statement]) -> None:
+        """Commit the statements; sqlite3.Error if they are refused."""
+        if statements:
+            commit_log.commit(self.connection, statements, self._upkeep)
+            self.commits += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Raise it: a simulation has no process that would start again."""
+        raise error
+
+    async def committed(self) -> None:
+        """Return at once: every append has been committed."""
+
+    def begin(self, state: State) -> None:
+        """Do nothing: there is no history to compact."""
+
+    def compact(self) -> None:
+        """Do nothing: the history stays whole."""
+
+    async def payloads(self, group: int) -> dict[int, bytes]:
+        """Read the bytes of the group's members, by member number."""
+        return dict(self.connection.execute(commit_log.SELECT_PAYLOADS, (group,)))
+
+    async def partials(self, group: int, member: int) -> list[bytes]:
+        """Read the flushed tokens of a member, in order."""
+        return [body for (body,) in self.connection.execute(commit_log.SELECT_PARTIALS, (group, member))]
+
+    async def recorded(self, group: int, member: int) -> Recorded | None:
+        """Read the last finished attempt of a member whose group has ended; None if there is none."""
+        rows = self.connection.execute(commit_log.SELECT_RECORDED, (group, member)).fetchall()
+        return Recorded(*rows[0]) if rows else None
+
+    async def facts(self) -> dict[str, int | str]:
+        """Settings of the connection and number of committed transactions."""
+        return database.facts(self.connection) | {"wal_bytes": 0, "commits": self.commits}
+
+    async def close(self) -> None:
+        """Drop all data."""
+        self.connection.close()
+
+
 class VirtualStore:
     """The store, which can be killed and started again; its history lives in memory."""
 
@@ -97,7 +156,7 @@ class VirtualStore:
         self._job: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        self._log.recovered = commit_log._read(self._log.connection)  # as a new process would
+        self._log.recovered = database.recovered(self._log.connection)  # as a new process would
         self.keeper = keeper = Keeper(Settings.of(self.config), self._log, LoopClock())
         linger_s = store_server.LINGER_S
         store = store_server._Store(self.config, keeper, self.metrics, self._feed(), linger_s, None, lambda: 0)

@@ -16,7 +16,7 @@ from jaxroll.records import Message, Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log
 from jaxroll.store.log.commit_log import Log
 
 FORMAT_1 = Path(__file__).parents[1] / "golden" / "run_format_1.tar.xz"
@@ -42,7 +42,7 @@ class LogMaker:
         """Apply the events and keep their statements."""
         for event in events:
             apply(self.state, event, 0.0)
-            self.statements += schema.statements(event, self.state, self.state.position, t)
+            self.statements += commit_log.statements(event, self.state, self.state.position, t)
 
     def issue(self, group: int, *, index: int | None = None, version: Version = START, tokens: int = TOKENS) -> None:
         """Add a group with all members leased and put."""

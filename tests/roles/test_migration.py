@@ -21,9 +21,8 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Member, Version, VersionRun
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.sim.network import run
-from jaxroll.sim.world import TOKENIZER
+from jaxroll.sim.world import TOKENIZER, MemoryLog
 from jaxroll.store.core import events as ev
-from jaxroll.store.log.commit_log import MemoryLog
 from jaxroll.store.log.replay import replay_log
 from tests.harness.virtual_run import Behaviour, DelayEngine, VirtualRun
 from tests.roles.test_joins_and_leaves import small

@@ -22,8 +22,7 @@ from jaxroll.protocols import GenerationKey, StepResult
 from jaxroll.records import MAX_STATE_BYTES, Finished, Member, Message, Partial, Task, Version, VersionRun
 from jaxroll.roles.weights import SwapGate
 from jaxroll.sim.network import run
-from jaxroll.sim.world import TOKENIZER, Feed
-from jaxroll.store.log.commit_log import MemoryLog
+from jaxroll.sim.world import TOKENIZER, Feed, MemoryLog
 from jaxroll.store.log.replay import replay_log
 from tests.harness.sampler_members import Store, members
 from tests.harness.virtual_run import VirtualRun

@@ -17,10 +17,9 @@ LIMITS = {"one lease": 8, "one put": 6, TRAINING: 6, VERSION: 10, "the life of a
 LEAVES = {"clock.py", "errors.py", "records.py", "wire.py"}
 LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
-    "one lease": 12,
-    "one put": 7,
+    "one lease": 11,
     "weight version": 11,
-    "the life of a sample": 41,
+    "the life of a sample": 40,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -15,7 +15,7 @@ from jaxroll import metrics, wire
 from jaxroll.records import Finished, Member, Message, Segment, Task, Version, VersionRun
 from jaxroll.rpc import http
 from jaxroll.store.core import events as ev
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log
 from jaxroll.ui import server
 from jaxroll.ui.runs import Runs
 from tests.harness.run_folder import STARTED, LogMaker, make_run, write_rows, write_run_file
@@ -67,7 +67,7 @@ def make_hostile_run(path: Path) -> Path:
             runs = (VersionRun(Version(0, 3), 3), VersionRun(Version(0, 4), 1))
             log.add(ev.Put(group, member, 1, f"d{group}.{member}", 100, runs, reward=float(member == 0)), t=STARTED + 1)
             log.statements.append(
-                schema.payload(group, member, wire.encode(finished(group, member, float(member == 0))))
+                commit_log.payload(group, member, wire.encode(finished(group, member, float(member == 0))))
             )
     failed = ev.MemberFailed(0, 3, 1, "d", "DATA", f"scorer raised {HOSTILE}", 0.0)
     log.add(failed, ev.Expired(1, f"filtered:{HOSTILE}"), t=STARTED + 2)

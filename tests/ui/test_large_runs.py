@@ -18,7 +18,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log
 from tests.harness import browser, dashboard
 from tests.harness.run_folder import STARTED, LogMaker, task, write_run_file
 from tests.ui.conftest import finished, serving
@@ -107,7 +107,7 @@ def make_log(path: Path) -> None:
             log.add(ev.Put(group, member, 1, f"d{group}.{member}", 100, runs, reward=(group + member) % 3 / 2))
             if group >= GROUPS - 1000:
                 body = wire.encode(finished(group, member, 0.0))
-                log.statements.append(schema.payload(group, member, body))
+                log.statements.append(commit_log.payload(group, member, body))
         if group % 50 == 7:
             log.add(ev.Expired(group, "filtered:equal rewards"))
         else:

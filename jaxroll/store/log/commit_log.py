@@ -1,4 +1,4 @@
-"""Commit log on disk: SQLite in WAL mode, synchronous=FULL, one writer thread, group commit.
+"""Write path of RUN/store.db: the rows of an event, group commit by one writer thread, and maintenance.
 
 The event loop appends statements and continues; the writer thread commits all gathered statements in one transaction;
 a caller that must not answer before its statements are on disk awaits `committed()`. A failed commit ends the log: the
@@ -15,45 +15,32 @@ import asyncio
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import msgspec
 
-from jaxroll import disk
+from jaxroll import disk, wire
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.events import Recorded
-from jaxroll.store.core.state import State
+from jaxroll.store.core.state import Group, State
 from jaxroll.store.log import database, replay, schema
+from jaxroll.store.log.database import Recovered
 from jaxroll.store.log.replay import Mark, StatePart, StateReplica
+from jaxroll.store.log.schema import Statement
 
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
 _REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """Content of the disk: the state of the newest checkpoint (None before the first), the events since, their bytes.
-
-    `before_bytes` is the size of the log records before that checkpoint.
-    """
-
-    run_id: str
-    state: State | None
-    events: tuple[ev.Event, ...]
-    log_bytes: int = 0
-    before_bytes: int = 0
-
-
 class CommitLog(Protocol):
-    """Commit log as the keeper and the RPC methods use it: `Log` on disk, `MemoryLog` for simulations.
+    """Commit log as the keeper and the RPC methods use it: `Log` on disk, `MemoryLog` of a simulation.
 
     `recovered` is the content at the start, `failure` the error of a failed commit. `Log` documents the methods.
     """
@@ -61,7 +48,7 @@ class CommitLog(Protocol):
     recovered: Recovered
     failure: InfraError | None
 
-    def append(self, statements: Sequence[schema.Statement]) -> None: ...
+    def append(self, statements: Sequence[Statement]) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     async def committed(self) -> None: ...
     def begin(self, state: State) -> None: ...
@@ -71,61 +58,6 @@ class CommitLog(Protocol):
     async def recorded(self, group: int, member: int) -> Recorded | None: ...
     async def facts(self) -> dict[str, int | str]: ...
     async def close(self) -> None: ...
-
-
-class MemoryLog:
-    """Commit log in memory, with the same tables. It commits at once, without threads or waits, and ends with `close`.
-
-    So the store's real objects can run on a virtual-time event loop. `connection` is for readers of the tables.
-    """
-
-    def __init__(self, *, keep_bytes: int = 0) -> None:
-        self.connection = sqlite3.connect(":memory:", isolation_level=None)
-        database.prepared(self.connection, Path(":memory:"))
-        self.recovered = _read(self.connection)
-        self.failure: InfraError | None = None
-        self.commits = 0
-        self._upkeep = Maintenance(self.connection, HISTORY_BYTES, keep_bytes)
-
-    def append(self, statements: Sequence[schema.Statement]) -> None:
-        """Commit the statements; sqlite3.Error if they are refused."""
-        if statements:
-            _commit(self.connection, statements, self._upkeep)
-            self.commits += 1
-
-    def fail(self, error: BaseException) -> None:
-        """Raise it: a simulation has no process that would start again."""
-        raise error
-
-    async def committed(self) -> None:
-        """Return at once: every append has been committed."""
-
-    def begin(self, state: State) -> None:
-        """Do nothing: there is no history to compact."""
-
-    def compact(self) -> None:
-        """Do nothing: the history stays whole."""
-
-    async def payloads(self, group: int) -> dict[int, bytes]:
-        """Read the bytes of the group's members, by member number."""
-        return dict(_fetch(self.connection, _SELECT_PAYLOADS, (group,)))
-
-    async def partials(self, group: int, member: int) -> list[bytes]:
-        """Read the flushed tokens of a member, in order."""
-        return [body for (body,) in _fetch(self.connection, _SELECT_PARTIALS, (group, member))]
-
-    async def recorded(self, group: int, member: int) -> Recorded | None:
-        """Read the last finished attempt of a member whose group has ended; None if there is none."""
-        rows = _fetch(self.connection, _SELECT_RECORDED, (group, member))
-        return Recorded(*rows[0]) if rows else None
-
-    async def facts(self) -> dict[str, int | str]:
-        """Settings of the connection and number of committed transactions."""
-        return _facts(self.connection) | {"wal_bytes": 0, "commits": self.commits}
-
-    async def close(self) -> None:
-        """Drop all data."""
-        self.connection.close()
 
 
 class Log:
@@ -146,7 +78,7 @@ class Log:
             self._connection = database.connected(self.path)
             database.prepared(self._connection, self.path)
             self._reader, self._replaying = database.reading(self.path), database.reading(self.path)
-            self.recovered = _read(self._connection)
+            self.recovered = database.recovered(self._connection)
             self._upkeep = Maintenance(self._connection, history_bytes, keep_bytes)
         except BaseException as error:
             self._lock.close()
@@ -159,14 +91,14 @@ class Log:
         self._replayer = ThreadPoolExecutor(1, thread_name_prefix="store-compact")
         self._replica, self._closing = StateReplica(), threading.Event()
         self._compacting: asyncio.Future[tuple[Mark, list[StatePart]]] | None = None
-        self._gathered: list[schema.Statement] = []
+        self._gathered: list[Statement] = []
         self._gathering: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None  # done when the writer has committed its current batch
         self._busy = False  # the writer works, even if only on maintenance
         self.failure: InfraError | None = None
         self.commits = 0
 
-    def append(self, statements: Sequence[schema.Statement]) -> None:
+    def append(self, statements: Sequence[Statement]) -> None:
         """Queue statements for the next commit, in order, all or none. Once a commit has failed, nothing is written."""
         if not statements or self.failure is not None:
             return
@@ -212,23 +144,23 @@ class Log:
 
     async def payloads(self, group: int) -> dict[int, bytes]:
         """Read the bytes of the group's members, by member number; call after `committed()`."""
-        return dict(await self._read(_SELECT_PAYLOADS, (group,)))
+        return dict(await self._read(SELECT_PAYLOADS, (group,)))
 
     async def partials(self, group: int, member: int) -> list[bytes]:
         """Read the flushed tokens of a member, in order."""
         await self.committed()
-        return [body for (body,) in await self._read(_SELECT_PARTIALS, (group, member))]
+        return [body for (body,) in await self._read(SELECT_PARTIALS, (group, member))]
 
     async def recorded(self, group: int, member: int) -> Recorded | None:
         """Read the last finished attempt of a member whose group has ended; None if there is none."""
         await self.committed()
-        rows = await self._read(_SELECT_RECORDED, (group, member))
+        rows = await self._read(SELECT_RECORDED, (group, member))
         return Recorded(*rows[0]) if rows else None
 
     async def facts(self) -> dict[str, int | str]:
         """Settings of the writing connection, size of the database on disk, and number of committed transactions."""
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._writer, _facts, self._connection)
+        found = await loop.run_in_executor(self._writer, database.facts, self._connection)
         wal = self.path.with_name(self.path.name + "-wal")
         return found | {"wal_bytes": wal.stat().st_size if wal.exists() else 0, "commits": self.commits}
 
@@ -257,7 +189,7 @@ class Log:
         self._writing, self._gathering = self._gathering, None
         self._busy = True
         loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._writer, _commit, self._connection, statements, self._upkeep)
+        job = loop.run_in_executor(self._writer, commit, self._connection, statements, self._upkeep)
         job.add_done_callback(self._written)
 
     def _written(self, job: asyncio.Future[bool]) -> None:
@@ -298,9 +230,9 @@ class Log:
             raise InfraError("the log closes")
 
 
-_SELECT_PAYLOADS = "SELECT member, body FROM payloads WHERE group_id = ? ORDER BY member"
-_SELECT_PARTIALS = "SELECT body FROM partials WHERE group_id = ? AND member = ? ORDER BY start"
-_SELECT_RECORDED = "SELECT attempt, digest FROM members WHERE group_id = ? AND member = ? AND digest != ''"
+SELECT_PAYLOADS = "SELECT member, body FROM payloads WHERE group_id = ? ORDER BY member"
+SELECT_PARTIALS = "SELECT body FROM partials WHERE group_id = ? AND member = ? ORDER BY start"
+SELECT_RECORDED = "SELECT attempt, digest FROM members WHERE group_id = ? AND member = ? AND digest != ''"
 
 
 def _look_at(future: asyncio.Future[None]) -> None:
@@ -309,16 +241,7 @@ def _look_at(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
-def _read(connection: sqlite3.Connection) -> Recovered:
-    run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
-    kept = replay.newest(connection)
-    mark, state = kept or (replay.Mark(0, 0), None)
-    found = list(replay.events_after(connection, mark.position))
-    size = sum(size for size, _ in found)
-    return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
-
-
-def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Maintenance) -> bool:
+def commit(connection: sqlite3.Connection, statements: Sequence[Statement], upkeep: Maintenance) -> bool:
     """Commit the statements and a portion of maintenance; return True if more maintenance is due."""
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -337,14 +260,106 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: tuple) -> list[
     return connection.execute(sql, parameters).fetchall()
 
 
-def _facts(connection: sqlite3.Connection) -> dict[str, int | str]:
-    names = {
-        "synchronous": "synchronous",
-        "journal_mode": "journal_mode",
-        "page_size": "page_size",
-        "pages": "page_count",
-    }
-    return {key: connection.execute(f"PRAGMA {name}").fetchone()[0] for key, name in names.items()}
+# --- rows of an event: its log record, and the tables that follow it
+#
+# Issues, leases, puts and claims are here; `schema.ROWS` has the other events.
+
+
+def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
+    """The SQL that logs `event` at `position` and updates the tables to `state`, the state after the whole decision."""
+    kind = type(event)
+    values = (position, unix_s, kind.__struct_config__.tag, wire.encode(event), getattr(event, "group", None))
+    row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
+    follow = _ROWS.get(kind)
+    rows = [row, *(follow(event, state, unix_s) if follow else [])]
+    return rows + _group_state(event.group, state) if isinstance(event, _CHANGES_MEMBERS) else rows
+
+
+def record_bytes(row: Statement) -> int:
+    """The size in bytes of the log record, the first row of `statements`."""
+    return len(row[1][3])
+
+
+def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
+    """The SQL that stores a member's bytes."""
+    return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
+
+
+def _group_state(gid: int, state: State) -> list[Statement]:
+    group = state.find(gid)
+    if group is None:  # it ended in the same decision; the last event gives the reason
+        return []
+    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
+    return [(sql, (group.state, group.note, group.step, gid))]
+
+
+def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
+    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
+    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
+    messages = msgspec.json.encode(e.task.messages).decode()
+    rows.append((schema.INSERT_TASK, (e.group, e.task.env, e.task.env_args, e.task.seed, messages)))
+    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
+    if e.cursor is not None:
+        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
+    return rows
+
+
+_QUESTION_ISSUED = (
+    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
+)
+
+
+def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
+    columns = "group_id, member, state, attempt, holder, leased_unix_s"
+    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
+    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
+    resumed = {member for member, _ in e.resumed}
+    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
+    return rows + [(schema.WITHOUT_PARTIALS, (e.group, member)) for member in again]
+
+
+def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
+    steps, tokens = [run.version.step for run in e.runs], sum(run.count for run in e.runs)
+    sampled = (tokens, e.size_bytes, e.runs[-1].version.lineage, min(steps), max(steps))
+    sql = (
+        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
+        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    )
+    key, group = (e.group, e.member), state.find(e.group)
+    rows: list[Statement] = [(sql, (e.digest, *sampled, e.reward, unix_s, *key)), (schema.WITHOUT_PARTIALS, key)]
+    return rows + (_group_state(e.group, state) if group is not None and group.state != "LEASED" else [])
+
+
+def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
+    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
+    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
+    for place, gid in enumerate(e.groups):
+        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
+        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
+        rows.append(_question_trained(e.step, state.held[gid]))
+    return rows
+
+
+def _question_trained(step: int, group: Group) -> Statement:
+    rewards = [slot.reward for _, slot in group.done()]
+    sql = (
+        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
+        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
+    )
+    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
+
+
+_ROWS: Mapping[type, schema.Follow] = {
+    **schema.ROWS,
+    ev.Issued: _issued,
+    ev.Leased: _leased,
+    ev.Put: _put,
+    ev.Claimed: _claimed,
+}
+_CHANGES_MEMBERS = (ev.Leased, ev.LeaseEnded, ev.MemberFailed, ev.Shrunk, ev.Aborted)
 
 
 # --- maintenance by the writer thread: a bounded portion with every commit, so that no caller waits long

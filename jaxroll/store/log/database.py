@@ -1,15 +1,14 @@
-"""Open RUN/store.db: lock, connection and schema version for its one writer, and read transactions for readers."""
+"""Open RUN/store.db: lock, connection, schema version and content for its one writer; read transactions for readers."""
 
 from __future__ import annotations
 
 import fcntl
 import functools
 import os
-import re
 import sqlite3
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +170,9 @@ def _fill_tasks(connection: sqlite3.Connection) -> None:
         found[event.group] = event.task
     alive = {gid for (gid,) in connection.execute("SELECT id FROM groups WHERE ended_unix_s IS NULL")}
     for gid in sorted(alive & found.keys()):
-        connection.execute(*schema.task(gid, found[gid]))
+        task = found[gid]
+        messages = msgspec.json.encode(task.messages).decode()
+        connection.execute(schema.INSERT_TASK, (gid, task.env, task.env_args, task.seed, messages))
 
 
 # --- Open RUN/store.db
@@ -186,10 +187,10 @@ _PROMISED = {"journal_mode": "wal", "synchronous": 2}
 def checked_folder(run_dir: Path) -> None:
     """Raise ConfigError if the folder is on a file system that cannot keep the log's promises."""
     try:
-        table = MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+        table = disk.MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:  # not Linux: there is no mount table
         return
-    why = unfit(run_dir.resolve(), table)
+    why = disk.unfit(run_dir.resolve(), table)
     if why:
         remedy = "Put the run on a local disk or a block volume and copy it away afterwards."
         raise ConfigError("RUN", str(run_dir), why, remedy)
@@ -273,97 +274,39 @@ def _create(connection: sqlite3.Connection) -> None:
     connection.executescript(script)
 
 
-# --- file systems on which a log may live, read from /proc/self/mountinfo
-#
-# SQLite's WAL and its locks work between processes of one machine. On a network file system two stores on two machines
-# could both open the run, and the server may cache an acknowledged `fsync`. So such file systems are refused.
-
-MOUNTINFO = Path("/proc/self/mountinfo")
-
-NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "9p", "afs", "coda", "ceph", "lustre", "gpfs",
-    "beegfs", "panfs", "pvfs2", "orangefs", "glusterfs", "ocfs2", "gfs", "gfs2", "virtiofs", "vboxsf", "vmhgfs",
-    "prl_fs",
-})  # fmt: skip
-# Most FUSE file systems are remote (sshfs, gcsfuse, s3fs, rclone, …); these are local.
-LOCAL_FUSE = frozenset(
-    {
-        "fuseblk",
-        "fuse.fuse-overlayfs",
-        "fuse.lxcfs",
-        "fuse.mergerfs",
-        "fuse.encfs",
-        "fuse.gocryptfs",
-        "fuse.zfs",
-        "fuse.ntfs-3g",
-        "fuse.exfat",
-        "fusectl",
-    }
-)
-
-
 @dataclass(frozen=True)
-class Mount:
-    """Line of the mount table."""
+class Recovered:
+    """Content of the disk: the state of the newest checkpoint (None before the first), the events since, their bytes.
 
-    id: int
-    parent: int
-    point: str
-    kind: str
-    source: str
-
-
-def unfit(path: Path, mountinfo: str) -> str:
-    """The reason why `path` cannot hold a log, by the text of a mount table; '' if it can. `path` contains no links."""
-    mount = mount_of(str(path), mounts(mountinfo))
-    if mount is None or not is_remote(mount.kind):
-        return ""
-    return (
-        f"{path} is on {mount.source} ({mount.kind}), mounted at {mount.point}: on a network file system neither the "
-        "lock on the run nor an acknowledged write can be relied on"
-    )
-
-
-def is_remote(kind: str) -> bool:
-    """True if files of this file system type may be served by another machine."""
-    return kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
-
-
-def mounts(mountinfo: str) -> list[Mount]:
-    """The mounts in the order of the table; malformed lines are skipped."""
-    found = []
-    for line in mountinfo.splitlines():
-        fields, _, tail = line.partition(" - ")
-        words, kinds = fields.split(), tail.split()
-        if len(words) >= 5 and len(kinds) >= 2 and words[0].isdecimal() and words[1].isdecimal():
-            found.append(Mount(int(words[0]), int(words[1]), _unescaped(words[4]), kinds[0], _unescaped(kinds[1])))
-    return found
-
-
-def mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
-    """The mount that holds `path`, found as the kernel does: from the root into the first mount on the path.
-
-    So mounts that a later mount covers are ignored. None for an empty table.
+    `before_bytes` is the size of the log records before that checkpoint.
     """
-    ids = {mount.id for mount in table}
-    roots = [m for m in table if m.point == "/" and (m.parent not in ids or m.parent == m.id)]
-    here = roots[-1] if roots else None
-    while here is not None:
-        inside = [m for m in table if m.parent == here.id and m.id != here.id and _holds(m.point, path)]
-        if not inside:
-            return here
-        nearest = min(len(m.point) for m in inside)
-        here = [m for m in inside if len(m.point) == nearest][-1]
-    return max((m for m in table if _holds(m.point, path)), key=lambda m: len(m.point), default=None)
+
+    run_id: str
+    state: State | None
+    events: tuple[ev.Event, ...]
+    log_bytes: int = 0
+    before_bytes: int = 0
 
 
-def _holds(point: str, path: str) -> bool:
-    return point == "/" or path == point or path.startswith(point + "/")
+def recovered(connection: sqlite3.Connection) -> Recovered:
+    """Read the content of a prepared database."""
+    run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
+    kept = replays.newest(connection)
+    mark, state = kept or (replays.Mark(0, 0), None)
+    found = list(replays.events_after(connection, mark.position))
+    size = sum(size for size, _ in found)
+    return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
 
 
-def _unescaped(word: str) -> str:
-    """Decode the octal escapes that the table uses for blanks, tabs, newlines and backslashes."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), word)
+def facts(connection: sqlite3.Connection) -> dict[str, int | str]:
+    """Settings of the connection, and the size of the database in pages."""
+    names = {
+        "synchronous": "synchronous",
+        "journal_mode": "journal_mode",
+        "page_size": "page_size",
+        "pages": "page_count",
+    }
+    return {key: connection.execute(f"PRAGMA {name}").fetchone()[0] for key, name in names.items()}
 
 
 # --- read transactions on RUN/store.db, of a live run or a finished one, without blocking the writer

@@ -37,11 +37,9 @@ from jaxroll.metrics import checked_row
 
 if TYPE_CHECKING:  # readers of the tables do not need the RPC package
     from jaxroll.rpc.server import Caller
-from jaxroll import wire
-from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import FILTERED
-from jaxroll.store.core.state import Group, State
+from jaxroll.store.core.state import State
 
 # --- Audit trail: changes to the run by caller, in the table `audit`; metric rows that a caller may write
 #
@@ -221,27 +219,17 @@ CREATE TABLE cursor (id INTEGER PRIMARY KEY CHECK (id = 1), prompts_issued INTEG
     + TABLE
 )
 
+# --- rows of rare events and of the learner: failures, ends of groups, reports, versions, forks
+
+WITHOUT_PARTIALS = "DELETE FROM partials WHERE group_id = ? AND member = ?"
+INSERT_TASK = "INSERT INTO tasks VALUES (?, ?, ?, ?, ?)"  # group, environment, its arguments, seed, messages as JSON
+_SMALLER = "UPDATE groups SET size = size - ? WHERE id = ?"
 _ALIVE = "ended_unix_s IS NULL"
 _LIVE = "durable_lineage IS NULL AND forked_by IS NULL"  # claims that may still be trained
 
 
-def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
-    """The SQL that logs `event` at `position` and updates the tables to `state`, the state after the whole decision."""
-    kind = type(event).__struct_config__.tag
-    values = (position, unix_s, kind, wire.encode(event), getattr(event, "group", None))
-    row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
-    follow = _FOLLOW.get(type(event))
-    return [row, *(follow(event, state, unix_s) if follow else [])]
-
-
-def record_bytes(row: Statement) -> int:
-    """The size in bytes of the log record, the first row of `statements`."""
-    return len(row[1][3])
-
-
-def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
-    """The SQL that stores a member's bytes."""
-    return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
+def _without_partials(group: int, members: Iterable[int]) -> list[Statement]:
+    return [(WITHOUT_PARTIALS, (group, member)) for member in members]
 
 
 def partial(request: ev.Flush, body: bytes | memoryview) -> Statement:
@@ -250,94 +238,31 @@ def partial(request: ev.Flush, body: bytes | memoryview) -> Statement:
     return ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", values)
 
 
-def _without_partials(group: int, members: Iterable[int]) -> list[Statement]:
-    sql = "DELETE FROM partials WHERE group_id = ? AND member = ?"
-    return [(sql, (group, member)) for member in members]
-
-
-def task(group: int, task: Task) -> Statement:
-    """The SQL that stores a group's task; the messages are JSON."""
-    messages = msgspec.json.encode(task.messages).decode()
-    return ("INSERT INTO tasks VALUES (?, ?, ?, ?, ?)", (group, task.env, task.env_args, task.seed, messages))
-
-
 def rules(text: str) -> list[Statement]:
     """The SQL that stores the rules of the run (JSON of `Settings`), for readers without the config."""
     return _meta("rules", text)
 
 
-def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
-    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
-    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
-    rows.append(task(e.group, e.task))
-    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
-    if e.cursor is not None:
-        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
-    return rows
-
-
-def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
-    columns = "group_id, member, state, attempt, holder, leased_unix_s"
-    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
-    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
-    resumed = {member for member, _ in e.resumed}
-    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
-    return rows + _without_partials(e.group, again) + _group_state(e.group, state)
-
-
-def _group_state(gid: int, state: State) -> list[Statement]:
-    group = state.find(gid)
-    if group is None:  # it ended in the same decision; the last event gives the reason
-        return []
-    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
-    return [(sql, (group.state, group.note, group.step, gid))]
-
-
 def _lease_ended(e: ev.LeaseEnded, state: State, unix_s: float) -> list[Statement]:
     sql = "UPDATE members SET state = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    rows: list[Statement] = [(sql, (e.reason, unix_s, e.group, member)) for member in e.members]
-    return rows + _group_state(e.group, state)
-
-
-def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
-    steps = [run.version.step for run in e.runs]
-    values = (
-        e.digest,
-        sum(run.count for run in e.runs),
-        e.size_bytes,
-        e.runs[-1].version.lineage,
-        min(steps),
-        max(steps),
-        e.reward,
-        unix_s,
-    )
-    sql = (
-        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
-        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    )
-    rows: list[Statement] = [(sql, (*values, e.group, e.member)), *_without_partials(e.group, [e.member])]
-    group = state.find(e.group)
-    return rows + (_group_state(e.group, state) if group is None or group.state != "LEASED" else [])
+    return [(sql, (e.reason, unix_s, e.group, member)) for member in e.members]
 
 
 def _member_failed(e: ev.MemberFailed, state: State, unix_s: float) -> list[Statement]:
     failure = (e.group, e.member, e.attempt, e.kind, e.error, unix_s)
     sql = "UPDATE members SET state = 'failed', ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    rows: list[Statement] = [
+    return [
         (sql, (unix_s, e.group, e.member)),
         ("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?)", failure),
         *_without_partials(e.group, [e.member]),
     ]
-    return rows + _group_state(e.group, state)
 
 
 def _shrunk(e: ev.Shrunk, state: State, unix_s: float) -> list[Statement]:
     sql = "UPDATE members SET state = 'dropped', ended_unix_s = ? WHERE group_id = ? AND member = ?"
     rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in e.dropped]
     rows += _without_partials(e.group, e.dropped)
-    rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.dropped), e.group)))
-    return rows + _group_state(e.group, state)
+    return [*rows, (_SMALLER, (len(e.dropped), e.group))]
 
 
 def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
@@ -345,8 +270,7 @@ def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
     surplus = e.members if e.reason == "enough" else ()  # the rows of the others already record their failure
     rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in surplus]
     rows += _without_partials(e.group, e.members)
-    rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.members), e.group)))
-    return rows + _group_state(e.group, state)
+    return [*rows, (_SMALLER, (len(e.members), e.group))]
 
 
 # Payloads are deleted later, in bounded portions: a transaction that deletes those of many groups would delay puts.
@@ -379,32 +303,6 @@ _QUESTION_JUDGED = (
     " reward_sum = reward_sum + (SELECT TOTAL(reward) FROM members AS m WHERE m.group_id = ? AND m.state = 'done')"
     " WHERE question_hash = (SELECT question_hash FROM groups WHERE id = ?)"
 )
-
-
-def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
-    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
-    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
-    for place, gid in enumerate(e.groups):
-        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
-        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
-        rows.append(_question_trained(e.step, state.held[gid]))
-    return rows
-
-
-_QUESTION_ISSUED = (
-    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
-)
-
-
-def _question_trained(step: int, group: Group) -> Statement:
-    rewards = [slot.reward for _, slot in group.done()]
-    sql = (
-        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
-        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
-        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
-    )
-    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
 
 
 def _acked(e: ev.Acked, state: State, unix_s: float) -> list[Statement]:
@@ -473,19 +371,17 @@ def _meta(key: str, value: str) -> list[Statement]:
     return [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))]
 
 
-_FOLLOW: dict[type, Callable[[Any, State, float], list[Statement]]] = {
-    ev.Issued: _issued,
+# The rows of an event, without its log record and its group's state. `commit_log` adds these, and has the other events.
+Follow = Callable[[Any, State, float], list[Statement]]
+ROWS: Mapping[type, Follow] = {
     ev.Skipped: _skipped,
-    ev.Leased: _leased,
     ev.LeaseEnded: _lease_ended,
     ev.Flushed: lambda e, state, unix_s: [] if e.start else _without_partials(e.group, [e.member]),
-    ev.Put: _put,
     ev.MemberFailed: _member_failed,
     ev.Shrunk: _shrunk,
     ev.Aborted: _aborted,
     ev.Expired: _expired,
     ev.Died: lambda e, state, unix_s: _ended(e.group, "DEAD", e.reason, unix_s),
-    ev.Claimed: _claimed,
     ev.Acked: _acked,
     ev.MadeDurable: _made_durable,
     ev.Published: _published,

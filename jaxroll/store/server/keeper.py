@@ -31,7 +31,7 @@ from jaxroll.store.core.admission import Settings, free_members
 from jaxroll.store.core.events import Key
 from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.state import NAMES_KNOWN, State
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log, schema
 from jaxroll.store.log.commit_log import CommitLog
 from jaxroll.store.messages import MAX_KEYS, Done, Hello, Joined
 
@@ -272,10 +272,10 @@ class Keeper:
             if isinstance(event, ev.NOT_LOGGED):
                 continue
             position += 1
-            rows = schema.statements(event, self.state, position, now_s)
+            rows = commit_log.statements(event, self.state, position, now_s)
             statements += rows
             self._records += 1
-            self._bytes += schema.record_bytes(rows[0])
+            self._bytes += commit_log.record_bytes(rows[0])
             if isinstance(event, (ev.Put, ev.Flushed)) and payload is not None:
                 statements.append(payload)
         self.log.append(statements)

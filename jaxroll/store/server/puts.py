@@ -28,7 +28,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.core import puts
 from jaxroll.store.core.events import Flush, PutMember, Recorded
 from jaxroll.store.core.state import slot_of
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log, schema
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import Keeper
 
@@ -73,7 +73,7 @@ class PutPipeline:
                 request = await self._parse(key, body, recorded)
                 if was_alive and not self._is_alive(key.group):  # its group ended while the thread decoded it
                     request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
-                reply = self._decide(caller, request, schema.payload(key.group, key.member, body))
+                reply = self._decide(caller, request, commit_log.payload(key.group, key.member, body))
         except StoreRefusal as refusal:  # keep no reference to it: its traceback holds the decoded member
             return msg.PutAnswer("", refusal_of(refusal))
         return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)

@@ -19,7 +19,7 @@ from jaxroll.records import Failed, Finished, Member, Message, Segment, Task, Ve
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
 from jaxroll.store.server.puts import put_request
@@ -52,7 +52,7 @@ def put(kept: Keeper, key: Key, version: Version, *, tokens: int = 4, reward: fl
     """The store's answer to the put of a finished member."""
     member = finished(key, version, tokens=tokens, reward=reward)
     body = wire.encode(member)
-    return kept.decide(put_request(body), schema.payload(key[0], key[1], body))
+    return kept.decide(put_request(body), commit_log.payload(key[0], key[1], body))
 
 
 def fail(kept: Keeper, key: Key, error: str = "scorer raised") -> object:

@@ -11,7 +11,7 @@ import pytest
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
 from jaxroll.store.core import events as ev
-from jaxroll.store.log import database, schema
+from jaxroll.store.log import commit_log, database, schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
@@ -147,7 +147,7 @@ def test_a_put_that_ran_out_of_memory_is_not_acknowledged_when_it_comes_again(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(schema, "statements", no_memory)
+            patch.setattr(commit_log, "statements", no_memory)
             with pytest.raises(MemoryError):
                 put(kept, key, version)
         put(kept, key, version)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.store.log.database import LOCAL_FUSE, NETWORK, is_remote, mount_of, mounts, unfit
+from jaxroll.disk import LOCAL_FUSE, NETWORK, is_remote, mount_of, mounts, unfit
 
 LAPTOP = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw

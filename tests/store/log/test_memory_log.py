@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxroll.clock import ManualClock
+from jaxroll.sim.world import MemoryLog
 from jaxroll.store.core.machine import Core
-from jaxroll.store.log.commit_log import CommitLog, Log, MemoryLog
+from jaxroll.store.log.commit_log import CommitLog, Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
 from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts

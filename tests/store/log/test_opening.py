@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxroll import disk
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.store.log import database, schema
 from jaxroll.store.log.commit_log import Log
@@ -69,7 +70,7 @@ def test_the_live_connection_is_asked_what_it_promises(tmp_path: Path, monkeypat
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {tmp_path}/far rw - nfs4 server:/runs rw\n")
-    monkeypatch.setattr(database, "MOUNTINFO", table)
+    monkeypatch.setattr(disk, "MOUNTINFO", table)
     with pytest.raises(ConfigError, match=r"server:/runs \(nfs4\).*Put the run on a local disk"):
         Log(tmp_path / "far" / "run")
     assert not (tmp_path / "far" / "run" / "store.db").exists()

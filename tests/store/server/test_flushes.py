@@ -31,7 +31,7 @@ from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import FlushedTokens
 from jaxroll.store.flushes import Stream, answers
-from jaxroll.store.log import schema
+from jaxroll.store.log import commit_log
 from jaxroll.store.log.replay import replay_log
 from tests.harness.store import recorded_log
 from tests.harness.store.builders import configured
@@ -191,7 +191,9 @@ def test_failed_dropped_and_stored_members_leave_no_rows(tmp_path: Path) -> None
         assert not rows(at)
         dropped = await flushed(store)
         for event in (ev.Shrunk(dropped[0], (dropped[1],), "x"), ev.Aborted(dropped[0], (dropped[1],), "failed")):
-            deletes = [row for row in schema.statements(event, at.store.keeper.state, 1, 0.0) if "partials" in row[0]]
+            deletes = [
+                row for row in commit_log.statements(event, at.store.keeper.state, 1, 0.0) if "partials" in row[0]
+            ]
             assert [values for _, values in deletes] == [dropped[:2]]
 
     played(tmp_path, job)

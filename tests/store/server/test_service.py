@@ -173,7 +173,7 @@ def test_nothing_is_acknowledged_before_it_is_on_disk(
 ) -> None:
     """With the disk held back no put is answered, a repeated one neither; when it goes on, all are."""
     config, disk = small.configured(), threading.Event()
-    commit = store_log._commit
+    commit = store_log.commit
 
     def held_back(*arguments) -> bool:
         assert disk.wait(small.DEADLINE_S)
@@ -193,7 +193,7 @@ def test_nothing_is_acknowledged_before_it_is_on_disk(
             assert await asyncio.gather(*answers) == ["OK"] * 5
             assert len((await claim).groups) == 2
 
-    monkeypatch.setattr(store_log, "_commit", held_back)
+    monkeypatch.setattr(store_log, "commit", held_back)
     run(waits())
 
 
