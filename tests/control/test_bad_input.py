@@ -268,7 +268,8 @@ def test_readers_of_a_damaged_run(
             wrong.append(f"{name}: ended with {code}")
         if name == "nothing" and (code == EXIT_CONFIG) != (command in WHOLE):
             wrong.append(f"the undamaged run: ended with {code}: {err[:300]}")
-        if code == EXIT_CONFIG and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
+        refused = code == EXIT_CONFIG or (code == EXIT_FAILURE and bool(err))
+        if refused and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
             wrong.append(f"{name}: wrote {err[:300]!r}")
         if command in CONNECTED and name in MUST_REFUSE and code != EXIT_CONFIG:
             wrong.append(f"{name}: was not refused ({code}: {err[:300]!r})")
