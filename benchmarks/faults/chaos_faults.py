@@ -148,6 +148,7 @@ class Flap:
 
 
 GAVE_UP = "supervisor: gave up"  # before a run ends by itself
+NO_PYTHON = "Fatal Python error: init_import_site"  # a signal ended the interpreter before it ran any code of ours
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,12 @@ class End:
                 if run.alive:
                     run.signal(signal.SIGKILL)
                 after = f", resumed and killed {delay_s:.1f} s later"
-            words = run.last_words()
+            words, began_python = run.last_words(), NO_PYTHON not in run.output("err").read_text(errors="replace")
             run.start()
         if code is None:
             raise Wrong(f"the supervisor did not end after {name}\n{words}")
         expected = -signal.SIGKILL if self.signum == signal.SIGKILL else EXIT_INTERRUPTED
-        if code != expected and not (early and code == -self.signum):
+        if code != expected and not (early and (code == -self.signum or not began_python)):
             raise Wrong(f"the supervisor ended with {code} after {name}, not with {expected}\n{words}")
         return f"supervisor ended with {code} after {took_s:.1f} s{after}, resumed"
 

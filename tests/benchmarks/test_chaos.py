@@ -260,18 +260,19 @@ def test_the_first_step_may_take_longer_than_later_ones(load, step: int, goes_on
 @pytest.mark.parametrize(
     ("code", "words", "before", "violations"),
     [(130, "", "clock_back", 0), (64, "supervisor: gave up: learner refused", "tls_expired", 0),
-     (64, "supervisor: gave up: learner refused", "clock_back", 1), (64, "", "tls_expired", 1)],
+     (64, "supervisor: gave up: learner refused", "clock_back", 1), (64, "", "tls_expired", 1),
+     (1, "Fatal Python error: init_import_site: Failed to import the site module", "", 0), (1, "Error", "", 1)],
 )  # fmt: skip
 def test_a_signal_to_a_run_that_is_ending_is_judged_by_the_faults_before_it(
     load, tmp_path: Path, code: int, words: str, before: str, violations: int
 ) -> None:
-    """SIGINT came while the supervisor gave up because certificates had expired."""
+    """SIGINT came while the supervisor gave up for expired certificates, and before Python ran a line of JaxRoll."""
     chaos, process = load("benchmarks.faults.chaos"), SimpleNamespace(returncode=None)
     run = SimpleNamespace(
         look=list, lock=threading.RLock(), alive=True, step=5, moved_s=time.monotonic(), process=process,
-        last_words=lambda lines=6: words, output=lambda name: tmp_path / "err", processes=lambda: ["learner"],
+        last_words=lambda lines=6: words, output=lambda name: tmp_path / "err", processes=lambda: before and [1],
     )  # fmt: skip
-    (tmp_path / "err").touch()
+    (tmp_path / "err").write_text(words)
 
     def ended(signum: int) -> int:
         run.alive, process.returncode = False, code
@@ -282,7 +283,7 @@ def test_a_signal_to_a_run_that_is_ending_is_judged_by_the_faults_before_it(
 
     run.signal, run.start = ended, start
     attack = chaos.Attack(run, seed=0)
-    attack.tally.note(before)
+    attack.tally.note(before or "clock_back")
     attack.strike(["sigint"])
     assert attack.look() and run.alive and len(attack.tally.wrong) == violations, attack.tally.wrong
 
