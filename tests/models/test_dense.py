@@ -20,7 +20,10 @@ SPEC = families.spec("nano")
 SLOTS, PAGE, TABLE = 12, 8, 10  # 80 tokens a slot: two levels
 
 
-@pytest.fixture(params=[MeshConfig(), MeshConfig(data=2, tensor=2)], ids=["one device", "data=2,tensor=2"])
+MESHES = {"one device": MeshConfig(), "data=2,tensor=2": MeshConfig(data=2, tensor=2)}
+
+
+@pytest.fixture(params=MESHES.values(), ids=MESHES)
 def layout(request) -> Layout:
     return Layout(layouts.build(request.param), layouts.SAMPLER)
 
@@ -83,6 +86,11 @@ def test_a_slot_is_laid_out_again_only_when_a_request_takes_it(layout: Layout) -
     assert not np.asarray(again.stale).any()
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(mesh, id=name, marks=[pytest.mark.soak] * (name == "one device")) for name, mesh in MESHES.items()],
+    indirect=True,
+)
 def test_decoding_gives_the_logits_of_the_loop_over_pages_and_writes_both(layout: Layout) -> None:
     shards = layout.mesh.shape["data"]
     own = SLOTS // shards
