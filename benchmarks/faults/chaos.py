@@ -53,6 +53,7 @@ from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, Skipped
 from benchmarks.faults.verdict import facts, violations
 from benchmarks.lib.report import commit, hardware, say
 from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.run_paths import RunPaths
 
 PAIRS = 0.25  # share of the windows with two faults
 START_S, STALL_S, FINISH_S = 900.0, 300.0, 900.0  # a busy machine compiles for minutes before the first step
@@ -215,7 +216,9 @@ class Attack:
         text = f"the run ended with {code} after {', '.join(suspects) or 'no fault'}: {words}"
         self.tally.ends.append(text)
         traceback = "Traceback" in self.run.output("err").read_text(errors="replace")
-        if traceback or TORN in words or not any(FAULTS[name].ends for name in suspects):
+        logs = RunPaths(self.run.run_dir).logs.glob("*.log")  # the supervisor's output may be closed
+        torn = any(TORN in log.read_text(errors="replace") for log in logs)
+        if traceback or torn or not any(FAULTS[name].ends for name in suspects):
             self.tally.wrong.append(text)
         self.tally.fruitless = self.tally.fruitless + 1 if self.run.step == self.step_at_end else 1
         self.step_at_end = self.run.step

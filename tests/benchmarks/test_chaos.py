@@ -271,6 +271,7 @@ def test_a_signal_to_a_run_that_is_ending_is_judged_by_the_faults_before_it(
     run = SimpleNamespace(
         look=list, lock=threading.RLock(), alive=True, step=5, moved_s=time.monotonic(), process=process,
         last_words=lambda lines=6: words, output=lambda name: tmp_path / "err", processes=lambda: before and [1],
+        run_dir=tmp_path,
     )  # fmt: skip
     (tmp_path / "err").write_text(words)
 
@@ -459,11 +460,18 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "wrong"), [("expired", 0), ("client-key.pem does not belong to client-cert.pem", 1)])
 def test_half_replaced_certificates_explain_no_end_of_a_run(load, tmp_path: Path, words: str, wrong: int) -> None:
     (tmp_path / "err").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "sampler-0.log").write_text(words)  # the supervisor's output may be gone
     chaos = load("benchmarks.faults.chaos")
     tally = chaos.Tally()
     tally.note("tls_expired")
     run = SimpleNamespace(
-        process=SimpleNamespace(returncode=64), last_words=lambda: words, output=tmp_path.joinpath, step=1, start=list
+        process=SimpleNamespace(returncode=64),
+        last_words=str,
+        output=tmp_path.joinpath,
+        step=1,
+        start=list,
+        run_dir=tmp_path,
     )
     chaos.Attack._ended(SimpleNamespace(run=run, tally=tally, step_at_end=0, tell=print))
     assert len(tally.ends) == 1 and len(tally.wrong) == wrong
