@@ -27,6 +27,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
 RUNS = Path("runs")
+_MOST_DAYS = 36500  # of a certificate: the CA lives ten times as long, and openssl ends with the year 9999
 _OF_WEIGHTS = {"generate": "generate", "eval": "evaluate", "serve": "serve"}  # functions of `tools.generate`
 
 
@@ -97,14 +98,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     config, path = _config_and_run(options, name)
     if options.command == "learner" and index >= (hosts := len(learner_names(config))):
         raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
-    words = {
-        "host": "host",
-        "port": "port",
-        "insecure": "insecure",
-        "fork": "fork",
-        "coordinator": "coordinator",
-        "drain": "drain_s",
-    }
+    words = {key: key for key in ("host", "port", "insecure", "fork", "coordinator")} | {"drain": "drain_s"}
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
@@ -404,6 +398,8 @@ def run_tls(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
         print(protocol.bearer(secret, protocol.right_of(options.token_of)))
         return
+    if not 1 <= options.days <= _MOST_DAYS:
+        raise ConfigError("--days", options.days, f"must be between 1 and {_MOST_DAYS}", "365 days are one year.")
     print(tls.make_certificates(run_dir.checked(options.folder, "RUN"), options.host, options.days))
 
 

@@ -40,8 +40,6 @@ SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time, or a smal
 _MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
-
-
 _T = TypeVar("_T")
 _LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -398,42 +396,43 @@ def _seconds(tag: int, text: bytes) -> float:
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-_STEP_S = 30.0
+_MADE, _STEP_S, _ALL_STEPS_S = ".new-", 30.0, 300.0
 _CA_LIVES = 10  # of a certificate
 
 
 def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     """The next steps for a person, after making RUN/tls and, where there is none, RUN/token."""
     if shutil.which("openssl") is None:
-        raise ConfigError(
-            "openssl",
-            "not found",
-            "certificates are made with it",
-            "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
-            f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines).",
-        )
+        remedy = "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
+        remedy += f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines)."
+        raise ConfigError("openssl", "not found", "certificates are made with it", remedy)
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
     subject_names = ",".join(map(_subject_name, names))
     folder = RunPaths(run_dir).tls
+    serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in folder.glob(f"{_MADE}*"):  # of a command that was killed
+            if left.stat().st_mtime < time.time() - _ALL_STEPS_S:
+                shutil.rmtree(left, ignore_errors=True)
+        kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _signs(folder, days)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_MADE) as scratch:  # roles may load files of `folder` now
+            made = Path(scratch)
+            if kept:
+                shutil.copy2(folder / CA, made)
+                shutil.copy2(folder / CA_KEY, made)
+            else:
+                _authority(made, max(_CA_LIVES * days, 1))
+            _certificate(made, CERT, KEY, "jaxroll server", serving, days)
+            _certificate(made, CLIENT_CERT, CLIENT_KEY, "jaxroll client", "clientAuth", days)
+            for cert, key in ((CA, CA_KEY), (CERT, KEY), (CLIENT_CERT, CLIENT_KEY)):  # openssl may end with 0
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(made / cert, made / key)  # on a full disk
+            for name in (CA_KEY, CA, KEY, CERT, CLIENT_KEY, CLIENT_CERT):
+                (made / name).replace(folder / name)
     except OSError as error:
-        raise ConfigError(
-            "RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})", "Name a folder that can be written."
-        ) from error
-    kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _outlives(folder / CA, days)
-    serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # running roles load what is in `folder` at any moment
-        made = Path(scratch)
-        if kept:
-            shutil.copy2(folder / CA, made)
-            shutil.copy2(folder / CA_KEY, made)
-        else:
-            _authority(made, max(_CA_LIVES * days, 1))
-        _certificate(made, CERT, KEY, "jaxroll server", serving, days)
-        _certificate(made, CLIENT_CERT, CLIENT_KEY, "jaxroll client", "clientAuth", days)
-        for name in (CA_KEY, CA, KEY, CERT, CLIENT_KEY, CLIENT_CERT):
-            (made / name).replace(folder / name)
+        reason = f"{folder} cannot be written ({error.strerror})"
+        remedy = "Name a folder that can be written, on a disk with room."
+        raise ConfigError("RUN", str(run_dir), reason, remedy) from error
     protocol.create(run_dir)
     return _next_steps(folder, names, kept)
 
@@ -446,10 +445,11 @@ def _subject_name(host: str) -> str:
     return f"DNS:{host}"
 
 
-def _outlives(ca: Path, days: int) -> bool:
-    """True if the CA is still valid when a certificate of so many days, made now, ends."""
-    with contextlib.suppress(ValueError):
-        return validity(ca.read_text(encoding="utf-8"))[1] >= time.time() + days * 86400
+def _signs(folder: Path, days: int) -> bool:
+    """True if the CA belongs to its key, and is still valid when a certificate of so many days, made now, ends."""
+    with contextlib.suppress(ValueError, ssl.SSLError):
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / CA, folder / CA_KEY)
+        return validity((folder / CA).read_text(encoding="utf-8"))[1] >= time.time() + days * 86400
     return False
 
 
@@ -484,7 +484,7 @@ def _openssl(*words: object) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         reason = f"failed ({lines[-1] if lines else 'without a message'})"
-        raise ConfigError("openssl", command[1], reason, "Check that the run's folder can be written.") from error
+        raise ConfigError("openssl", command[1], reason, "Check the run's folder and the room on its disk.") from error
 
 
 def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:

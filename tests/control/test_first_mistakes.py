@@ -133,6 +133,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("export old --parquet=out.parquet", ("pyarrow", "jaxroll[data]", "--jsonl"), "export old --jsonl=out.jsonl"),
     ("export old --jsonl=no/out.jsonl", ("no/out.jsonl", "folder"), "export old --jsonl=out.jsonl"),
     ("tls begun --token-of=sampler", ("has no token", "jaxroll tls RUN"), "tls begun"),
+    ("tls begun --days=0", ("--days", "between 1 and 36500"), "tls begun --days=30"),
     # weights
     ("generate begun hello", ("begun", "train begun --resume"), "train begun --resume"),
     ("generate begun", ("PROMPT", "jaxroll generate begun PROMPT"), "generate trained hello"),

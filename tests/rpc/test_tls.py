@@ -377,3 +377,42 @@ def test_while_certificates_are_made_again_the_folder_holds_whole_ones(
     assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 1)
     assert len(found) == 8 and set(found) == {before} and not set(before) & set(material.written())
     assert sorted(os.listdir(material.folder)) == sorted(os.listdir(certified.root / "run" / "tls"))
+
+
+def test_a_full_disk_leaves_the_certificates_as_they_are(
+    tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`openssl x509` ended with 0 and an empty file, and this file replaced the certificate."""
+    shutil.copytree(certified.root / "run", tmp_path / "run")
+    material, made = Material(tmp_path / "run" / "tls"), tls._openssl
+    before = material.written()
+
+    def cuts(*words: object) -> None:
+        made(*words)
+        if str(words[-1]).endswith("client-cert.pem"):
+            Path(str(words[-1])).write_text("")
+
+    monkeypatch.setattr(tls, "_openssl", cuts)
+    with pytest.raises(ConfigError, match=r"tls cannot be written \(.*a disk with room"):
+        tls.make_certificates(tmp_path / "run", [], 1)
+    assert material.written() == before
+
+    def has_no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tls.shutil, "copy2", has_no_room)
+    with pytest.raises(ConfigError, match=r"tls cannot be written \(No space left on device\).*a disk with room"):
+        tls.make_certificates(tmp_path / "run", [], 1)
+    assert material.written() == before
+
+
+def test_a_killed_command_leaves_no_keys_behind_for_long(tmp_path: Path, certified: SimpleNamespace) -> None:
+    folder = tmp_path / "run" / "tls"
+    shutil.copytree(certified.root / "run" / "tls", folder)
+    shutil.copytree(folder, folder / ".new-killed")
+    shutil.copytree(folder, folder / ".new-at-work", ignore=shutil.ignore_patterns(".new-*"))
+    os.utime(folder / ".new-killed", (0, 0))
+    shutil.copy(certified.root / "other" / "tls" / "ca-key.pem", folder)  # killed before it replaced ca.pem
+    assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 1)
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == [".new-at-work"]
+    assert call(Material(folder), Material(folder), mutual=True)
