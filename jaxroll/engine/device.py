@@ -1,7 +1,8 @@
 """Device side of an engine: its state and the operations on it.
 
-Every call dispatches one program and returns at once. `Dispatch.report` waits for a decode and its report, which is one
-array per dispatch. The only other transfer to the host is that of a preempted request's pages.
+Every call dispatches one program and returns at once, except `save`, which waits for the pages of a preempted request.
+`Dispatch.report` waits for a decode and its report, which is one array per dispatch. The only other transfer to the
+host is that of recorded experts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Held = tuple[Sequence[int], Sequence[int]]  # the pages of a request, and its ri
 
 @dataclass(frozen=True, eq=False)
 class SavedPages:
-    """The cache content of one request, of which `tokens` tokens are valid. The copy to the host may still run."""
+    """The cache content of one request, as arrays of the host, of which `tokens` tokens are valid."""
 
     pages: programs.Pages
     tokens: int
@@ -113,17 +114,16 @@ class Device:
         self._tables = jax.device_put(packed, self._programs.tables)
 
     def save(self, shard: int, held: Held, tokens: int) -> SavedPages:
-        """Copy the pages and the ring of a preempted request to the host; they may be reused at once."""
-        pages = self._programs.save(self._state, self._place(shard, *held, fill=0))
-        for leaf in jax.tree.leaves(pages):
-            leaf.copy_to_host_async()
-        return SavedPages(pages, tokens)
+        """Copy the pages and the ring of a preempted request to the host, and wait for the copy."""
+        # Arrays of the device would keep its memory until `load`, while `run_bytes` counts one request, and only until
+        # the next program.
+        return SavedPages(jax.device_get(self._programs.save(self._state, self._place(shard, *held, fill=0))), tokens)
 
     def load(self, shard: int, held: Held, saved: SavedPages) -> None:
         """Copy what was saved back into these pages and this ring."""
         (table, ring), used = held, -(-saved.tokens // self._sizes.page_tokens)
         place = self._place(shard, table[:used], ring, fill=self._sizes.shard_pages)
-        self._state = self._programs.load(self._state, place, jax.tree.map(np.asarray, saved.pages))
+        self._state = self._programs.load(self._state, place, saved.pages)
 
     def experts(self, shard: int, table: Sequence[int]) -> jax.Array | None:
         """The recorded choices in the pages of a request, [J·U, X]; None without a record.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -71,6 +72,22 @@ def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, weig
     if weight_swap != "keep_kv":  # over pages that were computed in two programs of weights only the engine can go on
         assert_replayed(rest, b.results, reprefill=weight_swap == "reprefill")
     assert sorted(b.results) == [request.id for request in requests]
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2)], ids=["one device", "data=2"])
+def test_saved_pages_hold_no_memory_of_the_device(bench, mesh):
+    """The memory plan counts the pages of one preempted request, not those of all that wait."""
+    b = bench(mesh, **PAGED, cache_pages=QUARTER * mesh.data)
+    one = b.engine._device.save(0, ((), ()), 0)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(one.pages)}
+    del one
+    alive = lambda: sum(array.shape in shapes for array in jax.live_arrays())  # noqa: E731
+    before = alive()
+    b.add(*uneven(24))
+    while sum(sequence.swapped for sequence in b.engine._scheduler.waiting) < 2:
+        assert b.engine.step()
+    assert alive() == before
+    b.finish()
 
 
 def test_all_pages_are_free_when_no_sequence_is_left(bench):
