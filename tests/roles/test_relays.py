@@ -18,7 +18,7 @@ from jaxroll.roles.weights import Progress, WeightFollower
 from jaxroll.store.messages import RelayState
 from jaxroll.transfer.ends import FetchedParameters, Publisher, Receiver
 from jaxroll.transfer.relay import RelaySender
-from tests.harness.store.builders import configured, connected, produce, serving
+from tests.harness.store.builders import configured, connected, produce, relay_calls, serving
 from tests.harness.transfer_arrays import SHAPES, abstract_of, params_of, shardings_of, values_of
 
 CONFIG = TransferConfig(channel="tcp", deadline_s=20.0, relay="tree")
@@ -86,13 +86,16 @@ def test_the_learner_sends_one_copy_and_a_dead_relay_costs_one_more(tmp_path: Pa
         async with contextlib.AsyncExitStack() as stack:
             publisher = stack.enter_context(Publisher(CONFIG, tmp_path, token=TOKEN))
             await stack.enter_async_context(serving(tmp_path, config))
+            calls = stack.enter_context(relay_calls())
             learner = await stack.enter_async_context(connected(tmp_path, config, "learner"))
             await learner.begin(None)
             following = []
             for number, one in enumerate(samplers):
                 client = await stack.enter_async_context(connected(tmp_path, config, "sampler", f"sampler-{number}"))
                 following.append(asyncio.ensure_future(one.follower.follow(client)))
-            await asyncio.sleep(0.2)  # all of them wait for weights
+            async with asyncio.timeout(20):
+                while len(set(calls)) < count:  # until all of them wait for weights
+                    await asyncio.sleep(0.01)
             player = await stack.enter_async_context(connected(tmp_path, config, "sampler", "player"))
             for step in range(4):
                 if step:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig, digest
+from jaxroll.policy.routing import RelayTree
 from jaxroll.records import (
     Claim,
     Failed,
@@ -99,6 +101,22 @@ async def serving(run_dir: Path, config: Config, feed: Any = None, **options: An
         job.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await job
+
+
+@contextlib.contextmanager
+def relay_calls() -> Iterator[list[str]]:
+    """The names of the receivers whose calls for weights have reached a store in this process, in their order.
+
+    On the store's event loop, a call in this list waits for weights or has been answered.
+    """
+    names, report = list[str](), RelayTree.report
+
+    def noted(tree: RelayTree, name: str, *state: Any) -> None:
+        names.append(name)
+        report(tree, name, *state)
+
+    with mock.patch.object(RelayTree, "report", noted):
+        yield names
 
 
 @contextlib.asynccontextmanager

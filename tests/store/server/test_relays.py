@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxroll.records import Relay, Version
 from jaxroll.store.messages import RelayState
+from tests.harness.store.builders import relay_calls
 
 WAIT_S = 10.0
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -22,6 +23,7 @@ async def announcing(small: SimpleNamespace, folder: Path, names: str, **schedul
     config = small.configured(**schedule)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(small.serving(folder, config))
+        calls = stack.enter_context(relay_calls())
         learner = await stack.enter_async_context(small.connected(folder, config, "learner"))
         clients = {
             name: await stack.enter_async_context(small.connected(folder, config, "sampler", name)) for name in names
@@ -39,16 +41,20 @@ async def announcing(small: SimpleNamespace, folder: Path, names: str, **schedul
             assert all(one == Relay(one.name, f"{one.name}:1") for one in reply.relays)
             return None if reply.snapshot is None else tuple(one.name for one in reply.relays)
 
-        yield SimpleNamespace(learner=learner, announced=announced, publish=learner.publish, **clients)
+        async def waiting(name: str, known: Version | None = None) -> asyncio.Task[tuple[str, ...] | None]:
+            """A call that has reached the store and waits there."""
+            before, call = len(calls), asyncio.create_task(announced(name, known, WAIT_S))
+            while len(calls) == before and not call.done():
+                await asyncio.sleep(0.001)
+            return call
+
+        yield SimpleNamespace(learner=learner, announced=announced, waiting=waiting, publish=learner.publish, **clients)
 
 
 def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Path, small, run) -> None:
     async def job() -> None:
         async with announcing(small, tmp_path, "abcd") as at:
-            waiting = []
-            for name in "abc":
-                waiting.append(asyncio.ensure_future(at.announced(name)))
-                await asyncio.sleep(0.3)
+            waiting = [await at.waiting(name) for name in "abc"]
             await at.publish(small.snapshot(V0))
             assert [await one for one in waiting] == [(), ("a",), ("a", "b")]
             for name in "ab":
@@ -80,10 +86,7 @@ def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, sma
                 await at.announced(name, V0)
             await small.produce(at.a, V0, 4)
             await at.learner.claim(0, 0, WAIT_S)
-            first = asyncio.ensure_future(at.announced("b", V0, WAIT_S))
-            await asyncio.sleep(0.3)
-            second = asyncio.ensure_future(at.announced("a", V0, WAIT_S))
-            await asyncio.sleep(0.3)
+            first, second = await at.waiting("b", V0), await at.waiting("a", V0)
             await at.publish(small.snapshot(V1))
             assert await first == (), "a, which registered first, does not have it while it waits for its turn"
             assert await at.announced("b", V1) is None

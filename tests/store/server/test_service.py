@@ -383,6 +383,6 @@ def test_a_waiting_lease_is_granted_at_the_flip(tmp_path: Path, small: SimpleNam
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done, "old weights are granted nothing at alpha = 0"
             await sampler.published(newer)
-            assert await asyncio.wait_for(waiting, 5.0)
+            assert await asyncio.wait_for(waiting, small.DEADLINE_S)
 
     run(flip_while_waiting())
