@@ -102,3 +102,5 @@ def test_a_file_for_which_the_disk_has_no_room_is_named(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="No space left") as raised:
         disk.replace_text(tmp_path / "report.html", "x")
     assert raised.value.filename == str(tmp_path / "report.html")
+    disk.name_file(raised.value, tmp_path)
+    assert raised.value.filename == str(tmp_path / "report.html"), "a name that is there stays"

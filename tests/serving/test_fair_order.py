@@ -170,6 +170,7 @@ def test_the_client_that_was_served_longest_ago_is_next(monkeypatch) -> None:
         assert await after("a", "b") == ["a", "b"]
         assert await after("c", "b", "a") == ["a", "b", "c"]  # in its first round "c" is last
         assert await after("d", "a", "c", "b") == ["b", "c", "d", "a"]  # the turn of "a" is forgotten
+        assert (await after("d"), await after("e")) and await after("e", "a", "d") == ["d", "e", "a"]  # "a", as before
 
     run(check())
 
@@ -181,6 +182,19 @@ def test_the_name_of_a_client_is_not_kept_after_its_turn() -> None:
         turns.wake(name, partial(woken.append, "served"))
         await asyncio.sleep(0)
         assert woken == ["served"] and sys.getrefcount(name) == before
+
+    run(check())
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_answers_of_one_client_are_all_woken_in_their_order(urgent: bool) -> None:
+    async def check() -> None:
+        turns, woken = Turns(), list[int]()
+        for number in range(3 * Turns.AT_ONCE):
+            turns.wake("a", partial(woken.append, number), urgent=urgent)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert woken == list(range(3 * Turns.AT_ONCE))
 
     run(check())
 

@@ -98,3 +98,20 @@ def test_members_of_full_length_force_no_checkpoint_before_its_turn(sizes, overr
         if step > 2 and (step - 1) % 20 == 0:  # the checkpoint after 20 steps is on disk two steps later
             m.ask(ev.Durable("L", Version(0, step - 1)))
     assert forced > steps // 2 if forces else forced == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "factor"),
+    [
+        (("schedule.redundant_groups=4",), 2.0),
+        (("schedule.redundant_members=4",), 2.0),
+        (("sampling.top_k=5",), 3.0),
+        (("schedule.alpha=1000",), 68 / 24),
+    ],
+)
+def test_the_automatic_budget_has_room_for(overrides: tuple[str, ...], factor: float) -> None:
+    """Surplus groups and members, recorded support, and no more steps than the run has."""
+    sizes = (45, 4, 4, 262_144)
+    found = settings_of(*sizes, *overrides).retention_bytes / settings_of(*sizes).retention_bytes
+    assert found == pytest.approx(factor, rel=0.01)
+    assert settings_of(4, 1, 2, 1024).retention_bytes == 512 * 2**20, "the least"

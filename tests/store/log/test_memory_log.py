@@ -58,3 +58,10 @@ def test_it_never_waits_and_starts_no_thread() -> None:
     with pytest.raises(StopIteration):
         run.send(None)  # one step suffices: no await suspends
     assert threading.active_count() == threads
+
+
+def test_its_tables_agree_with_its_records_at_every_pause() -> None:
+    """At the end, later events have hidden a state of a group that was not updated."""
+    log, clock = MemoryLog(), ManualClock()
+    for _ in eventful_history(Keeper(SETTINGS, log, clock), clock):
+        assert replay_log(log.connection).violations == []
