@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxroll.clock import ManualClock
 from jaxroll.sim.world import MemoryLog
+from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import Core
 from jaxroll.store.log.commit_log import CommitLog, Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
-from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts
+from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts, fail, lease, publish, put
 
 
 async def played(log: CommitLog) -> tuple[Core, dict[int, dict[int, bytes]], dict[tuple[int, int], object]]:
@@ -65,3 +67,14 @@ def test_its_tables_agree_with_its_records_at_every_pause() -> None:
     log, clock = MemoryLog(), ManualClock()
     for _ in eventful_history(Keeper(SETTINGS, log, clock), clock):
         assert replay_log(log.connection).violations == []
+
+
+def test_its_tables_know_that_a_failed_member_waits_for_its_next_attempt() -> None:
+    log = MemoryLog()
+    kept = Keeper(replace(SETTINGS, data_retries=1), log, ManualClock())
+    publish(kept, version := kept.decide(ev.Begin("L", None)))
+    done, failed, *_ = lease(kept, 4, version, "a")
+    put(kept, done, version)
+    fail(kept, failed)
+    assert done[0] == failed[0] and kept.state.open[failed[0]].state == "PENDING"
+    assert replay_log(log.connection).violations == []
