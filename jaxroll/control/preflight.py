@@ -421,14 +421,23 @@ def run_with_other_sets(options: argparse.Namespace) -> tuple[Config, Path] | No
     """For `eval RUN --config=FILE`: the config of the run with the evaluator of the file, and the run's folder.
 
     None for other commands, if RUN is not a run, and in the child, which is given this config. ConfigError if the run
-    has no weights, or if a set is malformed or lacks its file.
+    has no weights, if the file names no sets, if an override would change nothing, or if a set is malformed or lacks
+    its file.
     """
     if options.command != "eval" or options.child or not (options.config and options.run):
         return None
     path = run_dir.checked(options.run)
     if not RunPaths(path).run_file.exists():
         return None
-    config = replace(run_dir.load_config(path), evaluator=named_config(options).evaluator)
+    for text in options.overrides:
+        key = text.removeprefix("--").removeprefix("config.").partition("=")[0]
+        if not key.startswith("evaluator."):
+            raise ConfigError(key, path.name, "the run has its own", "With RUN only keys of evaluator may be given.")
+    evaluator = named_config(options).evaluator
+    if not evaluator.sets:
+        remedy = f"Add evaluator.sets, or leave it out to evaluate {path.name} on the run's own sets."
+        raise ConfigError("--config", options.config, "names no held-out sets", remedy)
+    config = replace(run_dir.load_config(path), evaluator=evaluator)
     config = configs.parse(configs.to_dict(config))
     check_trained(path, config)
     _check_files(config)

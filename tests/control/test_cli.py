@@ -319,6 +319,9 @@ def test_eval_of_a_run_takes_other_sets_from_a_config(
     (here / "sets.py").write_text(SETS)
     path = run_dir.create(here / "r", configs.load(SMOKE), [])
     words = ["eval", "r", "--config=sets.py", "--set=hard"]
+    assert cli.main(["eval", "r", f"--config={SMOKE}"]) == 64 and "names no held-out sets" in capsys.readouterr().err
+    assert cli.main([*words, "--config.evaluator.every=9", "--config.schedule.alpha=2"]) == 64
+    assert "schedule.alpha = 'r': the run has its own" in capsys.readouterr().err
     assert cli.main(words) == 64 and "neither checkpoints nor a warm start" in capsys.readouterr().err
     (path / "warm").mkdir()
     assert cli.main(words) == 64 and "evaluator.sets.file.path = " in capsys.readouterr().err
