@@ -40,7 +40,7 @@ class StoreConfig:
     # Deadline of a call to the store.
     rpc_deadline_s: Seconds = 10.0
     # Maximum MB of trajectories that no durable checkpoint covers; at the limit no new prompt is leased. -1, as in
-    # defaults(): as many as can exist between two checkpoints, this or more.
+    # defaults(): as many as can exist between two checkpoints, at least 512.
     retention_mb: PositiveInt = 512
     # MB of trained or expired trajectories kept for `inspect` and `export`; the oldest are dropped first.
     keep_trajectories_mb: NonNegativeInt = 128
