@@ -105,7 +105,7 @@ def _chosen(config: Config) -> Config:
 
 # A stored token has an id and a log-prob of 4 bytes, and two masks. Recorded experts come on top.
 _TOKEN_BYTES, _MEMBER_BYTES = 10, 4096
-_STEPS_DURABLE = 2  # until a checkpoint is on disk
+_STEPS_UNTIL_DURABLE = 2  # steps that are trained while a checkpoint is written
 
 
 def _retention_mb(config: Config) -> int:
@@ -116,7 +116,7 @@ def _retention_mb(config: Config) -> int:
     schedule, learner = config.schedule, config.learner
     tokens = min(derived.episode_tokens(config), derived.sample_tokens(learner))
     member_bytes = tokens * (_TOKEN_BYTES + 4 * derived.support_tokens(config.sampling)) + _MEMBER_BYTES
-    trained = learner.checkpoint_every + _STEPS_DURABLE
+    trained = learner.checkpoint_every + _STEPS_UNTIL_DURABLE
     outstanding = math.ceil(min(max(0.0, schedule.alpha), schedule.steps)) + 1
     groups = (trained + outstanding) * (schedule.groups_per_step + schedule.redundant_groups)
     size_bytes = groups * (schedule.group_size + schedule.redundant_members) * member_bytes

@@ -57,8 +57,6 @@ def with_mode(schedule: ScheduleConfig, mode: str, named: Collection[str] = ()) 
 
 # --- models and their folders
 
-CHECKPOINT_WANTED_AT = 0.8  # of what may be retained: then the learner checkpoints at every step
-
 
 def model_folder(config: Config) -> Path | None:
     """Folder of the imported model; None for a model that `model.size` names."""
@@ -203,6 +201,7 @@ def support_tokens(sampling: SamplingConfig) -> int:
 
 # --- processes, devices, sizes
 
+CHECKPOINT_WANTED_AT = 0.8  # fraction of what the store may retain; from there on the learner checkpoints at every step
 GROUPS_AHEAD = 4  # leased beyond the slots, so that no slot is idle during the round trip and commit of a lease
 COLOCATED = "colocated"  # name of the one process of all roles with devices
 LEADERS = ("learner", COLOCATED)  # a run has one of these processes and ends with it

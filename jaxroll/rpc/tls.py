@@ -36,7 +36,7 @@ TLS_VARIABLE = "JAXROLL_TLS"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
-SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time, or a smaller part of its validity, left
+SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # less time, or a smaller part of its validity, left: warn of a certificate
 _MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
@@ -143,7 +143,7 @@ class Material:
         return current
 
     def _settled(self, make: Callable[[], _T]) -> _T:
-        """The result of `make` from files of which none was replaced meanwhile; its error if it fails _PROBES times."""
+        """The result of `make`, called up to _PROBES times: until it succeeds and no file was replaced meanwhile."""
         left = _PROBES
         while True:
             before, left = self.written(), left - 1

@@ -359,9 +359,9 @@ class Layout:
 
     def closing(self) -> list[bytes]:
         """The events after the last piece: the usage, if it is wanted."""
-        return (
-            [event(self.head(self.chunk_object) | {"choices": [], "usage": self.usage()})] if self.wanted.usage else []
-        )
+        if not self.wanted.usage:
+            return []
+        return [event(self.head(self.chunk_object) | {"choices": [], "usage": self.usage()})]
 
     def _opened(self) -> bytes:
         """The head of an event, encoded once for each weight version: all later events of a stream begin with it."""

@@ -343,10 +343,8 @@ def test_certificates_that_are_replaced_while_they_are_read_end_no_role(
         shutil.rmtree(folder)
 
     shutil.copytree(certified.root / "run" / "tls", folder)
-    new, reads = (
-        {path.name: path.read_bytes() for path in (certified.root / "other" / "tls").iterdir()},
-        iter(range(99)),
-    )
+    new = {path.name: path.read_bytes() for path in (certified.root / "other" / "tls").iterdir()}
+    reads = iter(range(99))
 
     def replaced_after_the_key(path: Path, most_bytes: int) -> bytes:
         found = read(path, most_bytes)
