@@ -129,10 +129,11 @@ class SimulatedEngine:
         done.set_result(job())
         return done
 
-    def warmup(self, *params: object) -> None:
-        """Do nothing: there is nothing to compile, and the next swap replaces a version that waits."""
+    def warmup(self, params: object) -> None:
+        """Do nothing: there is nothing to compile."""
 
-    drop_waiting_swap = warmup
+    def drop_waiting_swap(self) -> None:
+        """Do nothing: the next swap replaces a version that waits."""
 
     def swap(self, version: Version, params: object) -> None:
         """Use `version` from the next dispatch on, or once all requests have ended (`drain`)."""
@@ -212,8 +213,7 @@ class SimulatedEngine:
         if keep:
             self._kept[key.group, key.member] = len(prompt) + length
         tokens, logprobs = _answer(length, wanted <= params.max_tokens)
-        runs = tuple(VersionRun(version, count) for version, count in request.versions)
-        runs = runs if before is None else (*before.versions, *runs)
+        runs = (*(() if before is None else before.versions), *(VersionRun(*run) for run in request.versions))
         return Completion(tokens, logprobs, runs, "stop" if wanted <= params.max_tokens else "length")
 
     async def flush(self) -> None:
