@@ -31,12 +31,12 @@ from benchmarks.serving import (
     TEXT,
     TOKEN,
     VERSION,
-    _idle,
-    _Sink,
-    _Stepped,
+    Sink,
+    SteppedEngine,
     lengths_of,
     request,
     tokens_in,
+    until_idle,
 )
 from jaxroll.engine.stats import EngineStats
 from jaxroll.serving.http_answers import Served
@@ -75,7 +75,7 @@ class Clock:
         return skipped
 
 
-class Client(_Sink):
+class Client(Sink):
     """A client that reads its answers at once: the time of each token, and the number of events."""
 
     def __init__(self, number: int, clock: Clock) -> None:
@@ -109,7 +109,7 @@ def paced(count: int, seconds: float) -> dict[str, Any]:
     """Times between two tokens of `count` clients with a stream each."""
 
     async def run() -> dict[str, Any]:
-        clock, engine = Clock(), _Stepped(count)
+        clock, engine = Clock(), SteppedEngine(count)
         model = Served("m", engine, Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * FLOOD)
         app: Any = FrontEnd(model, TOKEN).app
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
@@ -132,8 +132,8 @@ def paced(count: int, seconds: float) -> dict[str, Any]:
         for one in clients:
             one.ends = True
         while engine.step():
-            await _idle()
-        await _idle()
+            await until_idle()
+        await until_idle()
         gaps = [
             gap
             for one in clients

@@ -279,7 +279,7 @@ def over_http(stream: bool, seconds: float) -> dict[str, Any]:
         return {"tokens_per_s": rate(clients(port, BATCH, stream, seconds)[0], began, seconds)}
 
 
-class _Sink(asyncio.Transport):
+class Sink(asyncio.Transport):
     """The server's side of a connection whose client, at `port`, reads nothing; counts what is written."""
 
     def __init__(self, port: int) -> None:
@@ -298,7 +298,7 @@ class _Sink(asyncio.Transport):
     resume_reading = pause_reading
 
 
-class _Stepped(StubEngine):
+class SteppedEngine(StubEngine):
     """A stub that gives each request a token when `step` is called."""
 
     def _run(self) -> None:
@@ -322,13 +322,13 @@ def cost(parser: str) -> dict[str, Any]:
     """
 
     async def run() -> list[float]:
-        engine = _Stepped(BATCH)
+        engine = SteppedEngine(BATCH)
         model = Served("m", engine, Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * BATCH)
         app: Any = FrontEnd(model, TOKEN).app
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", http=parser)
         config.load()
         made = [config.http_protocol_class(config, ServerState(), {}) for _ in range(BATCH)]  # type: ignore[call-arg]
-        sinks = [_Sink(port) for port in range(BATCH)]
+        sinks = [Sink(port) for port in range(BATCH)]
         for protocol, sink in zip(made, sinks, strict=True):
             protocol.connection_made(sink)
 
@@ -336,10 +336,10 @@ def cost(parser: str) -> dict[str, Any]:
             began, before = time.process_time(), sum(sink.writes for sink in sinks)
             for protocol in made:
                 protocol.data_received(request(tokens, True))
-            await _idle()
+            await until_idle()
             while engine.step():
-                await _idle()
-            await _idle()
+                await until_idle()
+            await until_idle()
             events = sum(sink.writes for sink in sinks) - before
             assert events >= BATCH * tokens, f"{events} writes for {BATCH * tokens} tokens"
             return (time.process_time() - began) / BATCH * 1e6
@@ -351,7 +351,7 @@ def cost(parser: str) -> dict[str, Any]:
     return {"request_us": short, "event_us": (long - short) / (ANSWER[1] - 2)}
 
 
-async def _idle() -> None:
+async def until_idle() -> None:
     """Return when the loop has nothing to do but this."""
     loop: Any = asyncio.get_running_loop()
     await asyncio.sleep(0)
