@@ -21,9 +21,9 @@ from typing import Protocol
 import psutil
 
 from benchmarks.faults.chaos_machine import (
-    FewDescriptors,
+    FEW_DESCRIPTORS,
+    LITTLE_MEMORY,
     FillDisk,
-    LittleMemory,
     MoveClock,
     NoMemory,
     NoNewTasks,
@@ -340,8 +340,8 @@ FAULTS: dict[str, Fault] = {
     "tls_new_ca": Certificates("ca"),
     "tls_expired": Certificates("expired", ends=True),
     "tls_wrong": Certificates("wrong", ends=True),
-    "few_descriptors": FewDescriptors(),
-    "little_memory": LittleMemory(),
+    "few_descriptors": FEW_DESCRIPTORS,
+    "little_memory": LITTLE_MEMORY,
     "no_memory": NoMemory(),
     "no_new_tasks": NoNewTasks(),
     "clock_forward": MoveClock(1),

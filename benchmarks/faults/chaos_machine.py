@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,37 +59,26 @@ def folders_of(run: Run) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class FewDescriptors:
-    """A role cannot open any more files or connections."""
+class Limit:
+    """A limit on a `resource` (RLIMIT_*) of a role, for a while: what `most` returns for its process."""
 
-    ends = True
+    resource: int
+    most: Callable[[psutil.Process], int]
+    effect: str
+    longest_s: float
+    ends: bool = False
     alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 10.0)
+        target, seconds = chance.choice(run.roles), chance.uniform(3.0, self.longest_s)
         process = there(run, target)
-        with gone_is_fine(target):
-            open_now = process.num_fds()
-            with machine.limited(process, psutil.RLIMIT_NOFILE, open_now):
-                time.sleep(seconds)
-        return f"{target} has no more than {open_now} descriptors for {seconds:.1f} s"
+        with gone_is_fine(target), machine.limited(process, self.resource, self.most(process)):
+            time.sleep(seconds)
+        return f"{target} {self.effect} for {seconds:.1f} s; it {'lives' if process.is_running() else 'ended'}"
 
 
-@dataclass(frozen=True)
-class LittleMemory:
-    """A role cannot map more memory."""
-
-    ends = alone = False
-
-    def __call__(self, run: Run, chance: random.Random) -> str:
-        target, seconds = chance.choice(run.roles), chance.uniform(3.0, 8.0)
-        process = there(run, target)
-        with gone_is_fine(target):
-            room = process.memory_info().vms + (2 << 20)
-            with machine.limited(process, psutil.RLIMIT_AS, room):
-                time.sleep(seconds)
-        state = "lives" if process.is_running() else "ended"
-        return f"{target} may map 2 MB more for {seconds:.1f} s; it {state}"
+FEW_DESCRIPTORS = Limit(psutil.RLIMIT_NOFILE, lambda role: role.num_fds(), "can open nothing more", 10.0, ends=True)
+LITTLE_MEMORY = Limit(psutil.RLIMIT_AS, lambda role: role.memory_info().vms + (2 << 20), "may map 2 MB more", 8.0)
 
 
 @dataclass(frozen=True)
