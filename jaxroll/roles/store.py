@@ -3,7 +3,7 @@
 Threads: the main thread runs the asyncio loop that serves all calls; a writer thread commits the log (`jaxroll.store`).
 Tasks: serve calls; read prompts ahead from the feeder; expire leases and report metrics by the clock.
 Waits for: prompts from the feeder; every other role connects to it.
-Stops: on SIGTERM, SIGINT or SIGHUP, some time after the run is closed, or if its address is silent for a minute.
+Stops: on SIGTERM, SIGINT or SIGHUP, some time after the run is closed, or if its address is silent for half a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from jaxroll.models import folders
 from jaxroll.records import Task
 from jaxroll.text import tokenizers
 
-CHECK_EVERY_S, CHECK_S, SILENT_CHECKS = 10.0, 10.0, 3  # of the store's own address: about a minute of silence
+# Of the store's own address. Half a minute of silence ends the store; the roles wait a minute (STORE_PATIENCE_S), which
+# also has to last until it serves again.
+CHECK_EVERY_S, CHECK_S, SILENT_CHECKS = 5.0, 5.0, 3
 SilenceCheck = Callable[[str, float], Awaitable[bool]]
 
 

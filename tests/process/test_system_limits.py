@@ -85,7 +85,7 @@ def test_roles_that_can_start_neither_threads_nor_processes(free_run_dir: Path) 
                 train.rows += train._rows.rows()
                 at = last_step(train.rows)
                 train.until(lambda rows, at=at: last_step(rows) >= at + 5, f"steps with a {role} without new tasks")
-            assert all(psutil.pid_exists(pid) for pid in others), "another role died"
+            assert all(psutil.pid_exists(pid) for pid in others), f"another role died\n{train.logs()}"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)

@@ -16,6 +16,7 @@ from benchmarks.faults import machine
 from jaxroll.errors import InfraError
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.roles import store as role
+from jaxroll.roles.session import STORE_PATIENCE_S
 from jaxroll.rpc.server import is_silent
 from jaxroll.sim.network import VirtualTimeLoop
 from tests.harness.cluster.cluster import CONFIG
@@ -32,10 +33,10 @@ sys.exit(scripted_store.main())
 
 @pytest.mark.parametrize(
     ("answers", "ended_s"),
-    [([False, True, True, False, True, True, True], 120.0), ([True, True, True], 60.0)],
+    [([False, True, True, False, True, True, True], 60.0), ([True, True, True], 30.0)],
     ids=["recovers", "silent"],
 )
-def test_a_minute_of_silence_in_a_row_ends_the_store(answers: list[bool], ended_s: float) -> None:
+def test_half_a_minute_of_silence_in_a_row_ends_the_store(answers: list[bool], ended_s: float) -> None:
     left = iter(answers)
 
     async def check(address: str, limit_s: float) -> bool:
@@ -45,11 +46,15 @@ def test_a_minute_of_silence_in_a_row_ends_the_store(answers: list[bool], ended_
 
     loop = VirtualTimeLoop()
     try:
-        with pytest.raises(InfraError, match=r"here:1 accepts connections and has answered none for 60 s"):
+        with pytest.raises(InfraError, match=r"here:1 accepts connections and has answered none for 30 s"):
             loop.run_until_complete(role.until_silent("here:1", check))
         assert loop.time() == ended_s
     finally:
         loop.close()
+
+
+def test_half_of_the_patience_of_the_roles_is_left_to_start_the_store_again() -> None:
+    assert role.SILENT_CHECKS * (role.CHECK_EVERY_S + role.CHECK_S) <= STORE_PATIENCE_S / 2
 
 
 def test_a_server_that_is_gone_or_closes_the_connection_is_not_silent() -> None:
