@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +212,27 @@ def test_certificates_replace_insecure() -> None:
         assert "--insecure" not in launch.argv and launch.env["JAXROLL_TLS"] == "t"
     for launch in launchers.plan(CONFIG, Target("gpu", "c.py", devices_per_host=8, tls="t")):
         assert "JAXROLL_TLS" not in launch.env, "one host uses only the loopback interface"
+
+
+@pytest.mark.process
+def test_without_an_active_environment_the_scripts_use_that_of_make_demo(tmp_path: Path) -> None:
+    """The README's line ended with a traceback after `make demo`: python3 of the shell lacks the packages."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    bare, own = tmp_path / "bin" / "python3", tmp_path / ".venv" / "bin" / "python"
+    for path, line in ((bare, "exit 1"), (own, 'echo ".venv: $*"')):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+    environment = {"PATH": f"{bare.parent}:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / "launch" / "gpu.sh"), "--dry-run"]
+
+    def outcome(**more: str) -> tuple[int, str]:
+        ended = subprocess.run(command, env=environment | more, capture_output=True, text=True, check=False, timeout=30)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    assert outcome() == (0, ".venv: -m jaxroll launch --target=gpu --dry-run\n")
+    for named in ("python3", "none"):
+        code, text = outcome(PYTHON=named)
+        assert code == 64 and f"PYTHON = '{named}'" in text and "make venv" in text
+    own.unlink()
+    assert outcome()[0] == 64
