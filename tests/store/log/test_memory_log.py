@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from jaxroll.clock import ManualClock
+from jaxroll.records import Version, VersionRun
 from jaxroll.sim.world import MemoryLog
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import Core
-from jaxroll.store.log.commit_log import CommitLog, Log
+from jaxroll.store.log.commit_log import CommitLog, Log, statements
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
 from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts, fail, lease, publish, put
@@ -78,3 +79,14 @@ def test_its_tables_know_that_a_failed_member_waits_for_its_next_attempt() -> No
     fail(kept, failed)
     assert done[0] == failed[0] and kept.state.open[failed[0]].state == "PENDING"
     assert replay_log(log.connection).violations == []
+
+
+def test_the_row_of_a_put_has_its_oldest_and_newest_step_and_its_last_lineage() -> None:
+    log = MemoryLog()
+    kept = Keeper(SETTINGS, log, ManualClock())
+    publish(kept, version := kept.decide(ev.Begin("L", None)))
+    key = lease(kept, 2, version, "a")[0]
+    event = ev.Put(*key, "d", 100, (VersionRun(Version(0, 2), 3), VersionRun(Version(1, 1), 1)), reward=1.0)
+    log.append(statements(event, kept.state, kept.state.position + 1, 0.0))
+    sql = "SELECT tokens, oldest_step, newest_step, lineage FROM members WHERE group_id = ? AND member = ?"
+    assert log.connection.execute(sql, key[:2]).fetchone() == (4, 1, 2, 1)
