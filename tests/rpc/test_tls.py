@@ -414,3 +414,21 @@ def test_a_killed_command_leaves_no_keys_behind_for_long(tmp_path: Path, certifi
     assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 1)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [".new-at-work"]
     assert call(Material(folder), Material(folder), mutual=True)
+
+
+def test_new_certificates_that_could_not_be_read_once_are_read_for_the_next_connection(
+    tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(certified.root / "run" / "tls", tmp_path / "tls")
+    material, read = Material(tmp_path / "tls"), tls.disk.read_bytes
+    newest = material.server_contexts(mutual=False)
+    first = newest()
+    (tmp_path / "tls" / "ca.pem").touch()
+
+    def none_left(path: Path, most_bytes: int) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(tls.disk, "read_bytes", none_left)
+    assert newest() is first
+    monkeypatch.setattr(tls.disk, "read_bytes", read)
+    assert newest() is not first
