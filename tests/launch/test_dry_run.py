@@ -182,6 +182,7 @@ def test_the_script_runs_all_lines_in_parallel_and_ends_them_together(tmp_path: 
     fake = tmp_path / "python3"
     fake.write_text(
         "#!/bin/sh\n"
+        '[ "$1" = -c ] && exit 0\n'
         f'[ "$3" = launch ] && exec "{sys.executable}" "$@"\n'
         f'touch "{tmp_path}/$3-up"\n'
         f'until [ "$(ls {tmp_path} | grep -c -- -up)" = 4 ]; do sleep 0.05; done\n'
