@@ -44,7 +44,7 @@ from benchmarks.lib.report import arguments, finish, say
 from jaxroll import config as configs
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config, section_rules
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.protocols import Completion
 from jaxroll.records import Message, Task
 from jaxroll.sim import costs

@@ -23,10 +23,10 @@ from jaxroll.config.derived import (
     sampler_members,
     support_tokens,
 )
-from jaxroll.config.parsing import check_bounds, nearest
+from jaxroll.config.parsing import FILES, check_bounds, nearest, task_parts
 from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplingConfig
-from jaxroll.config.section_rules import FILES, check_algorithm, check_flushes, check_places, check_prompts, task_parts
+from jaxroll.config.section_rules import check_algorithm, check_flushes, check_places, check_prompts
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Supports
 

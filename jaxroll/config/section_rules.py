@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any, get_type_hints
+from typing import Any
 
 from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
-from jaxroll.config.parsing import check_bounds, coerce, nearest
+from jaxroll.config.parsing import FILES, HELDOUT, SOURCE_ITEMS, evaluation_set, nearest, task_parts
 from jaxroll.config.rewards import REMOTE, terms
 from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
 from jaxroll.errors import ConfigError
@@ -332,9 +329,8 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError("learner.shuffle_rewards", True, reason, remedy)
 
 
-# --- Prompts as the config describes them: sources of a mixture, messages before every question, tools; their checks
+# --- Prompts as the config describes them: messages before every question, tools, pools; their checks
 
-FILES = ("jsonl", "parquet", "hf_dataset")  # values of task.source that read task.path
 ROLES = ("system", "user", "assistant", "tool")
 # Variables of a chat template that JaxRoll sets itself.
 RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -374,94 +370,10 @@ def _message(entry: Any, key: str) -> Message:
     return Message(role, content)
 
 
-# --- sources: one, or several in a mixture
-
-SOURCE_KEYS = (
-    "source", "name", "args", "path", "prompt_style", "prompt_column", "answer_column", "answer_after", "train_start",
-    "heldout_start", "heldout_items",
-)  # fmt: skip
-# Item i of source number n has the index n * SOURCE_ITEMS + i.
-SOURCE_ITEMS = 10**12
-
-
-@dataclass(frozen=True)
-class TaskPart:
-    """One source: `task` is the section with its keys; without a mixture `label` and `tag` are empty, `weight` is 1."""
-
-    label: str
-    weight: float
-    task: TaskConfig
-    key: str
-    tag: str = ""
-
-
-def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
-    """The sources of the config; ConfigError for malformed entries of `task.mixture`."""
-    if not task.mixture:
-        return (TaskPart("", 1.0, task, "task"),)
-    found: list[TaskPart] = []
-    for number, entry in enumerate(task.mixture):
-        key = f"task.mixture[{number}]"
-        if not isinstance(entry, Mapping):
-            raise ConfigError(key, entry, "not a source", "Write dict(path=…, weight=1.0).")
-        weight = coerce(float, entry.get("weight", 1.0), f"{key}.weight")
-        _refuse(f"{key}.weight", weight, ((weight <= 0, "a source needs a share", "Use a positive weight."),))
-        part = source_of(task, entry, key, ("label", "weight", "tag"))
-        label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
-        if not label or label in (other.label for other in found):
-            raise ConfigError(f"{key}.label", label, "every source needs its own name", "Set label.")
-        found.append(TaskPart(label, weight, part, key, coerce(str, entry.get("tag", label), f"{key}.tag")))
-    if any("heldout_items" in entry for entry in task.mixture):
-        return tuple(found)
-    total = sum(part.weight for part in found)
-    return tuple(
-        dataclasses.replace(part, task=dataclasses.replace(part.task, heldout_items=share and max(1, share)))
-        for part in found
-        for share in (round(task.heldout_items * part.weight / total),)
-    )
-
-
 def pools(config: Config) -> Pools:
     """The pools of samplers; falsy if there are none. ConfigError for malformed ones."""
     tags = [part.tag for part in task_parts(config.task)] if config.task.mixture else []
     return Pools.of(config.placement.pools, tags, config.sampler.count)
-
-
-def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[str, ...]) -> TaskConfig:
-    """`task` with the keys of another source; what belongs to the source of `task` alone is not inherited.
-
-    Keys in `own` have a meaning for the caller.
-    """
-    for name in entry:
-        if name not in SOURCE_KEYS + own:
-            near = nearest(str(name), SOURCE_KEYS + own)
-            raise ConfigError(f"{key}.{name}", entry[name], "unknown key of a source", near)
-    hints = get_type_hints(TaskConfig)
-    given = {k: coerce(hints[k], value, f"{key}.{k}") for k, value in entry.items() if k not in own}
-    other = {"args": {}, "path": "", "prompt_column": "", "answer_column": "", "answer_after": ""}
-    inherited = {} if given.keys() <= {"heldout_items", "train_start", "heldout_start"} else other
-    found = dataclasses.replace(task, mixture=[], **{**inherited, **given})
-    check_bounds(found, key)
-    return found
-
-
-HELDOUT = "heldout"  # the name of the set of task.heldout_items
-
-
-def evaluation_set(config: Config, name: str) -> tuple[TaskConfig, int]:
-    """The source of the set `name` of `evaluator.sets`, and its number of items (0: all rows of a file).
-
-    ConfigError for a malformed entry.
-    """
-    entry, key = config.evaluator.sets[name], f"evaluator.sets.{name}"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(key, entry, "not a source", "Write dict(path=…, items=100).")
-    if (items := coerce(int, entry.get("items", 0), f"{key}.items")) < 0:
-        raise ConfigError(f"{key}.items", items, "must be at least 0", "Set it to 0 for all rows of a file.")
-    task = source_of(config.task, entry, key, ("items",))
-    if task.source in FILES and not task.path:
-        raise ConfigError(f"{key}.path", "", "there is no file to read", f"Set {key}.path to the file.")
-    return task, items
 
 
 def check_prompts(config: Config) -> None:

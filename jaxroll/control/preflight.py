@@ -35,10 +35,9 @@ from jaxroll.config.derived import (
     page_size,
     sample_tokens,
 )
-from jaxroll.config.parsing import nearest
+from jaxroll.config.parsing import evaluation_set, nearest, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
-from jaxroll.config.section_rules import evaluation_set, task_parts
 from jaxroll.control import program, run_dir
 from jaxroll.data import preparation, sources
 from jaxroll.engine.sequence import MemoryShare, fitting_pages

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import is_compact
-from jaxroll.config.parsing import nearest
-from jaxroll.config.section_rules import opening_messages, task_parts
+from jaxroll.config.parsing import nearest, task_parts
+from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.files import DatasetSource, JsonlSource, ParquetSource
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Source

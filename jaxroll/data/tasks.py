@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxroll.config import Config, TaskConfig
-from jaxroll.config.section_rules import HELDOUT, SOURCE_ITEMS, TaskPart, evaluation_set, opening_messages, task_parts
+from jaxroll.config.parsing import HELDOUT, SOURCE_ITEMS, TaskPart, evaluation_set, task_parts
+from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Source, Tokenizer

@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs, section_rules
 from jaxroll.config.derived import actor_members, max_message_bytes, sampler_names, slots_of_actor
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.data import sources
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED

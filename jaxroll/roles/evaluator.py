@@ -21,7 +21,7 @@ from typing import Any
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import is_evaluated, next_evaluation
-from jaxroll.config.section_rules import HELDOUT
+from jaxroll.config.parsing import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Task, Version, VersionRef

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import ConfigError
 from jaxroll.records import Task
 from jaxroll.sim.network import run

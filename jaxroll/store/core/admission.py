@@ -22,7 +22,8 @@ from jaxroll.config.derived import (
     room_of_member,
     support_tokens,
 )
-from jaxroll.config.section_rules import SOURCE_ITEMS, pools
+from jaxroll.config.parsing import SOURCE_ITEMS
+from jaxroll.config.section_rules import pools
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import (
     BROKEN,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
 from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Curriculum, Health, Question, Share, groups_ahead
 from jaxroll.policy.routing import may_help, serves

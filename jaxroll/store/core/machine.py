@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, touch
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import NoCredit
 from jaxroll.policy.selection import longest_first, predicted_tokens
 from jaxroll.records import Task, Version, VersionRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxroll.config.section_rules import SOURCE_ITEMS
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import NoCredit
 from jaxroll.policy.routing import Pools
 from jaxroll.records import Task, Version
