@@ -8,13 +8,15 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import random
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -291,23 +293,21 @@ def figures(samples: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, 
 
     `samples` has one list of scores per repetition. With one repetition the accuracy has a Wilson interval.
     """
-    found = rollouts.counts(samples)
+    found = counts(samples)
     figures: dict[str, Any] = {"items": len(samples[0]), "scored": len(found)}
     if not found:
         return figures
     if len(samples) == 1:
-        share = rollouts.mean([c for _, c in found])
+        share = mean([c for _, c in found])
         figures["accuracy"] = [share, *wilson(share, len(found))]
     else:
-        figures |= {name: list(values) for name, values in rollouts.table(found, ks).items()}
+        figures |= {name: list(values) for name, values in table(found, ks).items()}
     places = range(len(samples[0]))
     by_source = rollouts.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
-    sources = {
-        name: rollouts.counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()
-    }
+    sources = {name: counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()}
     if sources:
         figures["sources"] = {
-            name: [rollouts.mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
+            name: [mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
         }
     return figures
 
@@ -382,3 +382,63 @@ def serve(args: RoleArgs, options: argparse.Namespace) -> int:
 
     ask(model, play, limit_s=None)
     return 0
+
+
+# --- accuracy of evaluated tasks: pass@k, mean@n, intervals. Pure
+
+RESAMPLES = 1000
+
+
+class Scored(Protocol):
+    """A scored answer: whether it is right, and whether it counts."""
+
+    @property
+    def right(self) -> bool: ...
+
+    @property
+    def pinned(self) -> bool: ...
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate 1 − C(n−c, k)/C(n, k) of the chance that one of k samples is right, given c right of n.
+
+    Source: Chen et al. 2021, arXiv 2107.03374, 2.1. ValueError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
+    """
+    if not 1 <= k <= n or not 0 <= c <= n:
+        raise ValueError(f"pass@{k} of {c} right among {n} samples is not defined")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; ValueError for no values."""
+    if not values:
+        raise ValueError("the mean of no values is not defined")
+    return math.fsum(values) / len(values)
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95 % percentile interval of the mean of `values`, by resampling items (Efron 1979); the same for equal seeds."""
+    draw = random.Random(seed)
+    means = sorted(mean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+
+
+def counts(samples: Sequence[Sequence[Scored]]) -> list[tuple[int, int]]:
+    """(answers that count, right ones) of each item, for the items with any; `samples` has one list per repetition."""
+    found = []
+    for answers in zip(*samples, strict=True):
+        counted = [answer.right for answer in answers if answer.pinned]
+        if counted:
+            found.append((len(counted), sum(counted)))
+    return found
+
+
+def table(found: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[str, tuple[float, float, float]]:
+    """(estimate, low, high) of mean@n and of pass@k for each k, over items with (n, c); with 95 % bootstrap intervals.
+
+    An item with fewer than k answers that count is left out of pass@k.
+    """
+    most = max(n for n, _ in found)
+    rows: dict[str, list[float]] = {f"mean@{most}": [c / n for n, c in found]}
+    rows |= {f"pass@{k}": [pass_at_k(n, c, k) for n, c in found if n >= k] for k in ks}
+    return {name: (mean(values), *bootstrap(values)) for name, values in rows.items() if values}
