@@ -206,7 +206,7 @@ class Scalars:
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})
     NOT_SCALARS = frozenset({"t", "t0", "t1", "step", "lineage"})
-    NESTED = frozenset({"by_age"})  # one number per age, as `by_age/1/ess`
+    NESTED = frozenset({"by_age", "sources"})  # numbers of each age or source, as `by_age/1/ess`
     LARGEST = 3e38  # TensorBoard's events hold float32
 
     def __init__(self, aliases: Mapping[str, str] | None = None) -> None:
@@ -315,6 +315,13 @@ class _Known(msgspec.Struct):
     role: Role
 
 
+class _Source(msgspec.Struct):
+    reward: Number | None = None
+    tokens: Number | None = None
+    samples: Count | None = None  # of a step
+    episodes: Count | None = None  # of a sampler since its start
+
+
 class _Step(_Known):
     step: Count
     t0: Time
@@ -326,6 +333,7 @@ class _Step(_Known):
     lineage: Count | None = None
     groups: list[Count] = []
     by_age: dict[Age, dict[str, Number | None]] | None = None
+    sources: dict[str, _Source] | None = None
     samples: Number | None = None
     tokens_trained: Number | None = None
     tokens_computed: Number | None = None
@@ -375,6 +383,8 @@ class _Stats(_Known):
     env_restored: Count | None = None
     scoring_failed: dict[str, Count] | None = None
     scoring_remote: dict[str, Count] | None = None
+    sources: dict[str, _Source] | None = None
+    failed_by_source: dict[str, Count] | None = None
 
 
 class _Span(_Known):

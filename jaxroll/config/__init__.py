@@ -194,9 +194,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section, key in _PATHS:
         if found := (values.get(section) or {}).get(key):
             values[section][key] = os.path.normpath(Path(path).resolve().parent / found)
-    for key in ("extract", "reward", "agent"):
-        if isinstance(named := (values.get("task") or {}).get(key), str):
-            values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
     _resolve_sources(values, Path(path).resolve().parent)
     return parse(override(with_files(values, Path(path).resolve().parent), overrides), overrides)
 
@@ -217,28 +214,46 @@ def of_model_folder(folder: Path) -> Config:
 
 
 def _resolve_sources(values: dict, folder: Path) -> None:
-    """Make the paths of a mixture's sources, of held-out sets and of a reward model absolute, in place."""
-    mixture = (values.get("task") or {}).get("mixture") or []
+    """Make paths absolute, in place: those of a mixture's sources, held-out sets, reward models and functions."""
+    task = values.get("task") or {}
+    mixture = task.get("mixture") or []
     sets = (values.get("evaluator") or {}).get("sets") or {}
-    rewards = (values.get("task") or {}).get("reward_args") or {}
-    found = [
-        rewards.get("reward_model") if isinstance(rewards, dict) else None,
+    sources = [
         *(mixture if isinstance(mixture, (list, tuple)) else ()),
         *(sets.values() if isinstance(sets, dict) else ()),
     ]
-    for entry in found:
-        if isinstance(entry, dict) and entry.get("path"):
-            entry["path"] = os.path.normpath(folder / str(entry["path"]))
+    for entry in (entry for entry in (task, *sources) if isinstance(entry, dict)):
+        rewards = entry.get("reward_args")
+        model = rewards.get("reward_model") if isinstance(rewards, dict) else None
+        for named in (model, None if entry is task else entry):  # that of `task` is absolute already
+            if isinstance(named, dict) and named.get("path"):
+                named["path"] = os.path.normpath(folder / str(named["path"]))
+        for key in ("extract", "reward", "agent"):
+            if isinstance(function := entry.get(key), str):
+                entry[key] = relative_to(str(folder), function)
 
 
 def with_files(values: Mapping[str, Any], folder: Path) -> dict:
-    """`values` with the content of each file that a key of `task` names as file:PATH, relative to `folder`.
+    """`values` with the content of each file that `task` or a source names as file:PATH, relative to `folder`.
 
     The content becomes part of the config, so that a run does not change when the file does, and needs no copy of it.
     """
-    if not isinstance(task := values.get("task"), Mapping):
-        return dict(values)
-    found = dict(task)
+    found = dict(values)
+    if isinstance(task := values.get("task"), Mapping):
+        found["task"] = _with_files(task, "task", folder)
+        if isinstance(entries := task.get("mixture"), list | tuple):
+            read = [_with_files(entry, f"task.mixture[{number}]", folder) for number, entry in enumerate(entries)]
+            found["task"]["mixture"] = read
+    if isinstance(evaluator := values.get("evaluator"), Mapping) and isinstance(sets := evaluator.get("sets"), Mapping):
+        read = {name: _with_files(entry, f"evaluator.sets.{name}", folder) for name, entry in sets.items()}
+        found["evaluator"] = {**evaluator, "sets": read}
+    return found
+
+
+def _with_files(section: Any, key: str, folder: Path) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    found = dict(section)
     for name in _TEXT_FROM_FILE + _JSON_FROM_FILE:
         value = found.get(name)
         if not isinstance(value, str) or not value.startswith(_FILE):
@@ -249,8 +264,8 @@ def with_files(values: Mapping[str, Any], folder: Path) -> dict:
             found[name] = text.rstrip("\n") if name in _TEXT_FROM_FILE else disk.parse_json(text, path.name)
         except (OSError, DataError) as error:
             reason = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
-            raise ConfigError(f"task.{name}", value, reason, "Paths are relative to the config's folder.") from error
-    return {**values, "task": found}
+            raise ConfigError(f"{key}.{name}", value, reason, "Paths are relative to the config's folder.") from error
+    return found
 
 
 def override(values: dict, overrides: Sequence[str]) -> dict:

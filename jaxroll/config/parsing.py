@@ -6,11 +6,13 @@ Every refusal is a ConfigError that names the key and the nearest valid one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -239,25 +241,42 @@ SOURCE_KEYS = (
     "source", "name", "args", "path", "prompt_style", "prompt_column", "answer_column", "answer_after", "train_start",
     "heldout_start", "heldout_items",
 )  # fmt: skip
+# How a source is shown, played and scored. It has the values of `task` for keys that its entry leaves out.
+PLAY_KEYS = (
+    "env", "extract", "reward", "reward_args", "max_turns", "max_prompt_tokens", "max_episode_tokens", "system_prompt",
+    "few_shot", "tools",
+)  # fmt: skip
+_REWARD_KEYS = ("extract", "reward", "reward_args")
+# Built-in environments with a reward of their own: they do not read `_REWARD_KEYS`.
+UNGRADED_ENVS = (
+    "frozen_lake", "gymnasium", "sokoban", "tool_calls", "code_repair", "shop", "textarena", "pettingzoo", "textworld",
+    "openenv",
+)  # fmt: skip
 # Item i of source number n has the index n * SOURCE_ITEMS + i.
 SOURCE_ITEMS = 10**12
 
 
 @dataclass(frozen=True)
 class TaskPart:
-    """One source: `task` is the section with its keys; without a mixture `label` and `tag` are empty, `weight` is 1."""
+    """One source: `task` is the section with its keys; without a mixture `label` and `tag` are empty, `weight` is 1.
+
+    `env` is the environment of its tasks (`Task.env`): NAME@LABEL if the source is played or scored in its own way.
+    `given` are the keys of its entry.
+    """
 
     label: str
     weight: float
     task: TaskConfig
     key: str
     tag: str = ""
+    env: str = ""
+    given: frozenset[str] = frozenset()
 
 
 def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
     """The sources of the config; ConfigError for malformed entries of `task.mixture`."""
     if not task.mixture:
-        return (TaskPart("", 1.0, task, "task"),)
+        return (TaskPart("", 1.0, task, "task", env=task.env),)
     found: list[TaskPart] = []
     for number, entry in enumerate(task.mixture):
         key = f"task.mixture[{number}]"
@@ -270,7 +289,8 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
         if not label or label in (other.label for other in found):
             raise ConfigError(f"{key}.label", label, "every source needs its own name", "Set label.")
-        found.append(TaskPart(label, weight, part, key, coerce(str, entry.get("tag", label), f"{key}.tag")))
+        tag = coerce(str, entry.get("tag", label), f"{key}.tag")
+        found.append(TaskPart(label, weight, part, key, tag, _env(part, entry, label), frozenset(entry)))
     if any("heldout_items" in entry for entry in task.mixture):
         return tuple(found)
     total = sum(part.weight for part in found)
@@ -287,22 +307,33 @@ def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[s
     Keys in `own` have a meaning for the caller.
     """
     for name in entry:
-        if name not in SOURCE_KEYS + own:
-            near = nearest(str(name), SOURCE_KEYS + own)
+        if name not in SOURCE_KEYS + PLAY_KEYS + own:
+            near = nearest(str(name), SOURCE_KEYS + PLAY_KEYS + own)
             raise ConfigError(f"{key}.{name}", entry[name], "unknown key of a source", near)
     hints = get_type_hints(TaskConfig)
     given = {k: coerce(hints[k], value, f"{key}.{k}") for k, value in entry.items() if k not in own}
-    other = {"args": {}, "path": "", "prompt_column": "", "answer_column": "", "answer_after": ""}
-    inherited = {} if given.keys() <= {"heldout_items", "train_start", "heldout_start"} else other
+    other: dict[str, Any] = {"args": {}, "path": "", "prompt_column": "", "answer_column": "", "answer_after": ""}
+    inherited = {} if given.keys() <= {"heldout_items", "train_start", "heldout_start", *PLAY_KEYS} else other
+    if given.get("env", task.env) in UNGRADED_ENVS and task.env not in UNGRADED_ENVS:
+        usual = TaskConfig()
+        inherited |= {name: getattr(usual, name) for name in _REWARD_KEYS}
+    elif "reward" in given:  # settings of parts of another reward
+        inherited |= {"reward_args": {}}
     found = dataclasses.replace(task, mixture=[], **{**inherited, **given})
     check_bounds(found, key)
     return found
 
 
+def _env(part: TaskConfig, entry: Mapping[str, Any], label: str) -> str:
+    """The environment of a source's tasks; a game reads its `args`, too."""
+    own = any(key in PLAY_KEYS for key in entry) or (part.source == "game" and "args" in entry)
+    return f"{part.env}@{label}" if own else part.env
+
+
 HELDOUT = "heldout"  # the name of the set of task.heldout_items
 
 
-def evaluation_set(config: Config, name: str) -> tuple[TaskConfig, int]:
+def evaluation_set(config: Config, name: str) -> tuple[TaskPart, int]:
     """The source of the set `name` of `evaluator.sets`, and its number of items (0: all rows of a file).
 
     ConfigError for a malformed entry.
@@ -315,4 +346,36 @@ def evaluation_set(config: Config, name: str) -> tuple[TaskConfig, int]:
     task = source_of(config.task, entry, key, ("items",))
     if task.source in FILES and not task.path:
         raise ConfigError(f"{key}.path", "", "there is no file to read", f"Set {key}.path to the file.")
-    return task, items
+    return TaskPart("", 1.0, task, key, env=_env(task, entry, f"sets.{name}"), given=frozenset(entry)), items
+
+
+def every_part(config: Config) -> tuple[TaskPart, ...]:
+    """The sources of the prompts, then those of the held-out sets."""
+    return *task_parts(config.task), *(evaluation_set(config, name)[0] for name in config.evaluator.sets)
+
+
+def played_tasks(config: Config) -> dict[str, TaskConfig]:
+    """The section `task` of each environment with reward that occurs in `Task.env`, for all prompts and held-out sets.
+
+    One entry, unless sources are played or scored in their own way.
+    """
+    return {part.env: part.task if "@" in part.env else config.task for part in every_part(config)}
+
+
+def labels(config: Config) -> tuple[str, ...]:
+    """The labels of the sources of a mixture, by number; empty without a mixture."""
+    return tuple(part.label for part in task_parts(config.task)) if config.task.mixture else ()
+
+
+@contextlib.contextmanager
+def about(part: TaskPart) -> Iterator[None]:
+    """Report errors about keys of `task` as errors about the source `part`, if its entry has the key."""
+    try:
+        yield
+    except ConfigError as error:
+        task, _, key = error.key.partition(".")
+        if part.key == "task" or task != "task":
+            raise
+        own = re.split(r"[.\[]", key)[0] in part.given
+        reason = f"{part.label or part.key}: {error.reason}"
+        raise ConfigError(f"{part.key}.{key}" if own else error.key, error.value, reason, error.remedy) from error

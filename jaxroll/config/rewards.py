@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from jaxroll.config.parsing import build, check_bounds, nearest
+from jaxroll.config.parsing import UNGRADED_ENVS, about, build, check_bounds, every_part, nearest, played_tasks
 from jaxroll.config.schema import Bounds, Config, NonNegativeInt, PositiveFloat, PositiveInt, TaskConfig
 from jaxroll.errors import ConfigError
 
@@ -21,7 +21,6 @@ _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>\S.*)", re.DOTALL)
 _MODULE_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _GRADED_ENVS = ("single_turn", "calculator", "agent")  # built-in environments that read these keys
-_UNGRADED_ENVS = ("frozen_lake",)
 
 
 # --- settings of the parts, from `task.reward_args`
@@ -261,11 +260,18 @@ def relative_to(folder: str, name: str) -> str:
     return re.sub(r"\bfile:([^:+]+):", absolute, name)
 
 
+def lines(config: Config) -> list[str]:
+    """Lines about the reward, for `jaxroll config`: one, or one for each source and held-out set that has its own."""
+    if played_tasks(config).keys() == {config.task.env}:
+        return [described(config.task)]
+    return [f"{part.label or part.key}: {described(part.task)}" for part in every_part(config)]
+
+
 def described(task: TaskConfig) -> str:
     """One line: the reward that `task` results in, for `jaxroll config`."""
     of = "the whole completion" if task.extract == "none" else f"the answer by {task.extract}"
     named = terms(task.reward, task.reward_args)
-    if task.env in _UNGRADED_ENVS:
+    if task.env in UNGRADED_ENVS:
         return f"reward: of the environment {task.env}"
     if not named:
         return f"reward: 1 if the score of the dataset's scorer is exactly 1, else 0; scored: {of}"
@@ -282,13 +288,45 @@ def _shown(settings: Any) -> str:
 
 
 def check_rewards(config: Config) -> None:
-    """Raise ConfigError for a reward or an extraction that does not exist or that nothing reads."""
-    task = config.task
+    """Raise ConfigError for a reward or an extraction that does not exist, that nothing reads, or that a source lacks.
+
+    Sources may have rewards of their own, but a judge or reward model has one budget and one address in a run.
+    """
+    endpoints: dict[str, EndpointSettings] = {}
+    _check_reward(config, config.task)
+    for part in every_part(config):
+        with about(part):
+            _check_reward(config, part.task)
+            _check_source(part.task, endpoints)
+
+
+def _check_source(task: TaskConfig, endpoints: dict[str, EndpointSettings]) -> None:
+    """Refuse parts that the source of `task` lacks, and other settings of a part than those in `endpoints`."""
+    for term in terms(task.reward, task.reward_args):
+        if term.kind == "reasoning_gym" and task.source != "reasoning_gym":
+            raise ConfigError(
+                "task.reward",
+                task.reward,
+                f"task.source {task.source!r} has no scorer of reasoning-gym",
+                "Use exact or math.",
+            )
+        if isinstance(term.settings, EndpointSettings) and endpoints.setdefault(term.label, term.settings) != (
+            term.settings
+        ):
+            raise ConfigError(
+                f"task.reward_args.{term.label}",
+                task.reward_args[term.label],
+                "another source has other settings of this part, which has one address and one budget in a run",
+                "Give both the same settings.",
+            )
+
+
+def _check_reward(config: Config, task: TaskConfig) -> None:
     if task.extract not in EXTRACT_MODES and not is_function(task.extract):
         remedy = f"{nearest(task.extract, EXTRACT_MODES)} A function is named file:PATH:function."
         raise ConfigError("task.extract", task.extract, "there is no such extraction", remedy)
     parts = terms(task.reward, task.reward_args)
-    if task.env in _UNGRADED_ENVS:
+    if task.env in UNGRADED_ENVS:
         for key, value, unset in (("extract", task.extract, "none"), ("reward", task.reward, AUTO)):
             if value != unset:
                 raise ConfigError(
@@ -298,22 +336,15 @@ def check_rewards(config: Config) -> None:
                     f"Leave it out, or use one of {', '.join(_GRADED_ENVS)}.",
                 )
     for term in parts:
-        if term.kind == "reasoning_gym" and task.source != "reasoning_gym":
-            raise ConfigError(
-                "task.reward",
-                task.reward,
-                f"task.source {task.source!r} has no scorer of reasoning-gym",
-                "Use exact or math.",
-            )
         if isinstance(term.settings, LengthSettings):
-            _check_length(config, term.settings)
+            _check_length(config, task, term.settings)
         if isinstance(term.settings, FormatSettings):
             _check_pattern("format.pattern", term.settings.pattern, 0)
         if isinstance(term.settings, EndpointSettings):
             _check_endpoint(term)
 
 
-def _check_length(config: Config, settings: LengthSettings) -> None:
+def _check_length(config: Config, task: TaskConfig, settings: LengthSettings) -> None:
     if not settings.max_tokens:
         raise ConfigError(
             "task.reward_args.length.max_tokens",
@@ -330,7 +361,7 @@ def _check_length(config: Config, settings: LengthSettings) -> None:
         )
     if config.learner.overlong_tokens and settings.shape == "soft_overlong":
         raise ConfigError(
-            "task.reward", config.task.reward, "learner.overlong_tokens applies the same penalty", "Use one of them."
+            "task.reward", task.reward, "learner.overlong_tokens applies the same penalty", "Use one of them."
         )
 
 

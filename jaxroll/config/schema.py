@@ -140,7 +140,8 @@ class TaskConfig:
     answer_after: str = ""
     # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
-    # Sources with shares: dicts of label, weight and other keys of this section (docs/prompts.md). Empty: one source.
+    # Sources with shares: dicts of label, weight and other keys of this section, environment and reward included
+    # (docs/prompts.md). Empty: one source.
     mixture: list = field(default_factory=list)
     # Prompts longer than max_prompt_tokens: drop them, or cut the last message on its left or right side.
     long_prompts: Literal["drop", "truncate_left", "truncate_right"] = "drop"
@@ -167,6 +168,9 @@ class TaskConfig:
     max_prompt_tokens: PositiveInt = 16
     # Maximum tokens of a conversation of several turns. 0: one prompt and one answer.
     max_episode_tokens: NonNegativeInt = 0
+    # Maximum answers of a conversation. An episode that does not end with the last of them has reward 0. 0: as many as
+    # the environment allows.
+    max_turns: NonNegativeInt = 0
     # First item of the training range of a generated dataset.
     train_start: ItemIndex = 0
     # First item of the held-out range of a generated dataset.

@@ -6,8 +6,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
-from jaxroll.config.parsing import FILES, HELDOUT, SOURCE_ITEMS, evaluation_set, nearest, task_parts
+from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, episode_tokens, is_custom, preset, settled
+from jaxroll.config.parsing import (
+    FILES,
+    HELDOUT,
+    SOURCE_ITEMS,
+    about,
+    evaluation_set,
+    every_part,
+    nearest,
+    played_tasks,
+    task_parts,
+)
 from jaxroll.config.rewards import REMOTE, terms
 from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
 from jaxroll.errors import ConfigError
@@ -28,6 +38,16 @@ def _check_agent(config: Config) -> None:
     if (task.env == "agent") != bool(task.agent):
         remedy = "Set task.env to 'agent' and task.agent to its program, or neither."
         raise ConfigError("task.agent", task.agent, f"task.env is {task.env!r}", remedy)
+    for part in every_part(config):
+        own = sorted(part.given & {"env", "extract", "reward", "reward_args"})
+        if own and "agent" in (task.env, part.task.env):
+            reason = "an agent plays all sources of a run, by one program and for one reward"
+            value, remedy = getattr(part.task, own[0]), "Leave it out, or use another environment."
+            raise ConfigError(f"{part.key}.{own[0]}", value, reason, remedy)
+        if task.agent and part.task.max_turns:
+            reason, remedy = "the program of an agent decides how often it calls the model", "Leave it out."
+            key = part.key if "max_turns" in part.given else "task"
+            raise ConfigError(f"{key}.max_turns", part.task.max_turns, reason, remedy)
     if not task.agent:
         if task.agent_limit_s != type(task)().agent_limit_s:
             raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
@@ -49,7 +69,8 @@ def check_places(config: Config) -> None:
 def _check_clock(config: Config) -> None:
     """Refuse with a virtual clock what another process or machine answers."""
     agent, port, run = config.task.agent, config.sampler.http_port, "run.deterministic"
-    waits = sorted(term.label for term in terms(config.task.reward, config.task.reward_args) if term.kind in REMOTE)
+    played = played_tasks(config).values()
+    waits = sorted({term.label for task in played for term in terms(task.reward, task.reward_args)} & {*REMOTE})
     for key, value, none, refused in (
         ("placement.colocated", config.placement.colocated, True, not config.placement.colocated),
         ("transfer.channel", config.transfer.channel, "auto", config.transfer.channel not in ("auto", "device")),
@@ -378,7 +399,6 @@ def pools(config: Config) -> Pools:
 
 def check_prompts(config: Config) -> None:
     """Raise ConfigError for malformed messages and tools, and for settings that the tokenizer cannot show."""
-    opening_messages(config.task)
     for name in config.evaluator.sets:
         if name == HELDOUT or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
             remedy = f"Use letters, digits and '_.-', and another name than {HELDOUT}."
@@ -391,9 +411,7 @@ def check_prompts(config: Config) -> None:
         if config.task.mixture and last > SOURCE_ITEMS // 2:
             reason, remedy = "too large for a source of a mixture", f"Use starts of at most {SOURCE_ITEMS // 2}."
             raise ConfigError(f"{part.key}.train_start", part.task.train_start, reason, remedy)
-    for number, tool in enumerate(config.task.tools):
-        no_schema = (not isinstance(tool, Mapping), "not a JSON schema", "Write an object, as for OpenAI's API.")
-        _refuse(f"task.tools[{number}]", tool, (no_schema,))
+    _check_sources(config)
     if config.task.source not in FILES and not config.task.mixture:
         for name in ("prompt_column", "answer_column", "answer_after"):
             if value := getattr(config.task, name):
@@ -401,12 +419,46 @@ def check_prompts(config: Config) -> None:
                 remedy = f"Set task.source to one of {', '.join(FILES)}, or leave it out."
                 raise ConfigError(f"task.{name}", value, reason, remedy)
     if config.tokenizer.kind != "hf":
-        given = (("tokenizer.template_args", config.tokenizer.template_args), ("task.tools", config.task.tools))
-        for key, value in given:
-            if value:
-                reason = "only chat templates read it, and tokenizer.kind is 'char'"
-                raise ConfigError(key, value, reason, f"Set tokenizer.kind to 'hf', or leave {key} out.")
+        _refuse_without_template("tokenizer.template_args", config.tokenizer.template_args)
+        for part in every_part(config):
+            with about(part):
+                _refuse_without_template("task.tools", part.task.tools)
     for name in (name for name in RESERVED if name in config.tokenizer.template_args):
         remedy = "Use task.tools for tools." if name == "tools" else "Leave it out."
         key, value = f"tokenizer.template_args.{name}", config.tokenizer.template_args[name]
         raise ConfigError(key, value, "JaxRoll sets this variable itself", remedy)
+
+
+def _refuse_without_template(key: str, value: object) -> None:
+    if value:
+        reason = "only chat templates read it, and tokenizer.kind is 'char'"
+        raise ConfigError(key, value, reason, f"Set tokenizer.kind to 'hf', or leave {key} out.")
+
+
+def _check_sources(config: Config) -> None:
+    """Refuse malformed messages and tools of a source, limits above those of the run, and a name of two sources."""
+    prompt_tokens, tokens = config.task.max_prompt_tokens, episode_tokens(config)
+    opening_messages(config.task)
+    envs: set[str] = set()
+    for part in every_part(config):
+        task = part.task
+        first = task.max_prompt_tokens + config.sampling.max_tokens
+        with about(part):
+            opening_messages(task)
+            for number, tool in enumerate(task.tools):
+                remedy = "Write an object, as for OpenAI's API."
+                _refuse(f"task.tools[{number}]", tool, ((not isinstance(tool, Mapping), "not a JSON schema", remedy),))
+            if not part.given:
+                continue
+            larger, raised = "the engine has room for task.{} = {}", "Raise that key, or lower this one."
+            _refuse("task.max_prompt_tokens", task.max_prompt_tokens, (
+                (task.max_prompt_tokens > prompt_tokens, larger.format("max_prompt_tokens", prompt_tokens), raised),
+            ))  # fmt: skip
+            _refuse("task.max_episode_tokens", task.max_episode_tokens, (
+                (task.max_episode_tokens > tokens, larger.format("max_episode_tokens", tokens), raised),
+                (0 < task.max_episode_tokens < first, f"the first turn alone may have {first}", "Raise it, or set 0."),
+            ))  # fmt: skip
+        if "@" in part.env and part.env in envs:
+            reason = "a source of task.mixture and a held-out set have this name"
+            raise ConfigError(part.key, part.env.partition("@")[2], reason, "Give the source another label.")
+        envs.add(part.env)

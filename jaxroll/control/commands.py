@@ -206,7 +206,7 @@ def run_config(options: argparse.Namespace) -> None:
     )
     print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
     print(json.dumps(configs.to_dict(config), indent=2))
-    print(rewards.described(config.task), file=sys.stderr)
+    print(*rewards.lines(config), sep="\n", file=sys.stderr)
 
 
 def run_sim(options: argparse.Namespace) -> None:

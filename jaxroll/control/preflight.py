@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from jaxroll import config as configs
-from jaxroll.config import Config, MeshConfig
+from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.config.derived import (
     COLOCATED,
     cache_tokens,
@@ -35,7 +35,7 @@ from jaxroll.config.derived import (
     page_size,
     sample_tokens,
 )
-from jaxroll.config.parsing import evaluation_set, nearest, task_parts
+from jaxroll.config.parsing import about, evaluation_set, every_part, nearest, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
@@ -193,10 +193,10 @@ def _free_gb(path: Path) -> float:
 
 def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
-    for part in task_parts(config.task):
-        if part.task.source == "reasoning_gym":
-            sources.allowed(part.task.name)
-        if part.task.source == "game":
+    for part in every_part(config):
+        with about(part):
+            if part.task.source == "reasoning_gym":
+                sources.allowed(part.task.name)
             sources.check_game(part.task)
     if not model_folder(config):
         model = families.spec(config.model.size, compute_dtype=config.model.dtype)
@@ -215,8 +215,10 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
     _check_files(config)
     see_working_folder()
     _check_algorithm(config.learner.algorithm)
-    registry.factory(config.task.env)
-    registry.check(config.task)
+    for part in every_part(config):
+        with about(part):
+            registry.factory(part.task.env)
+            registry.check(part.task)
     agent.check(config.task)
     trackers.check(config)
     _check_reward_models(config)
@@ -296,9 +298,9 @@ def meshes(config: Config) -> dict[str, MeshConfig]:
 def _check_files(config: Config) -> None:
     data = [(f"{part.key}.path", part.task.path) for part in task_parts(config.task)]
     for name in config.evaluator.sets:
-        task, _ = evaluation_set(config, name)
-        if task.path != config.task.path:
-            data.append((f"evaluator.sets.{name}.path", task.path))
+        part, _ = evaluation_set(config, name)
+        if part.task.path != config.task.path:
+            data.append((f"{part.key}.path", part.task.path))
     for key, path in (
         ("model.path", config.model.path),
         ("tokenizer.path", config.tokenizer.path),
@@ -324,7 +326,13 @@ def _how(key: str, path: str) -> str:
 
 def _check_reward_models(config: Config) -> None:
     """Refuse folders of reward models that the process which serves them would end with."""
-    for term in terms(config.task.reward, config.task.reward_args):
+    for part in every_part(config):
+        with about(part):
+            _check_reward_model(part.task)
+
+
+def _check_reward_model(task: TaskConfig) -> None:
+    for term in terms(task.reward, task.reward_args):
         if not isinstance(term.settings, RewardModelSettings) or not term.settings.path:
             continue
         key, path = f"task.reward_args.{term.label}.path", term.settings.path

@@ -167,7 +167,7 @@ def deterministic(args: RoleArgs) -> int:
     if paths.database.exists() or any(paths.checkpoints.glob("*")):
         reason = "its log was in memory until its end, so the run in this folder cannot go on"
         raise ConfigError("run.deterministic", True, reason, "Start a new run: it has the same bits.")
-    if registry.place_of(args.config) == "process":
+    if registry.uses_processes(args.config):
         reason = "the environment runs in processes, which a virtual clock does not wait for"
         raise ConfigError("run.deterministic", True, reason, "Let it declare place = 'thread', or set it to False.")
     stop, pool = threading.Event(), registry.scoring_pool(args.config, args.run_dir, network.OrderedPool)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import is_compact
-from jaxroll.config.parsing import nearest, task_parts
+from jaxroll.config.parsing import UNGRADED_ENVS, nearest, task_parts
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.files import DatasetSource, JsonlSource, ParquetSource
 from jaxroll.errors import ConfigError, DataError
@@ -266,7 +266,8 @@ def alphabet(cfg: TaskConfig) -> str:
 
 def with_opening(alphabets: Iterable[str], cfg: TaskConfig) -> str:
     """The characters of `alphabets` and of the messages that the config places before every question, sorted."""
-    return "".join(sorted(set().union(*alphabets, *(message.content for message in opening_messages(cfg)))))
+    opening = (message.content for part in task_parts(cfg) for message in opening_messages(part.task))
+    return "".join(sorted(set().union(*alphabets, *opening)))
 
 
 # --- games
@@ -309,7 +310,12 @@ def open_game(cfg: TaskConfig) -> Source:
 
 
 def check_game(cfg: TaskConfig) -> None:
-    """Raise ConfigError for an unknown game, or an environment of another game. Imports nothing."""
+    """Raise ConfigError for an unknown game, or an environment of another source. Imports nothing."""
+    if cfg.source != "game":
+        if cfg.env in UNGRADED_ENVS:
+            remedy = f"Set task.source to 'game' and task.name to {cfg.env!r}."
+            raise ConfigError("task.env", cfg.env, f"it plays games, and task.source is {cfg.source!r}", remedy)
+        return
     if ":" in cfg.name:
         return
     if cfg.name not in GAMES:

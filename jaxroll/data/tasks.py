@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxroll.config import Config, TaskConfig
-from jaxroll.config.parsing import HELDOUT, SOURCE_ITEMS, TaskPart, evaluation_set, task_parts
+from jaxroll.config.parsing import HELDOUT, PLAY_KEYS, SOURCE_ITEMS, TaskPart, evaluation_set, task_parts
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
@@ -61,6 +61,8 @@ class Part:
     source: Source
     ranges: Ranges
     first: int
+    env: str
+    opening: tuple[Message, ...]
 
     @property
     def described(self) -> str:
@@ -72,14 +74,12 @@ class Part:
 class Candidates:
     """Items of the config's sources by index, as tasks; with the sources' ranges and the run's tokenizer."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer | None = None, parts: Sequence[TaskPart] = ()) -> None:
         self._config, self.run_seed = config.task, config.run.seed
-        self.parts = tuple(
-            _opened(config, part, number * SOURCE_ITEMS) for number, part in enumerate(task_parts(config.task))
-        )
+        numbered = enumerate(parts or task_parts(config.task))
+        self.parts = tuple(_opened(config, part, number * SOURCE_ITEMS) for number, part in numbered)
         alphabets = (part.source.alphabet() for part in self.parts)
         self.tokenizer = tokenizer or tokenizers.build(config.tokenizer, with_opening(alphabets, config.task))
-        self._opening = opening_messages(config.task)
 
     @property
     def ranges(self) -> Ranges:
@@ -99,15 +99,15 @@ class Candidates:
         part = self.parts[index // SOURCE_ITEMS if self._config.mixture else 0]
         item = part.source.item(index - part.first)
         text = item.compact if part.config.prompt_style == "compact" else item.question
-        args = {**({"tools": self._config.tools} if self._config.tools else {}), **item.env_args}
+        args = {**({"tools": part.config.tools} if part.config.tools else {}), **item.env_args}
         if part.label:
             args["source"] = part.label
-        full = self._conversation(item.messages or (Message("user", text),))
-        messages = self._fitting(full, args.get("tools", ()), index)
+        full = _conversation(part, item.messages or (Message("user", text),))
+        messages = self._fitting(full, args.get("tools", ()), index, part)
         task = Task(
             index=index,
             messages=messages,
-            env=self._config.env,
+            env=part.env,
             env_args=msgspec.json.encode(args).decode(),
             seed=index,
             # Of the compact form in lower case, so that the same question has the same hash in every prompt form.
@@ -116,16 +116,9 @@ class Candidates:
         answer = () if item.answer is None else (Message("assistant", item.answer),)
         return Candidate(task, item.worked or answer, truncated=messages != full)
 
-    def _conversation(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The prompt after the messages of the config, whose system prompt replaces that of the row."""
-        system = tuple(itertools.takewhile(lambda message: message.role == "system", prompt))
-        if self._config.system_prompt:
-            return self._opening + prompt[len(system) :]
-        return system + self._opening + prompt[len(system) :]
-
-    def _fitting(self, messages: tuple[Message, ...], tools: Sequence[Any], index: int) -> tuple[Message, ...]:
+    def _fitting(self, messages: tuple[Message, ...], tools: Any, index: int, part: Part) -> tuple[Message, ...]:
         """`messages` within `task.max_prompt_tokens`, by the policy `task.long_prompts`; TooLong if that drops them."""
-        policy, limit = self._config.long_prompts, self._config.max_prompt_tokens
+        policy, limit = part.config.long_prompts, part.config.max_prompt_tokens
         tokens = len(self.tokenizer.render(messages, tools=tools))
         shown, over = messages, tokens - limit
         if over > 0 and policy != "drop":
@@ -154,6 +147,12 @@ class Candidates:
         return candidate
 
 
+def _conversation(part: Part, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The prompt after the messages of the config, whose system prompt replaces that of the row."""
+    system = tuple(itertools.takewhile(lambda message: message.role == "system", prompt))
+    return (() if part.config.system_prompt else system) + part.opening + prompt[len(system) :]
+
+
 @contextlib.contextmanager
 def _errors_about(section: str) -> Iterator[None]:
     """Report errors about keys of `task` as errors about the same keys of a source or set in `section`."""
@@ -171,7 +170,7 @@ def _opened(config: Config, part: TaskPart, first: int) -> Part:
         source = open_source(part.task)
     own = of(dataclasses.replace(config, task=part.task), source.size)
     ranges = Ranges(*(range(r.start + first, r.stop + first, r.step) for r in (own.train, own.heldout, own.sft)))
-    return Part(part.label, part.weight, part.task, source, ranges, first)
+    return Part(part.label, part.weight, part.task, source, ranges, first, part.env, opening_messages(part.task))
 
 
 # --- held-out tasks
@@ -225,9 +224,11 @@ def evaluated(config: Config, candidates: Candidates | None = None) -> dict[str,
 
 
 def _set_tasks(config: Config, name: str, tokenizer: Tokenizer) -> tuple[Task, ...]:
-    task, items = evaluation_set(config, name)
-    with _errors_about(f"evaluator.sets.{name}"):
-        candidates = Candidates(dataclasses.replace(config, task=task), tokenizer)
+    described, items = evaluation_set(config, name)
+    task = described.task
+    with _errors_about(described.key):
+        one = dataclasses.replace(described, key="task")
+        candidates = Candidates(dataclasses.replace(config, task=task), tokenizer, [one])
     part, found, last_skip = candidates.parts[0], list[Task](), ""
     size = part.source.size
     wanted = items or (task.heldout_items if size is None else size)
@@ -491,6 +492,7 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
             ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
             ("answer_after", task.answer_after),
             ("sets", config.evaluator.sets),
+            ("own", [entry for entry in task.mixture if any(key in entry for key in PLAY_KEYS)]),
         )
         if value
     )

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from jaxroll import protocols
 from jaxroll.config import Config
+from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
@@ -222,17 +223,21 @@ class Executors:
     """Factory of the environments of one event loop; owns the threads and processes that they share."""
 
     def __init__(self, pool: ScoringPool, config: Config, threads: Threads | None = None) -> None:
-        self._pool, self._task = pool, config.task
+        self._pool, self._tasks = pool, {"": config.task, **played_tasks(config)}
         self.threads = threads or Threads(config.sampler.env_threads)
-        self.processes = Processes(config.sampler.env_processes, config.task)
+        self.processes = Processes(config.sampler.env_processes, self._tasks)
 
     def create(self, name: str) -> Environment:
-        """A new environment for one episode. ConfigError for an unknown name, DataError for invalid traits."""
-        factory = registry.factory(name)
+        """A new environment for one episode of a task whose environment is `name`.
+
+        ConfigError for an unknown name, DataError for an unknown source and for invalid traits.
+        """
+        task = registry.section(self._tasks, name)
+        factory = registry.factory(task.env if "@" in name else name)
         declared = self._declared(factory)
         if declared.place == "process":
             return InProcess(name, declared, self.processes)
-        env = factory(self._pool, self._task)
+        env = factory(self._pool, task)
         if self._declared(env).place != "thread":
             return env
         if inspect.iscoroutinefunction(env.step):

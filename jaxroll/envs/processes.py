@@ -14,6 +14,7 @@ import math
 import os
 import struct
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,10 +35,10 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Arguments on the command line: the parent's process id and the task config of the environments."""
+    """Arguments on the command line: the parent's process id, and the section `task` of each environment."""
 
     parent_pid: int
-    task: TaskConfig
+    tasks: dict[str, TaskConfig]
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
@@ -147,8 +148,8 @@ class NoPool:
 class Player:
     """The environment of the current episode. All its methods run on one event loop of this process."""
 
-    def __init__(self, task: TaskConfig, runner: asyncio.Runner) -> None:
-        self._task, self._runner, self._env = task, runner, None
+    def __init__(self, tasks: Mapping[str, TaskConfig], runner: asyncio.Runner) -> None:
+        self._tasks, self._runner, self._env = tasks, runner, None
 
     def answer(self, order: Order) -> Answer:
         """Execute one order and return its answer; an exception is answered as Raised."""
@@ -160,7 +161,9 @@ class Player:
     def _execute(self, order: Order) -> Answer:
         match order:
             case Reset(name, task, seed):
-                self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
+                section = registry.section(self._tasks, name)
+                kind = section.env if "@" in name else name
+                self._env = registry.create(kind, NoPool(), section)  # type: ignore[arg-type]
                 return Shown(protocols.messages(self._done(self._env.reset(task, seed)), _SHOWN))
             case NextTask(task, seed):
                 return Shown(protocols.messages(self._done(self._current.reset(task, seed)), _SHOWN))
@@ -199,7 +202,7 @@ def main(argument: str) -> int:
     orders, answers = _private_pipes()
     answers.write(frame(Ready()))
     with asyncio.Runner() as runner:
-        player = Player(settings.task, runner)
+        player = Player(settings.tasks, runner)
         while (body := _read(orders)) is not None:
             answers.write(frame(player.answer(order(body))))
     return 0
@@ -239,9 +242,9 @@ class EnvProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, task: TaskConfig) -> EnvProcess:
+    async def start(cls, tasks: Mapping[str, TaskConfig]) -> EnvProcess:
         """Start a process and wait until it is ready. InfraError when it does not start."""
-        settings = msgspec.json.encode(Settings(os.getpid(), task)).decode()
+        settings = msgspec.json.encode(Settings(os.getpid(), dict(tasks))).decode()
         try:
             process = await lifeline.child(
                 sys.executable,
@@ -320,10 +323,10 @@ class Processes:
     in a row, `broken` holds the reason and `gave_up` is set, so that the role can end and be restarted.
     """
 
-    def __init__(self, most: int, task: TaskConfig) -> None:
+    def __init__(self, most: int, tasks: Mapping[str, TaskConfig]) -> None:
         self.replaced = self.failed_starts = self._failed_in_row = 0
         self.broken, self.gave_up = "", asyncio.Event()
-        self._task, self._room = task, asyncio.Semaphore(most)
+        self._tasks, self._room = tasks, asyncio.Semaphore(most)
         self._idle: list[EnvProcess] = []
         self._busy: set[EnvProcess] = set()
 
@@ -358,7 +361,7 @@ class Processes:
             if self.broken:
                 raise InfraError(f"environment processes do not start: {self.broken}")
             try:
-                process = await EnvProcess.start(self._task)
+                process = await EnvProcess.start(self._tasks)
             except InfraError as error:
                 self.failed_starts, self._failed_in_row = self.failed_starts + 1, self._failed_in_row + 1
                 if self._failed_in_row >= GIVE_UP_AFTER:

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxroll.config import Config, TaskConfig
-from jaxroll.config.parsing import nearest
+from jaxroll.config.parsing import nearest, played_tasks
 from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, functions, is_function, terms
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Environment, Place, StepResult, described, traits
+from jaxroll.protocols import Environment, StepResult, described, traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
@@ -79,9 +79,20 @@ def factory(name: str) -> Factory:
     return _FACTORIES[short]
 
 
-def place_of(config: Config) -> Place:
-    """The place of the run's environment: the event loop, a thread or a process."""
-    return traits(factory(config.task.env)).place
+def uses_processes(config: Config) -> bool:
+    """True if an environment of the run declares place = "process"."""
+    return any(traits(factory(task.env)).place == "process" for task in played_tasks(config).values())
+
+
+def section(tasks: Mapping[str, TaskConfig], env: str) -> TaskConfig:
+    """The section `task` for the environment `env` of a task, among `tasks` by environment (`played_tasks`).
+
+    DataError if it names a source that is not there. `tasks[""]` is for environments without a source.
+    """
+    found = tasks.get(env) if "@" in env else tasks[""]
+    if found is None:
+        raise DataError(f"the config has no source {env.partition('@')[2]!r}, of which this task is")
+    return found
 
 
 def scorer_modules(name: str) -> tuple[str, ...]:
@@ -96,22 +107,23 @@ def runs_programs(name: str) -> bool:
 
 
 def scoring_pool(config: Config, run_dir: Path | None = None, make: type[ScoringPool] = ScoringPool) -> ScoringPool:
-    """Return a pool of the class `make` that scores answers for the run's environment; it is not started.
+    """Return a pool of the class `make` that scores answers for the run's environments; it is not started.
 
     Verdicts of judges and reward models are kept in `run_dir`; None keeps them in memory.
     """
-    task = config.task
-    libraries = ("reasoning_gym",) if task.source == "reasoning_gym" or task.env != "single_turn" else ()
-    kinds = [term.kind for term in terms(task.reward, task.reward_args)]
+    played = played_tasks(config).values()
+    library = any(task.source == "reasoning_gym" or task.env != "single_turn" for task in played)
+    libraries = ("reasoning_gym",) if library else ()
+    kinds = [term.kind for task in played for term in terms(task.reward, task.reward_args)]
     if "math" in kinds:
         libraries = (*libraries, MATH_LIBRARY)
     pool = make(
         config.sampler.scoring_workers,
         libraries=libraries,
-        modules=scorer_modules(task.env),
-        functions=functions(task),
+        modules=tuple(dict.fromkeys(module for task in played for module in scorer_modules(task.env))),
+        functions=tuple(dict.fromkeys(name for task in played for name in functions(task))),
         max_answer_chars=max_answer_chars(config.sampling.max_tokens),
-        programs="code" in kinds or runs_programs(task.env),
+        programs="code" in kinds or any(runs_programs(task.env) for task in played),
         idle_s=config.sampler.scoring_idle_s,
     )
     pool.remote = RemoteParts(RunPaths(run_dir).verdicts if run_dir else None)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxroll.algorithms import losses
 from jaxroll.algorithms.advantages import TokenLoss
+from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import JaxRollError
 from jaxroll.learner.minibatch import Sample
 from jaxroll.records import Claim
@@ -174,6 +175,25 @@ def of_data(groups: Sequence[Sequence[Sample]]) -> dict[str, Any]:
         "age_max": int(ages.max()) if len(ages) else 0,
         "age_hist": {str(age): int(count) for age, count in zip(*counts, strict=True)},
         "groups_without_signal": sum(len({sample.reward for sample in group}) <= 1 for group in groups),
+    }
+
+
+def by_source(groups: Sequence[Sequence[Sample]], claim: Claim, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The samples of each source of prompts, with the means of their unshaped rewards and of their sampled tokens.
+
+    `groups` are those of `claim`, in order; `labels` are those of the sources, by number.
+    """
+    found: dict[str, list[Sample]] = {}
+    for samples, group in zip(groups, claim.groups, strict=True):
+        found.setdefault(labels[group.task.index // SOURCE_ITEMS], []).extend(samples)
+    return {
+        label: {
+            "samples": len(samples),
+            "reward": float(np.mean([sample.reward for sample in samples])),
+            "tokens": float(np.mean([sample.sampled_tokens for sample in samples])),
+        }
+        for label, samples in sorted(found.items())
+        if samples
     }
 
 

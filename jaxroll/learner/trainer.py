@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layouts
 from jaxroll.config import Config
+from jaxroll.config.parsing import labels
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step, step_metrics
 from jaxroll.learner import state as states
@@ -192,6 +193,8 @@ class Trainer:
             seen |= critic.metrics([sample for samples in prepared.minibatches for sample in samples], of_critic)
         rewards = step_metrics.rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
         seen["by_age"] = {age: {"tokens": 0} | earned | seen["by_age"].get(age, {}) for age, earned in rewards.items()}
+        if named := labels(self.config):
+            seen["sources"] = step_metrics.by_source(prepared.groups, claim, named)
         return (
             step_metrics.of_data(prepared.groups)
             | seen

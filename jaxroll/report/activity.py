@@ -255,6 +255,21 @@ def bottleneck(rows: Sequence[Row], config: Mapping[str, Any]) -> Bottleneck | N
     return _named(part, f"{waits} {reason}")
 
 
+def reward_by_source(steps: Sequence[Row], count: int = 10) -> dict[str, list[float | None]] | None:
+    """For each source: mean rewards of the first and the last `count` steps, mean sampled tokens of the last ones."""
+    names = sorted({name for row in steps for name in row.get("sources") or {}})
+    first, last = steps[:count], steps[-count:]
+    asked = ((first, "reward"), (last, "reward"), (last, "tokens"))
+    return {name: [_mean_of_source(part, name, key) for part, key in asked] for name in names} or None
+
+
+def _mean_of_source(steps: Sequence[Row], name: str, key: str) -> float | None:
+    """The mean over all samples of the source; None without any."""
+    found = [of for row in steps if (of := (row.get("sources") or {}).get(name)) and of.get(key) is not None]
+    samples = sum(of["samples"] for of in found)
+    return sum(of["samples"] * of[key] for of in found) / samples if samples else None
+
+
 def latest(rows: Sequence[Row], count: int = 50) -> list[Row]:
     """The rows since the last `count` steps began."""
     began = [row["t0"] for row in rows if row.get("kind") == "step"][-count:]

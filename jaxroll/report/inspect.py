@@ -20,7 +20,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import activity, trajectory
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.report.record import best_checkpoint, store_pid
-from jaxroll.report.summary import environment_faults, evaluation_failures
+from jaxroll.report.summary import counts_by_reason, environment_faults, evaluation_failures, trained_steps
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import pool_facts, resting, unreliable, waits
 from jaxroll.store.core.machine import replay
@@ -279,6 +279,8 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
             "joins_and_leaves": _joins_and_leaves(rows, time.time()),
             "evaluation_failures": evaluation_failures(rows, time.time())[:CAUSES],
             "env_faults": environment_faults(rows),
+            "reward_by_source": activity.reward_by_source(trained_steps(rows)),
+            "failed_by_source": counts_by_reason(rows, "failed_by_source"),
         }
     lists = ("joins_and_leaves", "evaluation_failures")
     return {"bottleneck": None, "best_checkpoint": None, "env_faults": {}} | {name: [] for name in lists}
@@ -319,6 +321,11 @@ def _now(f: Facts) -> Section:
         ("in flight", f"{f['groups_in_flight']} groups of a window of {number(f['in_flight_window'])}"),
         ("retained", f"{_mb(f['retained_bytes'])} of {_mb(f['retention_bytes'])} MB"),
         *((f"pool {name}", _POOL.format(**pool)) for name, pool in f["pools"].items()),
+        *(
+            (f"source {name}", f"reward {number(a)} → {number(b)}, {number(n)} tokens")
+            for name, (a, b, n) in (f.get("reward_by_source") or {}).items()
+        ),
+        *((f"failed, {name}", f"{n} members") for name, n in (f.get("failed_by_source") or {}).items()),
         ("unaccounted", f"{f['conservation_residual']} groups of {f['issued']}"),
         *([("best checkpoint", f"{best['version']}: {best['metric']} {number(best['value'])}")] if best else []),
         ("bottleneck", activity.Bottleneck(**f["bottleneck"]).text() if f.get("bottleneck") else UNKNOWN),

@@ -438,6 +438,9 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
           for found in (f["accuracy_by_set"], f["accuracy_by_source"]) for name, (a, b, n) in (found or {}).items()),
         *([("best checkpoint", f"{best['version']}: {best['metric']} {percent(best['value'])}")] if best else []),
         ("reward", f"{number(f['reward_first'])} → {number(f['reward_last'])} (first and last 10 steps)"),
+        *((f"reward, {name}", f"{number(a)} → {number(b)}, {number(n)} tokens at the end")
+          for name, (a, b, n) in (f["reward_by_source"] or {}).items()),
+        *([("failed members", _listed(f["failed_by_source"]))] if any((f["failed_by_source"] or {}).values()) else []),
         ("steps", f"{number(f['steps'])} of {number(f['steps_wanted'])}"),
         ("time", f"{duration(f['seconds'])}, of which RL {duration(f['rl_seconds'])}"),
         ("sampler", f"{mesh(f['sampler_mesh'])}; {number(f['tokens_per_s'])} tokens/s, "

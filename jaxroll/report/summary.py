@@ -111,6 +111,8 @@ def summary(run: Run) -> dict[str, Any]:
         "best_checkpoint": record.best_checkpoint(run.path, config),
         **progress(steps, rows, run.created_s),
         **learning(steps),
+        "reward_by_source": activity.reward_by_source(steps),
+        "failed_by_source": counts_by_reason(rows, "failed_by_source"),
         "alpha": config["schedule"]["alpha"],
         "alpha_wanted": alpha_wanted(rows, steps, history, config),
         "bottleneck": asdict(limit) if (limit := activity.bottleneck(rows, config)) else None,

@@ -316,12 +316,16 @@ class Members:
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
     """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
     counts, asked = manager.counts, manager.env_calls
-    return {
+    row: dict[str, Any] = {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
         "env_faults": dict(asked.faults), "env_restored": asked.restored, **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
+    if not (sources := manager.by_source):
+        return row
+    failed = {f"{label} {kind}": n for label, of in sources.items() for kind, n in of.failed.items()}
+    return row | {"sources": {label: of.means() for label, of in sources.items()}, "failed_by_source": failed}
 
 
 # --- Sampler role: the service for actors

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxroll import disk, lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
 from jaxroll.config.derived import actor_names, cache_tokens
+from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors, Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
@@ -33,7 +34,7 @@ from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager
+from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
 from jaxroll.serving.agents import Agents
@@ -110,8 +111,16 @@ class Session:
         if self.config.task.agent:
             self._agents = self._agents or Agents(self.pool, self.config.task)
             play = self._agents.play
-        bounds = episode.bounds_of(self.config)
-        return RolloutManager(proxy, self.executors.create, tokenizer, sampling, bounds=bounds, play=play)
+        return RolloutManager(
+            proxy,
+            self.executors.create,
+            tokenizer,
+            sampling,
+            bounds=episode.bounds_of(self.config),
+            own_bounds=own_bounds(self.config),
+            sources=labels(self.config),
+            play=play,
+        )
 
     async def run(self, ready: Callable[[], Awaitable[None]], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send metric rows, and run `play()` until it ends, the run is closed or a stop is requested.

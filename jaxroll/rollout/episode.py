@@ -345,7 +345,7 @@ class Bounds:
 def bounds_of(config: Config) -> Bounds:
     """The limits of the config."""
     row_tokens, prompt_tokens = room_of_member(config.learner)
-    return Bounds(tokens=episode_tokens(config), row_tokens=row_tokens, prompt_tokens=prompt_tokens)
+    return Bounds(config.task.max_turns, episode_tokens(config), row_tokens=row_tokens, prompt_tokens=prompt_tokens)
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer, temperature: float | None = None) -> SamplingParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -21,9 +22,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jaxroll import lifeline
+from jaxroll.config import Config
+from jaxroll.config.parsing import SOURCE_ITEMS, played_tasks
 from jaxroll.errors import EXIT_FAILURE, InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
@@ -37,20 +41,35 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Episode counts since the start: finished, failed by kind, and the sums of their reward parts."""
+    """Episode counts since the start: finished, failed by kind, and sums over those that finished."""
 
     finished: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # of reward parts
+    reward: float = 0.0
+    tokens: int = 0  # sampled
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
         if isinstance(outcome, Finished):
             self.finished += 1
+            self.reward += outcome.reward
+            self.tokens += sum(run.count for run in outcome.versions)
             for name, value in outcome.reward_parts.items():
                 self.parts[name] = self.parts.get(name, 0.0) + value
         else:
             self.failed[outcome.kind] += 1
+
+    def means(self) -> dict[str, Any]:
+        """The episodes that finished, with their mean reward and mean number of sampled tokens (None without any)."""
+        reward, tokens = (total / self.finished if self.finished else None for total in (self.reward, self.tokens))
+        return {"episodes": self.finished, "reward": reward, "tokens": tokens}
+
+
+def own_bounds(config: Config) -> dict[str, episode.Bounds]:
+    """The limits of an episode by environment (`Task.env`), for sources with settings of their own."""
+    own = {env: task for env, task in played_tasks(config).items() if "@" in env}
+    return {env: episode.bounds_of(dataclasses.replace(config, task=task)) for env, task in own.items()}
 
 
 EpisodePlayer = Callable[..., Awaitable[Finished]]
@@ -60,6 +79,8 @@ class RolloutManager:
     """Runs episodes of granted members; all methods run on one event loop. Its only state between calls is counts.
 
     Without a `proxy` every member brings its own. `play` plays an episode, with the arguments of `episode.run`.
+    `own_bounds` are the limits for some environments (`Task.env`), `bounds` those for the others. The counts are also
+    kept for each of `sources`, the labels of the sources of prompts by number.
     """
 
     def __init__(
@@ -70,12 +91,15 @@ class RolloutManager:
         sampling: SamplingParams,
         *,
         bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
+        own_bounds: Mapping[str, episode.Bounds] = MappingProxyType({}),
+        sources: Sequence[str] = (),
         play: EpisodePlayer = episode.run,
     ) -> None:
         self._proxy, self._make_env, self._env_calls = proxy, make_env, EnvironmentCalls()
-        fixed = {"tokenizer": tokenizer, "sampling": sampling, "bounds": bounds, "env_calls": self._env_calls}
-        self._play = functools.partial(play, **fixed)
-        self.counts = Counts()
+        fixed = {"tokenizer": tokenizer, "sampling": sampling, "env_calls": self._env_calls}
+        self._play, self._bounds, self._own_bounds = functools.partial(play, **fixed), bounds, own_bounds
+        self.counts, self.by_source = Counts(), {label: Counts() for label in sources}
+        self._sources = sources
 
     @property
     def env_calls(self) -> EnvCallCounts:
@@ -99,6 +123,8 @@ class RolloutManager:
         assert generator is not None, "without a proxy of its own the manager needs one with every member"
         outcome = await self._outcome(grant, member, generator, transcript)
         self.counts.add(outcome)
+        if self._sources:
+            self.by_source[self._sources[grant.task.index // SOURCE_ITEMS]].add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
     async def _outcome(
@@ -121,7 +147,8 @@ class RolloutManager:
         env = self._env_calls.make(self._make_env, grant.task.env)
         try:
             key = GenerationKey(grant.group, member, grant.key_salt)
-            return await self._play(grant.task, key, env=env, proxy=proxy, transcript=transcript)
+            bounds = self._own_bounds.get(grant.task.env, self._bounds)
+            return await self._play(grant.task, key, env=env, proxy=proxy, transcript=transcript, bounds=bounds)
         finally:
             await self._close(env)
 

@@ -232,10 +232,18 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
         sampling = episode.sampling_params(config, model.tokenizer, options.temperature)
 
         async def play(proxy: EngineProxy) -> None:
-            executors, bounds = Executors(pool, config), episode.bounds_of(config)
+            executors = Executors(pool, config)
             agents = Agents(pool, config.task)
             player = agents.play if config.task.agent else episode.run
-            manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds, play=player)
+            manager = RolloutManager(
+                proxy,
+                executors.create,
+                model.tokenizer,
+                sampling,
+                bounds=episode.bounds_of(config),
+                own_bounds=rollouts.own_bounds(config),
+                play=player,
+            )
             first = 0
             try:
                 for name, tasks in sets.items():

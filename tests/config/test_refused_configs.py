@@ -8,6 +8,12 @@ from jaxroll import config
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
+LAKE = '{"source": "game", "name": "frozen_lake", "env": "frozen_lake"'
+JUDGED = (
+    '{{"label": "{0}", "name": "gcd", "reward": "judge",'
+    ' "reward_args": {{"judge": {{"url": "http://h:{0}/v1", "model": "m"}}}}}}'
+)
+
 # overrides, the key in the error, the value as shown, words of the reason or remedy
 BAD = [
     pytest.param(["learner.lr=1e-3"], "learner.lr", "1e-3", "learner.learning_rate", id="unknown key, initials"),
@@ -80,6 +86,43 @@ BAD = [
     pytest.param(['task.mixture=[{"name": "a"}, {"name": "a"}]'], "task.mixture", "a", "label", id="a label twice"),
     pytest.param(['task.mixture=[{"source": "jsonl", "label": "a"}]'], "task.mixture", "", "no file", id="no file"),
     pytest.param(['task.mixture=[{"heldout_items": -1}]'], "task.mixture", "-1", "at least 0", id="bounds of a source"),
+    pytest.param(['task.mixture=[{"label": "a", "extract": "boxd"}]'], "task.mixture[0].extract", "boxd", "a: there",
+                 id="extraction of a source unknown"),
+    pytest.param(['task.mixture=[{"source": "jsonl", "path": "x.jsonl", "reward": "reasoning_gym"}]'],
+                 "task.mixture[0].reward", "reasoning_gym", "x: task.source 'jsonl'", id="a part that a source lacks"),
+    pytest.param(["task.reward=reasoning_gym", 'task.mixture=[{"name": "a"}, {"source": "jsonl", "path": "x.jsonl"}]'],
+                 "task.reward", "reasoning_gym", "x: task.source 'jsonl'", id="a part of all that one source lacks"),
+    pytest.param(['evaluator.sets={"b": {"source": "jsonl", "path": "x.jsonl", "reward": "reasoning_gym"}}'],
+                 "evaluator.sets.b.reward", "reasoning_gym", "'jsonl' has no", id="a part that a held-out set lacks"),
+    pytest.param([f'task.mixture=[{LAKE}, "reward": "exact"}}]'], "task.mixture[0].reward", "exact", "of its own",
+                 id="a reward for a game of a mixture"),
+    pytest.param(['task.mixture=[{"name": "gcd", "max_prompt_tokens": 17}]'], "task.mixture[0].max_prompt_tokens", "17",
+                 "task.max_prompt_tokens = 16", id="a source with longer prompts than the run"),
+    pytest.param(['task.mixture=[{"name": "gcd", "max_episode_tokens": 29}]'], "task.mixture[0].max_episode_tokens",
+                 "29", "task.max_episode_tokens = 28", id="a source with longer episodes than the run"),
+    pytest.param(['task.mixture=[{"name": "gcd", "max_episode_tokens": 27}]'], "task.mixture[0].max_episode_tokens",
+                 "27", "first turn alone may have 28", id="a source without room for a turn"),
+    pytest.param(['task.mixture=[{"name": "gcd", "max_turns": -1}]'], "task.mixture[0].max_turns", "-1", "at least 0",
+                 id="negative turns of a source"),
+    pytest.param(['task.mixture=[{"name": "gcd", "few_shot": [["a"]]}]'], "task.mixture[0].few_shot[0]", "['a']",
+                 "not a pair", id="half a pair of a source"),
+    pytest.param(['task.mixture=[{"name": "gcd", "tools": [{}]}]'], "task.mixture[0].tools", "[{}]", "'hf'",
+                 id="tools of a source without a template"),
+    pytest.param(['task.mixture=[{"name": "gcd", "system_prompt": "file:none.txt"}]'], "task.mixture[0].system_prompt",
+                 "file:none.txt", "cannot", id="no prompt of a source"),
+    pytest.param(['task.mixture=[{"label": "sets.b", "name": "gcd", "max_turns": 1}]',
+                  'evaluator.sets={"b": {"name": "gcd", "max_turns": 1}}'], "evaluator.sets.b", "sets.b", "label",
+                 id="a source with the name of a held-out set"),
+    pytest.param(["task.env=agent", "task.agent=a:b", 'task.mixture=[{"name": "gcd", "reward": "exact"}]'],
+                 "task.mixture[0].reward", "exact", "an agent plays all", id="a reward of a source, and an agent"),
+    pytest.param(['task.mixture=[{"name": "gcd"}, {"name": "lcm", "env": "agent"}]'], "task.mixture[1].env", "agent",
+                 "an agent plays all", id="an agent for one source"),
+    pytest.param(["task.env=agent", "task.agent=a:b", "task.max_turns=2"], "task.max_turns", "2", "calls the model",
+                 id="turns of an agent"),
+    pytest.param([f'task.mixture=[{JUDGED.format(1)}, {JUDGED.format(2)}]'], "task.mixture[1].reward_args.judge",
+                 "{'url': 'http://h:2/v1', 'model': 'm'}", "same settings", id="two judges with one name"),
+    pytest.param(["run.deterministic=True", "placement.colocated=True", f"task.mixture=[{JUDGED.format(1)}]"],
+                 "task.reward", "auto", "waits for no other", id="a judge of a source with a virtual clock"),
     pytest.param(["task.long_prompts=cut"], "task.long_prompts", "cut", "truncate_left", id="unknown policy"),
     pytest.param(["task.answer_after=#"], "task.answer_after", "#", "no rows", id="a marker without rows"),
     pytest.param(["task.max_episode_tokens=20"], "task.max_episode_tokens", "20", "28", id="no room for a turn"),
@@ -363,7 +406,7 @@ def test_bad_config_is_refused(overrides: list[str], key: str, value: str, words
     with pytest.raises(ConfigError) as caught:
         config.parse(config.override(config.defaults().to_dict(), overrides))
     error = caught.value
-    assert error.key.partition("[")[0] == key
+    assert key in (error.key, error.key.partition("[")[0])
     assert str(error.value) == value
     assert words in str(error) and value.strip("()").removesuffix(",") in str(error)  # a tuple is shown as a list
     assert error.remedy.endswith((".", "?"))

@@ -249,7 +249,12 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/files.py::_some_rows": ("no rows",),
     "data/files.py::bad_row": ("a malformed row",),
     "envs/calculator.py::CalculatorSource.__init__": ("tool without arithmetic",),
-    "data/sources.py::check_game": ("no such game", "another game's environment"),
+    "data/sources.py::check_game": (
+        "no such game",
+        "another game's environment",
+        "a game's environment for questions",
+        "a source with the environment of the others",
+    ),
     "data/sources.py::_loaded": ("game's module absent",),
     "envs/registry.py::check": ("reward's function absent",),
     "envs/agent.py::check": ("agent's function absent",),

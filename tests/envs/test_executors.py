@@ -108,6 +108,21 @@ def test_an_environment_in_a_process_shows_its_declared_traits() -> None:
 
 
 @pytest.mark.process
+def test_a_process_plays_each_source_with_its_own_settings() -> None:
+    async def job() -> None:
+        sources = [{"name": name, "env": NAME.format("in_process")} for name in ("other", "told")]
+        places = Executors(ScoringPool(1), Config(task=TaskConfig(name="another", mixture=sources)))
+        env = places.create(f"{NAME.format('in_process')}@told")
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await where(env)
+        finally:
+            await places.close()
+
+    asyncio.run(job())
+
+
+@pytest.mark.process
 def test_a_process_plays_one_episode_after_another() -> None:
     async def body(places: Executors) -> None:
         seen = set()

@@ -72,6 +72,7 @@ def module(text: str) -> Make:
 
 GOOD = {"question": "1+1", "answer": "2"}
 JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
+OF_SOURCE = 'task.mixture=[{{"label": "a", {}}}]'
 GAME = [
     "task.source=game",
     "task.name=frozen_lake",
@@ -150,6 +151,20 @@ CASES: dict[str, Case] = {
         "IndexError"),
     "no such game": (None, [*GAME, "task.name=frozen_like"], "task.name", "frozen_like", "Did you mean 'frozen_lake'?"),
     "another game's environment": (None, [*GAME, "task.env=single_turn"], "task.env", "single_turn", "'frozen_lake'"),
+    "a game's environment for questions": (
+        None, ["task.env=sokoban"], "task.env", "sokoban", "task.source is 'reasoning_gym'"),
+    "environment of a source unknown": (
+        None, [OF_SOURCE.format('"name": "gcd", "env": "single-turn"')], "task.mixture[0].env", "single-turn",
+        "a: there is no such environment"),
+    "environment of a held-out set unknown": (
+        None, ['evaluator.sets={"a": {"name": "gcd", "env": "single-turn"}}'], "evaluator.sets.a.env", "single-turn",
+        "Did you mean 'single_turn'?"),
+    "a source with the environment of the others": (
+        None, [OF_SOURCE.format('"source": "game", "name": "frozen_lake"')], "task.env", "single_turn",
+        "a: it does not play frozen_lake"),
+    "reward's function of a source absent": (
+        None, [OF_SOURCE.format('"name": "gcd", "reward": "file:no.py:f"')], "task.mixture[0].reward", "no.py",
+        "a: it cannot be loaded"),
     "game's setting unknown": (
         None, [*GAME, "task.args.seize=4"], "task.args.seize", "4", "Did you mean 'size'?"),
     "game's setting wrong": (None, [*GAME, "task.args.size=1"], "task.args", "'size': 1", "2..16"),

@@ -1,4 +1,4 @@
-"""A proxy with scripted answers, and a task and grants for it."""
+"""A proxy with scripted answers, a task and grants for it, and a pool that scores in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Member, Message, Task, Version, VersionRun
+from jaxroll.rewards import scorers
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -58,3 +59,15 @@ class FakeProxy:
         if key.member in self.errors:
             raise self.errors[key.member]
         return answered()
+
+
+class LocalPool:
+    """A pool that grades in this process."""
+
+    time_limit_s = 5.0
+
+    async def score(self, env_args: str, answer: str) -> float:
+        return scorers.score(env_args, answer)
+
+    async def grade(self, env_args: str, completion: str, instructions: str) -> scorers.Graded:
+        return scorers.grade(scorers.decoded(instructions), env_args, completion)

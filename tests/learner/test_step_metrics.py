@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxroll.learner import minibatch
-from jaxroll.records import Claim, Version, VersionRun
+from jaxroll.config.parsing import SOURCE_ITEMS
+from jaxroll.learner import minibatch, step_metrics
+from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
 from tests.harness.learner_padded import Padded
 
 AGES = (0, 1, 2, 4)  # with α = 1.5 the buckets are 0, 1 and what is older
@@ -103,4 +104,26 @@ def test_an_age_that_nothing_is_computed_of_has_its_reward_alone(small_config, m
     assert set(figures.reward) == {1.0} and row["by_age"] == {
         str(age): {"tokens": 0, "tokens_trained": int((np.minimum(figures.age, 2) == age).sum()), "reward": 1.0}
         for age in sorted(set(np.minimum(figures.age, 2)))
+    }
+
+
+def test_samples_are_counted_by_the_source_of_their_prompt() -> None:
+    def group(source: int, *members: tuple[float, int]) -> ClaimedGroup:
+        """Members of (reward, sampled tokens)."""
+        task = Task(source * SOURCE_ITEMS + 3, (), "single_turn", "{}", 0, "h")
+        shown = Segment(np.ones(2, np.int32), np.zeros(2, np.uint8), np.zeros(2, np.float32))
+        finished = [
+            Finished(
+                (shown, Segment(np.ones(n, np.int32), np.ones(n, np.uint8), np.zeros(n, np.float32))),
+                "stop", reward, {}, (VersionRun(Version(0, 0), n),),
+            )
+            for reward, n in members
+        ]  # fmt: skip
+        return ClaimedGroup(0, task, tuple(Member(0, i, 0, outcome) for i, outcome in enumerate(finished)))
+
+    groups = (group(1, (1.0, 4), (0.0, 2)), group(0, (0.5, 1)), group(1, (1.0, 3)))
+    claim = Claim(0, 0, groups, 0, replayed=False)
+    assert step_metrics.by_source(minibatch.of_claim(claim), claim, ("a", "b", "c")) == {
+        "a": {"samples": 1, "reward": 0.5, "tokens": 1.0},
+        "b": {"samples": 3, "reward": pytest.approx(2 / 3), "tokens": 3.0},
     }

@@ -327,3 +327,14 @@ def test_invariants_that_do_not_apply_are_not_judged():
     assert by_name["overlap"].holds is None  # synchronous by choice
     bf16 = record.checks(GOOD | {"logprob_mismatch_max": 0.1}, {"model": {"dtype": "bfloat16"}})
     assert {check.name: check.holds for check in bf16}["log-prob mismatch"] is None
+
+
+def test_reward_and_length_by_source_are_over_all_samples():
+    def step(number, **sources):
+        found = {name: dict(zip(("samples", "reward", "tokens"), of, strict=True)) for name, of in sources.items()}
+        return {"kind": "step", "step": number, "sources": found}
+
+    steps = [step(0, a=(1, 1.0, 2.0)), step(1, a=(3, 0.0, 4.0), b=(2, 0.5, 6.0)), {"kind": "step", "step": 2}]
+    assert activity.reward_by_source(steps) == {"a": [0.25, 0.25, 3.5], "b": [0.5, 0.5, 6.0]}
+    assert activity.reward_by_source(steps, count=2) == {"a": [0.25, 0.0, 4.0], "b": [0.5, 0.5, 6.0]}
+    assert activity.reward_by_source(steps[2:]) is None

@@ -18,6 +18,7 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.scoring_pool import ScoringPool
+from tests.harness.rollout_proxy import LocalPool
 
 FUNCTIONS = '''
 """Functions of a user."""
@@ -39,18 +40,6 @@ def no_letter(completion): return None
 def number(completion): return 7
 '''
 ROW = json.dumps({"scorer": "exact", "answer": "7", "row": {"answer": "7", "level": 3}})
-
-
-class LocalPool:
-    """A pool that grades in this process."""
-
-    time_limit_s = 5.0
-
-    async def score(self, env_args: str, answer: str) -> float:
-        return scorers.score(env_args, answer)
-
-    async def grade(self, env_args: str, completion: str, instructions: str) -> scorers.Graded:
-        return scorers.grade(scorers.decoded(instructions), env_args, completion)
 
 
 @pytest.fixture

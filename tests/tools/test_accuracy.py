@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from jaxroll.rollout import manager
 from jaxroll.tools import generate
 
 
@@ -59,5 +60,5 @@ def test_answers_that_do_not_count_are_left_out() -> None:
 
 
 def test_groups_of_one_nameless_source_are_none() -> None:
-    assert generate.grouped([1, 2], lambda value: "") == {}
-    assert generate.grouped([1, 2, 3], lambda value: "ba"[value % 2]) == {"a": [1, 3], "b": [2]}
+    assert manager.grouped([1, 2], lambda value: "") == {}
+    assert manager.grouped([1, 2, 3], lambda value: "ba"[value % 2]) == {"a": [1, 3], "b": [2]}

@@ -363,8 +363,7 @@ class MemberChooser:
             return False
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
             return True
-        others_ = others(self._settings, self._state, self._name, self._now_s)
-        return all(other in slot.failed_by for other in others_)
+        return all(name in slot.failed_by for name in others(self._settings, self._state, self._name, self._now_s))
 
 
 def pool_of(settings: Settings, task: Task) -> str:
