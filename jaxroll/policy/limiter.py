@@ -430,6 +430,12 @@ class HolderIndex:
         self._settle()
         return iter(self._means)
 
+    def from_mean(self, least_s: float) -> tuple[int, Iterator[str]]:
+        """The number of holders in `quickest` whose mean is below `least_s`, and the names of the others."""
+        self._settle()
+        below = bisect_left(self._means, (least_s,))
+        return below, (self._means[place][1] for place in range(below, len(self._means)))
+
     def with_room(self, but: str, now_s: float) -> Iterator[str]:
         """Holders other than `but` that delay no claims and were refused within `HUNGRY_S` as the window was full."""
         self._expire(now_s)

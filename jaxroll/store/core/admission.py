@@ -297,8 +297,8 @@ def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -
     never put a member and one of the expected holders has failed nothing lately: that one may not be ready yet. A
     holder that left is not waited for.
     """
-    left = {known for known, session in state.sessions.items() if not session}
-    if name not in state.member_s and len(state.failing.keys() | left | {name}) < settings.holders:
+    left = (known for known, session in state.sessions.items() if not session)
+    if name not in state.member_s and len({name, *state.failing, *left}) < settings.holders:
         return True
     if state.failing.get(name, 0.0) < BROKEN:
         return False

@@ -5,6 +5,7 @@ Deciding is pure; `machine` applies the effects.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from statistics import median
 
@@ -35,6 +36,7 @@ from jaxroll.store.core.state import (
 
 _CAUSE_CHARS, _ERROR_CHARS = 300, 200
 _RECENT = 20  # members in the mean duration of a holder
+_ROUNDING = 1e-9
 
 
 def put(settings: Settings, state: State, r: ev.PutMember, now_s: float) -> Decision:
@@ -393,6 +395,11 @@ def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, no
         return keeps_up
     its_s = _mean_at_least_s(recent, took_s, _running_s(state, slot.holder, now_s, slot))
     if its_s <= max(SHORT_S, SLOWER * quickest[0]):
+        return keeps_up
+    # An estimate is at least its mean. If more than half of the means are so long that this holder keeps up with them,
+    # it keeps up with the median. Few means are shorter as a rule, and one look more than there are of them suffices.
+    below, others = state.by_holder.from_mean(its_s / SLOWER * (1 + _ROUNDING))
+    if sum(1 for _ in itertools.islice(filter(is_other, others), below + 1)) > below:
         return keeps_up
     names = (quickest[1], *(name for _, name in usual))
     usual_s = median(_mean_at_most_s(state.recent_s[name], _running_s(state, name, now_s, slot)) for name in names)

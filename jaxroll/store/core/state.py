@@ -135,6 +135,9 @@ class Group(msgspec.Struct, gc=False):
 # groups are complete and wait for a claim; decisions about leases look only at the few that are not.
 
 
+Edge = tuple[int, int]  # steps of the oldest and of the newest token of a group
+
+
 class Index:
     """`lacking` are the open groups that miss members, in order of issue; `pending` of them have none leased.
 
@@ -147,7 +150,8 @@ class Index:
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
         self.lacking: dict[int, Group] = {}
         self.pending = self.leased = self.put_bytes = 0
-        self.edges: dict[int, tuple[int, int]] = {}  # open group → steps of its oldest and its newest token
+        self.edges: dict[int, Edge] = {}  # by open group with tokens
+        self.by_edge: dict[Edge, int] = {}  # number of these groups
         self._leased_to: dict[str, dict[tuple[int, int], Slot]] = {}
         self._holders: dict[int, list[tuple[str, int]]] = {}  # group → (holder, member) of its leases
         self._free: dict[int, Group] = {}
@@ -212,7 +216,7 @@ class Index:
 
     def _closed(self, group: Group) -> None:
         self.lacking.pop(group.id, None)
-        self.edges.pop(group.id, None)
+        self._note_edge(group.id, None)
         self._filled(group)
         place = bisect_left(self._order, group.id)
         if self._order[place : place + 1] == [group.id]:
@@ -226,7 +230,7 @@ class Index:
         held = [(slot.holder, m) for m, slot in enumerate(group.slots) if slot.status == LEASED]
         self._note_leases(group, held)
         if is_open and any(slot.runs for slot in group.slots if slot.status == DONE):
-            self.edges[group.id] = group.oldest_step, group.newest_step
+            self._note_edge(group.id, (group.oldest_step, group.newest_step))
         leased = len(held)
         put_bytes = sum(slot.size_bytes for slot in group.slots if slot.status == DONE)
         put_bytes += sum(slot.flushed.size_bytes for slot in group.slots if slot.flushed and slot.status == FREE)
@@ -234,6 +238,15 @@ class Index:
             self._add(self._shares[group.id], -1)
         share = self._shares[group.id] = (int(is_open and group.id in self._free and not leased), leased, put_bytes)
         self._add(share, 1)
+
+    def _note_edge(self, gid: int, edge: Edge | None) -> None:
+        if (before := self.edges.pop(gid, None)) is not None:
+            self.by_edge[before] -= 1
+            if not self.by_edge[before]:
+                del self.by_edge[before]
+        if edge is not None:
+            self.edges[gid] = edge
+            self.by_edge[edge] = self.by_edge.get(edge, 0) + 1
 
     def _note_leases(self, group: Group, held: list[tuple[str, int]]) -> None:
         for holder, member in self._holders.pop(group.id, ()):
@@ -452,24 +465,6 @@ def next_deadline_s(state: State, now_s: float) -> float | None:
     due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
     due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
     return min(due, default=None)
-
-
-def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
-    """True if an unfinished group among the next `batch` has been leased for longer than `deadline_s`."""
-    return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
-
-
-def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
-    """The time at which the next unfinished group of the next `batch` reaches `deadline_s`; None if there is none."""
-    return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
-
-
-def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float]:
-    for group in state.index.lacking.values():
-        if state.index.place_of(group) >= batch:
-            break
-        if group.leased_at_s is not None:
-            yield group.leased_at_s + deadline_s
 
 
 def no_room(state: State, holder: str) -> None:

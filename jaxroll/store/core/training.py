@@ -7,6 +7,8 @@ effect of all claims below k. `begin(k)` starts from that checkpoint, and the ne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy import selection
 from jaxroll.records import Version
@@ -98,9 +100,9 @@ def _stale(settings: Settings, state: State, step: int) -> set[int]:
     With "expire" one such token suffices; with "mask" all tokens must be too old.
     """
     place = 0 if settings.on_stale == "expire" else 1
-    edges = state.index.edges
-    old = {edge for edge in set(edges.values()) if settings.limiter.too_old(edge[place], step)}
-    return {gid for gid, edge in edges.items() if edge in old} if old else set()
+    index = state.index
+    old = {edge for edge in index.by_edge if settings.limiter.too_old(edge[place], step)}
+    return {gid for gid, edge in index.edges.items() if edge in old} if old else set()
 
 
 def _stale_tokens(settings: Settings, group: Group, step: int) -> int:
@@ -147,12 +149,13 @@ def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Sh
     if settings.straggler != "shrink":
         return []
     least = min(SHRINK_LEAST, max(settings.group_size - 1, 1))
-    found = []
-    for group in usable[: settings.limiter.batch_groups]:
-        late = group.leased_at_s is not None and now_s - group.leased_at_s >= settings.straggler_deadline_s
-        if late and not group.ready and sum(1 for _ in group.done()) >= least:
-            found.append(ev.Shrunk(group.id, tuple(m for m, _ in group.missing()), "straggler"))
-    return found
+    after_s, head = settings.straggler_deadline_s, usable[: settings.limiter.batch_groups]
+    late = [g for g in head if g.ready_place is None and g.leased_at_s is not None and now_s - g.leased_at_s >= after_s]
+    return [
+        ev.Shrunk(group.id, tuple(m for m, _ in group.missing()), "straggler")
+        for group in late
+        if sum(1 for _ in group.done()) >= least
+    ]
 
 
 def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> list[ev.Event]:
@@ -178,6 +181,27 @@ def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: 
     head = state.open[missing[0]]
     lacking = ", ".join(str(m) for m, _ in head.missing())
     return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"
+
+
+# --- groups that the learner waits for
+
+
+def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
+    """True if an unfinished group among the next `batch` has been leased for longer than `deadline_s`."""
+    return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
+
+
+def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
+    """The time at which the next unfinished group of the next `batch` reaches `deadline_s`; None if there is none."""
+    return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
+
+
+def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float]:
+    for group in state.index.lacking.values():
+        if state.index.place_of(group) >= batch:
+            break
+        if group.leased_at_s is not None:
+            yield group.leased_at_s + deadline_s
 
 
 # --- calls of the learner

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, Health, Recent
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, AgeLimiter, Health, Recent
+from jaxroll.records import Task
 from jaxroll.store.core import admission, puts, training
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
-from jaxroll.store.core.state import DONE, LEASED, Slot, State
+from jaxroll.store.core.state import DONE, LEASED, Group, Slot, State
 from tests.harness.store.machine import Machine
 from tests.harness.store.virtual_cluster import Cluster, Fault, World
 
@@ -155,3 +156,43 @@ def test_a_claim_that_forgives_a_holder_makes_its_room_count() -> None:
     assert m.state.failing["A"] < UNRELIABLE
     assert index.room_of_others("B", m.now) == 3
     assert index.room_of_others("B", m.now + HUNGRY_S + 1.0) == 0, "it has not asked again"
+
+
+def compared(rng: random.Random, holders: int, means_s: tuple[float, float]) -> tuple[State, Slot]:
+    """A state with the means of some holders, of which some are absent or hold leases, and a lease of holder s0."""
+    recent = {f"s{i}": Recent(rng.uniform(*means_s), rng.choice((TRIP - 1, TRIP, 20))) for i in range(holders)}
+    seen = {name: rng.choice((100.0, 100.0, 100.0, 0.0)) for name in recent}
+    seen = dict(sorted(seen.items(), key=lambda one: one[1]))
+    slots = [Slot(LEASED, 1, name, name, leased_at_s=rng.uniform(80.0, 100.0)) for name in recent if rng.random() < 0.5]
+    slot = Slot(LEASED, 1, "s0", "s0", leased_at_s=90.0)
+    group = Group(0, Task(0, (), "env", "{}", 0, "q"), [slot, *slots])
+    return State(open={0: group}, recent_s=recent, seen_s=seen), slot
+
+
+def test_a_put_is_slow_exactly_if_the_median_of_all_others_says_so() -> None:
+    rng, found = random.Random(5), set()
+    settings = Settings(AgeLimiter(1.0, 4), group_size=4, steps=10)
+    for _ in range(400):
+        state, slot = compared(rng, rng.randint(1, 9), (2.0, 8.0))
+        took_s = rng.uniform(3.0, 40.0)
+        expected = slow_rest_s(settings, state, slot, took_s, 100.0)
+        assert puts._slow_rest_s(settings, state, slot, took_s, 100.0) == expected
+        found.add(expected is None)
+    assert found == {True, False}
+
+
+def test_a_put_does_not_look_at_all_holders_because_a_few_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, looks = random.Random(6), []
+    filtered = admission.holder_filter
+
+    def counted(*arguments: Any) -> Any:
+        is_other = filtered(*arguments)
+        return lambda name: looks.append(name) or is_other(name)
+
+    monkeypatch.setattr(admission, "holder_filter", counted)
+    state, slot = compared(rng, 1000, (9.0, 11.0))
+    state.recent_s |= {f"quick{i}": Recent(3.0, 20) for i in range(3)}
+    state.seen_s |= {f"quick{i}": 100.0 for i in range(3)}
+    state = State(open=state.open, recent_s=state.recent_s, seen_s=state.seen_s)
+    assert puts._slow_rest_s(Settings(AgeLimiter(1.0, 4), group_size=4, steps=10), state, slot, 10.0, 100.0) is None
+    assert 0 < len(looks) < 20
