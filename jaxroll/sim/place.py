@@ -280,13 +280,14 @@ def _alphas(planner: Planner, schedule: str) -> tuple[float, ...]:
 
 
 def _learners(planner: Planner, kind: int, schedule: str) -> list[int]:
-    """Devices that a learner of this type may have: powers of two, whole machines, or those of the file."""
+    """Devices that a learner of this type may have: powers of two, half and whole machines, or those of the file."""
     device, given = planner.hardware.devices[kind], planner.hardware.search.learner_devices
     if given or planner.hardware.model is None:
         numbers = [number for number in given or (1,) if number <= device.count]
     else:
         powers = [1 << power for power in range(device.count.bit_length()) if 1 << power <= device.count]
-        numbers = sorted({*powers, *range(device.machine, device.count + 1, device.machine)})
+        steps = (max(1, device.machine // 2), device.machine)
+        numbers = sorted({*powers, *(n for step in steps for n in range(step, device.count + 1, step))})
     return [number for number in numbers if schedule != SHARED or number <= device.machine]
 
 
@@ -360,8 +361,8 @@ def _found(planner: Planner, objective: Objective) -> Iterator[Candidate]:
             return side(placement.minus(counts, rollout), "generation_s")
 
         found = placement.partition(types, lambda own: side(own, "training_s"), rollout_s, min(between, 1e18), step)
-        best = max(found.training)
-        numbers = {1, 2, 4, 8, best // 4, best // 2, best - step, best, best + step}
+        best, half = max(found.training), max(1, min(each.machine for each in types) // 2)
+        numbers = {1, 2, 4, 8, best // 4, best // 2, *(best + n for n in (-step, -half, 0, half, step))}
         for kind, number in itertools.product(range(len(types)), numbers):
             training = tuple(min(max(number, 1), n) * (k == kind) for k, n in enumerate(counts))
             if one := _split(planner, *setting, training):

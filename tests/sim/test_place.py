@@ -135,6 +135,19 @@ def test_a_large_cluster_gets_a_placement_close_to_the_exhaustive_one(monkeypatc
         assert best[1] <= 1.02 * best[0]
 
 
+def test_a_learner_of_half_machines_balances_what_whole_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both searches find it; with powers of two and whole machines alone, the best of 16 devices is slower."""
+    device, found = replace(FAST, count=16, bytes_per_s=4e12), []
+    for given, limit in (((1, 2, 4, 8, 16), 10**6), ((), 10**6), ((), 0)):
+        monkeypatch.setattr(place, "EXHAUSTIVE", limit)
+        space = {"schedules": ("bounded",), "alphas": (2.0,), "sampler_devices": (1, 2), "learner_devices": given}
+        planner = place.Planner(config(groups_per_step=32), hardware(device, **space))
+        found.append(place.ranked(planner, "throughput")[0])
+    (whole, slower), (half, faster), (searched, _) = found
+    assert (whole.learner_devices, half.learner_devices) == (8, 12) and searched == half
+    assert faster.step_s < 0.9 * slower.step_s
+
+
 def test_equal_types_are_as_good_as_one() -> None:
     space = {"schedules": ("bounded",), "alphas": (2.0,), "sampler_devices": (1, 2), "learner_devices": (1, 2)}
     split = place.Planner(config(), hardware(replace(FAST, count=3), replace(FAST, name="same", count=3), **space))
