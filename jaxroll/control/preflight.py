@@ -41,7 +41,7 @@ from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
 from jaxroll.data import preparation, sources
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.envs import agent, registry
+from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.learner import peft
@@ -219,7 +219,7 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
         with about(part):
             registry.factory(part.task.env)
             registry.check(part.task)
-    agent.check(config.task)
+    registry.check_agent(config.task)
     trackers.check(config)
     _check_reward_models(config)
     Settings.of(config).filter.check()

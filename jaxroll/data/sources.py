@@ -291,7 +291,7 @@ GAMES: Mapping[str, str] = {
     "sokoban": "jaxroll.envs.adapters.sokoban:SokobanSource",
     "tool_calls": "jaxroll.envs.adapters.tool_calls:ToolCallSource",
     "code_repair": "jaxroll.envs.adapters.code_repair:CodeRepairSource",
-    "shop": "jaxroll.envs.adapters.shop:ShopSource",
+    "shop": "jaxroll.envs.adapters.games:ShopSource",
     "textarena": "jaxroll.envs.adapters.text_games:TextArenaSource",
     "pettingzoo": "jaxroll.envs.adapters.gymnasium_env:PettingZooSource",
     "textworld": "jaxroll.envs.adapters.text_games:TextWorldSource",

@@ -1,4 +1,4 @@
-"""Registry of environments by name, the environment with one turn, and the reward of a completion.
+"""Registry of environments by name, those of one turn and of agents, and the reward of a completion.
 
 A new environment is one file: a class with `reset`, `step` and `close` under `@register("name")`, and a scorer under
 `@scorers.register(…)` if it needs its own. A config names it as `package.module:name`; this process and the scoring
@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import inspect
 import json
-from collections.abc import Callable, Mapping
+import math
+import os
+import shlex
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from jaxroll import lifeline, protocols
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest, played_tasks
 from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, functions, is_function, terms
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Environment, StepResult, described, traits
+from jaxroll.protocols import Environment, Place, StepResult, described, traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
@@ -35,13 +44,13 @@ from jaxroll.run_paths import RunPaths
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
-_BUILT_IN = ("jaxroll.envs.frozen_lake", "jaxroll.envs.calculator", "jaxroll.envs.agent")
+_BUILT_IN = ("jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
 ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
     "sokoban": "jaxroll.envs.adapters.sokoban",
     "tool_calls": "jaxroll.envs.adapters.tool_calls",
     "code_repair": "jaxroll.envs.adapters.code_repair",
-    "shop": "jaxroll.envs.adapters.shop",
+    "shop": "jaxroll.envs.adapters.games",
     "textarena": "jaxroll.envs.adapters.text_games",
     "pettingzoo": "jaxroll.envs.adapters.gymnasium_env",
     "textworld": "jaxroll.envs.adapters.text_games",
@@ -327,3 +336,125 @@ class SingleTurn:
     async def close(self) -> None:
         """Forget the task; the pool is shared and stays open."""
         self._env_args = None
+
+
+# --- Environment of agents: a program of the user, which calls the model at a URL of its own
+#
+# It runs in an environment process, which is killed when it hangs. `jaxroll.serving.agents` serves the model.
+
+_URLS = ("http://", "https://")
+_OUTPUT_CHARS = 300  # of a failed program, in the error
+
+
+@register("agent")
+class Agent:
+    """Runs `task.agent` once per episode: a function, a URL that gets a POST, or a command.
+
+    Its only step is the whole program. A result with `done` holds the reward that the program returned.
+    """
+
+    place: Place = "process"
+    step_limit_s = math.inf  # `task.agent_limit_s` holds
+
+    def __init__(self, pool: ScoringPool, task: TaskConfig) -> None:
+        self._agent, self._row = task.agent, {}
+
+    def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """Nothing: the program sends the messages."""
+        messages = [{"role": message.role, "content": message.content} for message in task.messages]
+        self._row: dict[str, Any] = {**task.args(), "messages": messages, "index": task.index, "seed": seed}
+        return ()
+
+    def step(self, answer: str) -> StepResult | Awaitable[StepResult]:
+        """The end of the program; `answer` has its URLs and its key as JSON."""
+        job = json.loads(answer)
+        if self._agent.startswith(_URLS):
+            return _result(_posted(self._agent, {**job, "row": self._row}))
+        if not is_function(self._agent):
+            return _result(_executed(self._agent, job, self._row))
+        found = scorers.load(self._agent)(job["base_url"], job["api_key"], self._row)
+        return _awaited(found) if inspect.isawaitable(found) else _result(found)
+
+    def close(self) -> None:
+        """Forget the row."""
+        self._row = {}
+
+
+async def _awaited(found: Awaitable[Any]) -> StepResult:
+    return _result(await found)
+
+
+def _result(found: Any) -> StepResult:
+    """The result of a program that returned a reward, a dict of `reward` and parts, or nothing."""
+    if found is None:
+        return StepResult(done=False)
+    reward, parts = given(found)
+    return StepResult(done=True, reward=reward, reward_parts=parts)
+
+
+def given(value: Any) -> tuple[float, dict[str, float]]:
+    """Reward and parts from a number, or from a dict of `reward` and other numbers. DataError otherwise."""
+    if not isinstance(value, dict):
+        return protocols.number(value, "the agent's reward"), {}
+    if "reward" not in value:
+        raise DataError("the agent's result has no key `reward`")
+    parts = {name: part for name, part in value.items() if name != "reward"}
+    return protocols.number(value["reward"], "the agent's reward"), protocols.parts(parts)
+
+
+def _posted(url: str, job: dict[str, Any]) -> Any:
+    """The JSON value with which the URL answers `job`; DataError for another answer."""
+    request = urllib.request.Request(url, json.dumps(job).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise DataError(f"the agent's URL answered with status {error.code}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"the agent's URL did not answer with JSON: {protocols.described(error)}") from error
+
+
+def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
+    """The JSON value in the last line that the program prints, or None; it reads the row from its standard input.
+
+    The program dies with this process, also if that is killed.
+    """
+    named = {
+        "OPENAI_BASE_URL": job["base_url"],
+        "OPENAI_API_KEY": job["api_key"],
+        "JAXROLL_REWARD_URL": job["reward_url"],
+    }
+    try:
+        done = subprocess.run(
+            shlex.split(command),
+            input=json.dumps(row),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **named},
+            preexec_fn=functools.partial(lifeline.bind, os.getpid()),
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"the agent's command does not start: {protocols.described(error)}") from error
+    if done.returncode:
+        raise DataError(f"the agent's command ended with {done.returncode}: {done.stderr.strip()[-_OUTPUT_CHARS:]}")
+    last = done.stdout.strip().rpartition("\n")[2]
+    try:
+        return json.loads(last)
+    except ValueError:
+        return None
+
+
+def check_agent(task: TaskConfig) -> None:
+    """Raise ConfigError if the function of `task.agent` cannot be loaded here."""
+    if not task.agent or task.agent.startswith(_URLS) or not is_function(task.agent):
+        return
+    try:
+        scorers.load(task.agent)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            "task.agent",
+            task.agent,
+            f"it cannot be loaded: {protocols.described(error)}",
+            "Give the file's path relative to the config, and the name of a function in it.",
+        ) from error

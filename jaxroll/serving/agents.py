@@ -21,8 +21,7 @@ import numpy as np
 
 from jaxroll import protocols
 from jaxroll.config import TaskConfig
-from jaxroll.envs.agent import given
-from jaxroll.envs.registry import Grader
+from jaxroll.envs.registry import Grader, given
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Finished, Message, Task

@@ -146,7 +146,7 @@ def test_a_command_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         f"import time\nheld = open({str(lives)!r}, 'w')\nheld.write('up')\nheld.flush()\ntime.sleep(120)\n"
     )
     command = f"{sys.executable} {program}"
-    starter = f"from jaxroll.envs import agent; agent._executed({command!r}, {job!r}, {{}})"
+    starter = f"from jaxroll.envs import registry; registry._executed({command!r}, {job!r}, {{}})"
     with subprocess.Popen([sys.executable, "-c", starter]) as process:
         reading = os.open(lives, os.O_RDONLY)
         try:

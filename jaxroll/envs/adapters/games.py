@@ -1,4 +1,4 @@
-"""Base of the adapters: a game that shows text, takes text, and is determined by its seed.
+"""Base of the adapters: a game that shows text, takes text, and is determined by its seed; a shop as the smallest one.
 
 A subclass of `Game` holds the rules; `GameEnvironment` plays it in an episode, and `GameSource` makes one task of each
 seed, with the play of a teacher for the warm start. Index and seed are the same number, so the members of a group play
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import is_compact
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import identity, settings_given, settings_of, share
+from jaxroll.envs.registry import identity, register, settings_given, settings_of, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Item, Message, Task
@@ -218,3 +218,108 @@ def chosen(answer: str, labels: Sequence[str]) -> int | None:
         return lowered.index(text)
     words = "".join(char if char.isalnum() or char in "_-" else " " for char in text).split()
     return next((lowered.index(word) for word in reversed(words) if word in lowered), None)
+
+
+# --- The smallest game of its own: a shop. Search, look at items, buy the one that fits the wish
+
+SHOP_KINDS, COLOURS = ("mug", "hat", "pen", "bag"), ("red", "tan", "sky", "oak")
+SHOP_RULES = (
+    "Buy what the first line wishes: kind, colour and the highest price. Answers: search KIND lists items by number, "
+    "open NUMBER shows colour and price of an item, buy NUMBER ends the game.\n"
+)
+
+
+@dataclass(frozen=True)
+class ShopSettings:
+    """Settings of `task.args`: items of each kind in the shop."""
+
+    items: int = 3
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.items <= 9:
+            raise ValueError("items is 2 to 9")
+
+
+@dataclass(frozen=True)
+class Goods:
+    """An item of the shop."""
+
+    kind: str
+    colour: str
+    price: int
+
+
+class ShopGame(Game):
+    """One wish; the reward is 1 for an item that fits, and parts say which attributes do."""
+
+    Settings = ShopSettings
+    alphabet = "".join(SHOP_KINDS + COLOURS) + "search open buy <?\n0123456789"
+    rules = SHOP_RULES
+    hidden = True  # the shelves differ for one wish
+
+    def start(self, seed: int) -> str:
+        random = Random(f"shop {seed}")
+        self._shelf = [
+            Goods(kind, random.choice(COLOURS), random.randint(1, 9))
+            for kind in SHOP_KINDS
+            for _ in range(self.settings.items)
+        ]
+        self._wanted = random.choice(self._shelf)  # so one item fits
+        self._limit = self._wanted.price + 1
+        self._found: list[Goods] = []
+        self._opened: list[Goods] = []
+        return f"{self._wanted.kind} {self._wanted.colour} <{self._limit}"
+
+    def play(self, answer: str) -> View:
+        verb, _, word = answer.strip().lower().partition(" ")
+        if verb == "search" and word in SHOP_KINDS:
+            self._found, self._opened = [goods for goods in self._shelf if goods.kind == word], []
+            return View("\n".join(f"{number} {goods.kind}" for number, goods in enumerate(self._found, 1)))
+        item = self._numbered(word)
+        if item is None or verb not in ("open", "buy"):
+            return View(UNREAD, misread=True)
+        if verb == "open":
+            self._opened.append(item)
+            return View(f"{item.colour} {item.price}")
+        kind, colour, price = self._fits(item)
+        parts = {"kind": float(kind), "colour": float(colour), "price": float(price)}
+        return View("", True, float(kind and colour and price), parts)
+
+    def _numbered(self, word: str) -> Goods | None:
+        number = int(word) if word.isascii() and word.isdigit() and len(word) < 3 else 0
+        return self._found[number - 1] if 1 <= number <= len(self._found) else None
+
+    def _fits(self, item: Goods) -> tuple[bool, bool, bool]:
+        return item.kind == self._wanted.kind, item.colour == self._wanted.colour, item.price < self._limit
+
+    def choices(self) -> Sequence[str]:
+        numbers = range(1, len(self._found) + 1)
+        return [
+            *(f"search {kind}" for kind in SHOP_KINDS),
+            *(f"{verb} {n}" for verb in ("open", "buy") for n in numbers),
+        ]
+
+    def advice(self) -> str:
+        """Search the kind, open one item after the other, and buy the first that fits."""
+        if not self._found or self._found[0].kind != self._wanted.kind:
+            return f"search {self._wanted.kind}"
+        for number, goods in enumerate(self._found, 1):
+            if goods not in self._opened:
+                return f"open {number}"
+            if all(self._fits(goods)):
+                return f"buy {number}"
+        return f"search {self._wanted.kind}"
+
+
+@register("shop")
+class Shop(GameEnvironment):
+    """The shop as an environment."""
+
+    game = ShopGame
+    place: Place = "loop"  # an answer takes microseconds
+
+
+class ShopSource(GameSource):
+    """Wishes by seed."""
+
+    name, game = "shop", ShopGame
