@@ -83,6 +83,7 @@ PARTS: Mapping[str, Room] = {
 }
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
 MAX_LINES = 500  # of a file
+LIMIT_S = 800.0  # of loading all rooms, on a machine with many times more work than cores; alone it takes seconds
 NAMES_WITHOUT_MEANING = ("utils", "common", "helpers", "misc")
 
 
@@ -238,10 +239,10 @@ def cycle_in(graph: Mapping[str, set[str]]) -> list[str]:
 
 # --- loading the rooms
 
-_LOAD_ROOM = """
-import importlib, importlib.abc, pkgutil, sys
+_LOAD_ROOMS = """
+import importlib, importlib.abc, pkgutil, sys, traceback
 
-root, name, blocked = sys.argv[1], sys.argv[2], sys.argv[3].split(",") if sys.argv[3] else []
+root, blocked, names = sys.argv[1], sys.argv[2].split(","), sys.argv[3:]
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
@@ -249,26 +250,39 @@ class Block(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} is blocked: this room works without JAX", name=fullname)
         return None
 
+def load(name):
+    room = importlib.import_module(name)
+    for module in pkgutil.walk_packages(getattr(room, "__path__", []), name + "."):
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
+    assert room.__file__.startswith(root), f"{name} was loaded from {room.__file__}"
+    if "jax" in sys.modules:
+        from jax._src import xla_bridge  # no public way to ask without initialising one
+        backends = xla_bridge._backends
+        assert not backends, f"importing {name} initialised the backends {sorted(backends)}"
+
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, root)
-room = importlib.import_module(name)
-for module in pkgutil.walk_packages(getattr(room, "__path__", []), name + "."):
-    if not module.name.endswith(".__main__"):
-        importlib.import_module(module.name)
-assert room.__file__.startswith(root), f"{name} was loaded from {room.__file__}"
-if "jax" in sys.modules:
-    from jax._src import xla_bridge  # no public way to ask without initialising one
-    backends = xla_bridge._backends
-    assert not backends, f"importing {name} initialised the backends {sorted(backends)}"
+failed = 0
+for name in names:
+    for module in [module for module in sys.modules if module.partition(".")[0] == "jaxroll"]:
+        del sys.modules[module]  # so that a room finds only what it loads itself; installed packages stay
+    try:
+        load(name)
+    except BaseException:
+        failed = 1
+        print(name, traceback.format_exc(), sep="\\n", file=sys.stderr)
+sys.exit(failed)
 """
 
 
-def load_alone(root: Path, room: str, blocked: Sequence[str]) -> str:
-    """The reason why the package and all its modules cannot be loaded in a fresh interpreter; empty when they can."""
-    arguments = [sys.executable, "-c", _LOAD_ROOM, str(root), f"{PACKAGE}.{room}", ",".join(blocked)]
+def load_alone(root: Path, rooms: Sequence[str], blocked: Sequence[str]) -> str:
+    """The reasons why rooms cannot be loaded, each without the others; empty when all can. One interpreter loads all:
+    most of the time goes to the installed packages, which it keeps."""
+    arguments = [sys.executable, "-c", _LOAD_ROOMS, str(root), ",".join(blocked), *(f"{PACKAGE}.{r}" for r in rooms)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = subprocess.run(arguments, cwd=root, env=environment, timeout=240, check=False, **streams)
+    done = subprocess.run(arguments, cwd=root, env=environment, timeout=LIMIT_S, check=False, **streams)
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
@@ -286,16 +300,15 @@ def test_imports_keep_to_the_floors() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("room", existing_rooms("none"))
-def test_room_loads_without_jax(room: str) -> None:
-    why_not = load_alone(ROOT, room, blocked=JAX_LIBRARIES)
-    assert not why_not, f"{PACKAGE}.{room} does not load with {', '.join(JAX_LIBRARIES)} blocked:\n{why_not}"
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_rooms_load_without_jax() -> None:
+    why_not = load_alone(ROOT, existing_rooms("none"), blocked=JAX_LIBRARIES)
+    assert not why_not, f"these rooms do not load with {', '.join(JAX_LIBRARIES)} blocked:\n{why_not}"
 
 
-@pytest.mark.parametrize("room", existing_rooms("no backend"))
-def test_room_loads_without_taking_a_device(room: str) -> None:
-    why_not = load_alone(ROOT, room, blocked=())
-    assert not why_not, f"importing {PACKAGE}.{room} went wrong:\n{why_not}"
+def test_rooms_load_without_taking_a_device() -> None:
+    why_not = load_alone(ROOT, existing_rooms("no backend"), blocked=())
+    assert not why_not, f"importing these rooms went wrong:\n{why_not}"
 
 
 # --- the checker has been red
@@ -411,16 +424,28 @@ def test_checker_refuses(tmp_path: Path, files: dict[str, str], expected: list[s
 
 
 def test_loading_finds_jax_behind_another_room(tmp_path: Path) -> None:
-    files = {"store/a.py": "from jaxroll.algorithms import ratios\n", "algorithms/ratios.py": "import jax\n"}
+    files = {
+        "store/a/b.py": "from jaxroll.algorithms import ratios\n",
+        "algorithms/ratios.py": "import jax\n",
+        "rpc/a/b.py": "import json\n",
+        "wire.py": "",
+    }
     root = _plant(tmp_path, files)
     assert complaints(root) == []
-    assert "jax is blocked" in load_alone(root, "store", blocked=JAX_LIBRARIES)
+    found = load_alone(root, ("rpc", "store", "wire"), blocked=JAX_LIBRARIES)
+    assert "jax is blocked" in found
+    named = [line for line in found.splitlines() if line.startswith(PACKAGE)]
+    assert named == [f"{PACKAGE}.store"], "a clean room and a single module load"
 
 
-def test_loading_accepts_a_clean_room_and_a_single_module(tmp_path: Path) -> None:
-    root = _plant(tmp_path, {"store/a/b.py": "import json\n", "wire.py": ""})
-    assert load_alone(root, "store", blocked=JAX_LIBRARIES) == ""
-    assert load_alone(root, "wire", blocked=JAX_LIBRARIES) == ""
+def test_loading_finds_what_only_another_room_has_loaded(tmp_path: Path) -> None:
+    files = {
+        "wire.py": "import jaxroll.rpc.a\n",
+        "rpc/a.py": "",
+        "store/a.py": "import jaxroll\nFOUND = jaxroll.rpc.a\n",
+    }
+    root = _plant(tmp_path, files)
+    assert "has no attribute 'rpc'" in load_alone(root, ("wire", "store"), blocked=JAX_LIBRARIES)
 
 
 def test_loading_finds_an_initialised_backend(tmp_path: Path) -> None:
@@ -428,8 +453,9 @@ def test_loading_finds_an_initialised_backend(tmp_path: Path) -> None:
         tmp_path,
         {"data/a.py": "import jax\nN = jax.device_count()\n", "wire.py": "import jax\n"},
     )
-    assert "initialised the backends ['cpu']" in load_alone(root, "data", blocked=())
-    assert load_alone(root, "wire", blocked=()) == ""
+    found = load_alone(root, ("wire", "data"), blocked=())
+    assert "importing jaxroll.data initialised the backends ['cpu']" in found
+    assert f"{PACKAGE}.wire" not in found
 
 
 def test_checker_refuses_a_folder_without_init(tmp_path: Path) -> None:
