@@ -39,9 +39,7 @@ from jaxroll.config.parsing import about, evaluation_set, every_part, nearest, t
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
-from jaxroll.data import preparation, sources
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.learner import peft
@@ -51,7 +49,6 @@ from jaxroll.protocols import Progress
 from jaxroll.report import trackers
 from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
-from jaxroll.store.core.admission import Settings
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import HFTokenizer
 
@@ -193,6 +190,9 @@ def _free_gb(path: Path) -> float:
 
 def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
+    from jaxroll.data import sources  # every role loads this module, and checks nothing
+    from jaxroll.store.core.admission import Settings
+
     for part in every_part(config):
         with about(part):
             if part.task.source == "reasoning_gym":
@@ -211,6 +211,10 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
 
     `report` receives a line about the rows of a file. `inventory` are the devices of the run, if they are known.
     """
+    from jaxroll.data import preparation
+    from jaxroll.envs import registry
+    from jaxroll.store.core.admission import Settings
+
     check_described(config)
     _check_files(config)
     see_working_folder()

@@ -174,8 +174,12 @@ def test_help_and_roles_load_no_module_of_other_commands() -> None:
         "cli.parser('store')\n"
         "assert 'jaxroll.config' not in sys.modules, 'options load the config'\n"
         "from jaxroll.control import commands\n"
-        "heavy = ('jaxroll.sim', 'rich', *(f'jaxroll.control.{name}' for name in ('train', 'launchers', 'propose')))\n"
+        "heavy = ('jaxroll.sim', 'rich', *(f'jaxroll.control.{name}' for name in ('train', 'launchers', 'propose')),\n"
+        "    'jaxroll.data.preparation', 'jaxroll.envs.registry', 'jaxroll.store.core.admission')\n"
         "assert not {*heavy} & {*sys.modules}, {*heavy} & {*sys.modules}\n"
+        "from jaxroll import config\n"
+        "config.parse({})\n"
+        "assert 'ml_collections' not in sys.modules, 'roles get a mapping; only config files need ml_collections'\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
