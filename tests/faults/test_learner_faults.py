@@ -103,6 +103,7 @@ def publishes_before_leases(run: World) -> bool:
     return True
 
 
+@pytest.mark.soak
 def test_6_killed_in_a_checkpoint_it_restores_the_one_before(tmp_path: Path, note) -> None:
     with World(tmp_path / "run", **SMALL) as run, sampling(run):
         folder = run.run_dir / "checkpoints"

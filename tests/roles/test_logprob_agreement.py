@@ -159,6 +159,7 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
             minibatch.prepare(claim, config)
 
 
+@pytest.mark.soak
 def test_log_probs_agree_across_the_two_meshes_and_other_weights_are_seen_as_a_mismatch() -> None:
     spec = families.spec("nano", vocab_size=VOCAB)
     mesh = sharding.build(CONFIG.learner.mesh)
