@@ -196,7 +196,7 @@ def check_pages(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("reserve", [True, False])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(12, 40))])
 def test_every_token_is_where_its_table_says_in_any_history(seed: int, reserve: bool, shards: int) -> None:
     """Its last window is in its ring, too, if the engine has rings."""
     rng = random.Random(f"{seed} {reserve} {shards}")

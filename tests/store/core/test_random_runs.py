@@ -363,7 +363,7 @@ ALPHAS = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 
 
 @given(st.integers(0, 2**32), ALPHAS)
-@settings(max_examples=60)
+@settings(max_examples=24)
 def test_every_run_ends_with_every_step_trained_once_along_one_line(seed: int, alpha: float) -> None:
     world = play(seed, rules(alpha))
     state = world.core.state
@@ -376,7 +376,7 @@ def test_every_run_ends_with_every_step_trained_once_along_one_line(seed: int, a
 
 
 @given(st.integers(0, 2**32), ALPHAS, st.booleans(), st.sampled_from(["lease_order", "ready_first", "freshest_first"]))
-@settings(max_examples=40)
+@settings(max_examples=16)
 def test_every_policy_ends(seed: int, alpha: float, mask: bool, order: str) -> None:
     chosen = rules(
         alpha,
@@ -392,7 +392,7 @@ def test_every_policy_ends(seed: int, alpha: float, mask: bool, order: str) -> N
 
 
 @given(st.integers(0, 2**32), ALPHAS, st.integers(0, 20))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_the_data_may_end_at_any_prompt(seed: int, alpha: float, prompts: int) -> None:
     world = play(seed, rules(alpha), actions=600, prompts=prompts)
     state = world.core.state
@@ -403,7 +403,7 @@ def test_the_data_may_end_at_any_prompt(seed: int, alpha: float, prompts: int) -
 
 
 @given(st.integers(0, 2**32), ALPHAS)
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_without_faults_nothing_is_wasted_and_the_order_is_that_of_the_prompts(seed: int, alpha: float) -> None:
     world = play(seed, rules(alpha), faults=0.0)
     state = world.core.state
@@ -430,7 +430,7 @@ def test_faults_do_happen_in_these_worlds() -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_versions_on_one_line_are_those_reached_by_walking_back(seed: int) -> None:
     """`on_line` against the walk: a version is on the line iff retracing parents from the end meets it."""
     world = play(seed, rules(1.0), actions=600, faults=0.2)
@@ -442,3 +442,21 @@ def test_versions_on_one_line_are_those_reached_by_walking_back(seed: int) -> No
     for lineage in range(len(lines)):
         for step in range(51):
             assert on_line(lines, Version(lineage, step)) == ((lineage, step) in reached)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_the_same_holds_in_many_more_runs(first: int) -> None:
+    """Every property above, over all that it draws from."""
+    for seed in range(first, first + 100):
+        chance = random.Random(f"many {seed}")
+        alpha = chance.choice([0.0, 0.5, 1.0, 2.0])
+        order = chance.choice(["lease_order", "ready_first", "freshest_first"])
+        for given_test, more in (
+            (test_every_run_ends_with_every_step_trained_once_along_one_line, (alpha,)),
+            (test_every_policy_ends, (alpha, chance.random() < 0.5, order)),
+            (test_the_data_may_end_at_any_prompt, (alpha, chance.randint(0, 20))),
+            (test_without_faults_nothing_is_wasted_and_the_order_is_that_of_the_prompts, (alpha,)),
+            (test_versions_on_one_line_are_those_reached_by_walking_back, ()),
+        ):
+            given_test.hypothesis.inner_test(seed, *more)
