@@ -54,7 +54,7 @@ class Bench:
         self.candidates = Candidates(config)
         self.heldout = [self._question(task.index, frozenset()) for task in tasks.tasks(config, self.candidates)]
         self.kept_aside = tasks.hashes(question.task for question in self.heldout if question)
-        engine_config = EngineConfig(
+        self._engine_config = EngineConfig(
             slots=SLOTS,
             prefill_rows=PREFILL_ROWS,
             decode_chunk=CHUNK,
@@ -62,10 +62,14 @@ class Bench:
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,
             prefill_buckets=config.sampler.prefill_buckets,
         )
-        self.engine = Engine(self.spec, self.mesh, sharding.SAMPLER, engine_config)
+        self.engine = self.engine_of()
         self._shardings = model_params.shardings(self.spec, self.mesh, sharding.SAMPLER)
         self.engine.warmup(self.placed(self.warm), say)
         self._versions, self._trainers = 0, {}
+
+    def engine_of(self, **options: Any) -> Engine:
+        """An engine of the benchmark's sizes with these options (`EngineConfig`); its programs are not compiled yet."""
+        return Engine(self.spec, self.mesh, sharding.SAMPLER, replace(self._engine_config, **options))
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """A copy of `params` in the engine's sharding, because the learner donates its own."""

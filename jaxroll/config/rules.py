@@ -57,6 +57,7 @@ def check(config: Config) -> None:
         _check_schedule,
         _check_shapes,
         _check_learner,
+        _check_quantised,
         check_algorithm,
         check_flushes,
         check_places,
@@ -356,6 +357,15 @@ def _check_learner(config: Config) -> None:
             f"ends before the warm-up of {learner.warmup_steps} steps",
             f"Set it above {learner.warmup_steps}, or to 0 for a constant rate.",
         )
+
+
+def _check_quantised(config: Config) -> None:
+    """A quantised sampler is another policy than the learner's, even for fresh samples."""
+    for key, dtype in (("kv_dtype", config.sampler.kv_dtype), ("weight_dtype", config.sampler.weight_dtype)):
+        if dtype and config.learner.correction == "none":
+            reason = f"sampler.{key} is {dtype!r}, so samplers draw from another policy than the one that is trained"
+            remedy = f"Leave it at 'auto', set it to 'decoupled' or 'tis', or sampler.{key} to ''."
+            raise ConfigError("learner.correction", "none", reason, remedy)
 
 
 def _check_ranges(config: Config) -> None:

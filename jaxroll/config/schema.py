@@ -319,6 +319,10 @@ class SamplerConfig:
     # Share of the device memory that JAX may use, for all of a sampler: the KV cache gets as many pages as fit
     # (docs/engine.md). GPU and TPU only; not together with `cache_pages`. 0: the cache does not depend on the memory.
     memory_fraction: UnitFloat = 0.0
+    # Keys and values in the KV cache: "" as model.dtype; int8 or fp8 with a scale per token and head (docs/engine.md).
+    kv_dtype: Literal["", "int8", "fp8"] = ""
+    # Matrices of the layers in a sampler: "" as model.dtype; int8 or fp8 with a scale per output (docs/engine.md).
+    weight_dtype: Literal["", "int8", "fp8"] = ""
     # Tokens of an unfinished answer between two flushes to the store, from which another sampler continues if this one
     # ends. 0: no flushes, members start again.
     flush_tokens: NonNegativeInt = 0

@@ -270,9 +270,11 @@ def _check_memory(config: Config, model: ModelSpec, inventory: Inventory | None)
     if fraction and inventory and inventory.gpu_memory_mb:
         shared = inventory.gpus < sum(device_processes(config).values())
         of_process = config.placement.sampler_memory_fraction if shared else GPU_SHARE
-        size_bytes = families.parameter_count(model) * (2 if model.compute_dtype == "bfloat16" else 4)
+        count = families.parameter_count(model) // (mesh.tensor * mesh.expert)
+        size_bytes = count * (2 if model.compute_dtype == "bfloat16" else 4)
         limit_bytes = int(of_process * inventory.gpu_memory_mb * 2**20)
-        share = MemoryShare(limit_bytes, fraction, size_bytes // (mesh.tensor * mesh.expert))
+        # Embeddings are not quantised, so this is less than what the version in use takes.
+        share = MemoryShare(limit_bytes, fraction, size_bytes, count if config.sampler.weight_dtype else size_bytes)
         fitting_pages(share, lambda pages: 0, 0, 0)
 
 
@@ -280,6 +282,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
     """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
     platform = "" if config.placement.platform == "auto" else config.placement.platform
     learner, sampler = config.learner, config.sampler
+    choice.check_quantised(sampler.weight_dtype, model.experts)
     site = choice.Site(model, platform, learner.mesh.tensor * learner.mesh.sequence, sample_tokens(learner))
     choice.check("packed", learner.attention, site)
     for role, mesh in meshes(config).items():
@@ -289,7 +292,8 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
             longest = cache_tokens(config)
             limited = limits_cache(config)
             pages = replace(site, tokens=page_size(sampler.page_tokens, longest), longest=longest, limited=limited)
-            pages = replace(pages, model=replace(model, scan=sampler.scan_layers))
+            kv_dtype = sampler.kv_dtype if role == "sampler" else ""
+            pages = replace(pages, model=replace(model, scan=sampler.scan_layers, kv_dtype=kv_dtype))
             choice.check("paged", sampler.paged_attention, pages)
 
 

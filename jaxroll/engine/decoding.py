@@ -23,11 +23,12 @@ from jaxroll.engine import requests as inputs
 from jaxroll.engine.requests import Sizes
 from jaxroll.kernels.attention import blocks, paged, reach, within
 from jaxroll.kernels.choice import Serving
+from jaxroll.kernels.quantised import Pool
 from jaxroll.models import cache as kv
 from jaxroll.models import transformer
 from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.params import Params
+from jaxroll.models.params import Held
 from jaxroll.sharding import Layout
 
 # A draft continues the longest earlier run of tokens that equals the last ones, and the latest of equally long ones.
@@ -146,7 +147,7 @@ def with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int
 
 def _next_token(
     model: Model,
-    params: Params,
+    params: Held,
     by: SamplingRows,
     state: DecodeState,
     tables: Int[Array, "S J"],
@@ -243,7 +244,7 @@ class _Step:
 
 def _verified(
     model: Model,
-    params: Params,
+    params: Held,
     by: SamplingRows,
     state: DecodeState,
     draft: _Draft,
@@ -304,7 +305,7 @@ _Caches = tuple[kv.KVCache, ContiguousCache | None]
 
 def _logits_after(
     model: Model,
-    params: Params,
+    params: Held,
     cache: kv.KVCache,
     side: ContiguousCache | None,
     tokens: Int[Array, "S T"],
@@ -330,7 +331,7 @@ def _logits_after(
     own = {window: cache.tables(window, split(tables)) for window in set(spec.each_window)}
     near = {window: within(pages, starts, window, T, U) for window, pages in own.items()}
 
-    def append(pool: Array, new: Array, tables: Array) -> Array:
+    def append(pool: Pool, new: Array, tables: Array) -> Pool:
         each = jnp.repeat(tables, T, axis=1)
         return jax.vmap(kv.appended)(pool, split(new.reshape(-1, *new.shape[2:])), each, at_each)
 
@@ -363,7 +364,7 @@ def _logits_after(
 def decode(
     model: Model,
     sizes: Sizes,
-    params: Params,
+    params: Held,
     seed: Key[Array, ""],
     state: DecodeState,
     tables: Int[Array, "S J"],

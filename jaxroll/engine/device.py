@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll import sharding as layout
+from jaxroll.config.derived import no_memory_limit
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
@@ -24,12 +26,12 @@ from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.params import Params
+from jaxroll.models.params import Held, Params
 from jaxroll.protocols import Progress
 from jaxroll.sharding import Rules
 
 _NEVER = np.iinfo(np.int32).max
-Held = tuple[Sequence[int], Sequence[int]]  # the pages of a request, and its ring (empty in an engine without rings)
+Taken = tuple[Sequence[int], Sequence[int]]  # the pages of a request, and its ring (empty in an engine without rings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ class Device:
 
     # --- prompts and requests
 
-    def prefill(self, params: Params, fresh: bool, bucket: int, rows: Sequence[requests.PrefillRow]) -> None:
+    def prefill(self, params: Held, fresh: bool, bucket: int, rows: Sequence[requests.PrefillRow]) -> None:
         """Compute prompt tokens into pages. `fresh` rows begin at position 0 and have no earlier tokens."""
         packed = requests.pack_prefill(bucket, rows, self._sizes)
         self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
@@ -105,7 +107,7 @@ class Device:
 
     # --- pages
 
-    def set_tables(self, tables: Sequence[Held]) -> None:
+    def set_tables(self, tables: Sequence[Taken]) -> None:
         """Set the pages and the ring of every slot, in order."""
         packed = np.zeros((self._sizes.slots, self._sizes.table_columns), np.int32)
         for into, (table, ring) in zip(packed, tables, strict=True):
@@ -113,13 +115,13 @@ class Device:
             into[len(into) - len(ring) :] = ring
         self._tables = jax.device_put(packed, self._programs.tables)
 
-    def save(self, shard: int, held: Held, tokens: int) -> SavedPages:
+    def save(self, shard: int, held: Taken, tokens: int) -> SavedPages:
         """Copy the pages and the ring of a preempted request to the host, and wait for the copy."""
         # Arrays of the device would keep its memory until `load`, while `run_bytes` counts one request, and only until
         # the next program.
         return SavedPages(jax.device_get(self._programs.save(self._state, self._place(shard, *held, fill=0))), tokens)
 
-    def load(self, shard: int, held: Held, saved: SavedPages) -> None:
+    def load(self, shard: int, held: Taken, saved: SavedPages) -> None:
         """Copy what was saved back into these pages and this ring."""
         (table, ring), used = held, -(-saved.tokens // self._sizes.page_tokens)
         place = self._place(shard, table[:used], ring, fill=self._sizes.shard_pages)
@@ -143,7 +145,7 @@ class Device:
 
     # --- tokens
 
-    def decode(self, params: Params, steps: int, until_idle: int | None) -> Dispatch:
+    def decode(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
         """Dispatch up to `steps` ≤ `Sizes.chunk` steps; they stop early once `until_idle` (1 … S) slots are idle."""
         wanted = steps, _NEVER if until_idle is None else until_idle
         if wanted not in self._limits:
@@ -169,9 +171,9 @@ class Device:
 
     # --- weights
 
-    def held(self, params: Params) -> Params:
-        """The arrays that the programs take for `params`: those of layers in a loop are stacked."""
-        return params if self._programs.hold is None else self._programs.hold(params)
+    def held(self, params: Params) -> Held:
+        """The arrays that the programs take for `params`: stacked for layers in a loop, quantised if configured."""
+        return dict(params) if self._programs.hold is None else self._programs.hold(params)
 
     def warmup(self, params: Params | None, progress: Progress | None) -> None:
         """Compile every program for parameters like `params` (None: zeros), and run each once without effect."""
@@ -179,11 +181,11 @@ class Device:
             where = self.shardings
             params = {name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self.served.items()}
         self.dtypes = {name: leaf.dtype for name, leaf in params.items()}
-        params = self.held(params)
+        held = self.held(params)
         for fresh, bucket in self._programs.prefill:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
-            _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
-        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1, 1).report())
+            _timed(progress, what, lambda: self.prefill(held, fresh, bucket, []))  # noqa: B023
+        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(held, 1, 1).report())
         _timed(progress, "insert, restore and copy", self._run_empty_moves)
         self._warm = self._compiled()
 
@@ -338,13 +340,34 @@ def run_bytes(
     return most + code
 
 
-def held_bytes(spec: ModelSpec, mesh: Mesh, rules: Rules) -> int:
-    """The bytes of a device that one version of the parameters takes in an engine."""
+def memory_share(spec: ModelSpec, mesh: Mesh, rules: Rules, limit_bytes: int, fraction: float) -> MemoryShare:
+    """The share of a device's memory for an engine, with the bytes of two versions of the parameters."""
     where = model_params.shardings(spec, mesh, rules)
-    leaves = model_params.served(spec).items()
-    return layout.device_bytes(
-        {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name]) for name, leaf in leaves}
-    )
+    arriving = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
+        for name, leaf in model_params.served(spec).items()
+    }
+    in_use = layout.device_bytes(model_params.abstract_held(spec, mesh, rules))
+    return MemoryShare(limit_bytes, fraction, layout.device_bytes(arriving), in_use)
+
+
+def sized_by_memory(
+    spec: ModelSpec,
+    mesh: Mesh,
+    rules: Rules,
+    sizes: Sizes,
+    fraction: float,
+    kernels: dict[str, str],
+    progress: Progress | None,
+) -> tuple[Sizes, str]:
+    """`sizes` with the pages that fit `fraction` of the memory of the mesh's devices, and a line about them."""
+    limit = layout.memory_limit(mesh)
+    if limit is None:
+        raise no_memory_limit(fraction, layout.platform(mesh))
+    share = memory_share(spec, mesh, rules, limit, fraction)
+    measured = partial(run_bytes, spec, mesh, rules, progress=progress)
+    found, share = sized(spec, mesh, rules, sizes, share, measured, **kernels)
+    return found, described(found, share)
 
 
 def described(sizes: Sizes, share: MemoryShare) -> str:

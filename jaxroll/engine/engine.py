@@ -12,29 +12,27 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import get_args
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll import sharding as layout
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, WeightSwap
-from jaxroll.config.derived import cache_tokens, no_memory_limit, page_size, support_tokens
+from jaxroll.config.derived import cache_tokens, page_size, support_tokens
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Limits, MemoryShare, Sequence
+from jaxroll.engine.sequence import Limits, Sequence
 from jaxroll.engine.stats import EngineStats, Latencies
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError, TransferError
-from jaxroll.kernels.choice import AUTO
+from jaxroll.kernels.choice import AUTO, check_quantised
 from jaxroll.models import cache as kv
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.params import Params
+from jaxroll.models.params import Held, Params
 from jaxroll.protocols import Completion, Progress
 from jaxroll.records import Version
 from jaxroll.sharding import Rules
@@ -65,7 +63,8 @@ class EngineConfig:
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
     (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`). With
-    `scan_layers`, every program has one layer (of each kind), which it runs in a loop.
+    `scan_layers`, every program has one layer (of each kind), which it runs in a loop. With `kv_dtype` or
+    `weight_dtype`, "int8" or "fp8", the cache or the matrices of the layers are quantised (`kernels.quantised`).
     """
 
     slots: int
@@ -90,6 +89,8 @@ class EngineConfig:
     scan_layers: bool = False
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
+    kv_dtype: str = ""
+    weight_dtype: str = ""
 
     @classmethod
     def of(cls, config: Config, role: str, *, weight_swap: WeightSwap, slots: int = 0) -> EngineConfig:
@@ -114,6 +115,8 @@ class EngineConfig:
             support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are greedy
             prefill_attention=sampler.prefill_attention,
             paged_attention=sampler.paged_attention,
+            kv_dtype=sampler.kv_dtype if samples else "",
+            weight_dtype=sampler.weight_dtype if samples else "",
         )
 
     @classmethod
@@ -123,8 +126,9 @@ class EngineConfig:
         return replace(engine, max_tokens=max_tokens, penalties=penalties, page_tokens=0, prefill_budget=0)
 
     def model(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` for the programs of this engine."""
-        return replace(spec, scan=self.scan_layers)
+        """`spec` for the programs of this engine. ConfigError for a model whose weights cannot be quantised."""
+        check_quantised(self.weight_dtype, spec.experts)
+        return replace(spec, scan=self.scan_layers, kv_dtype=self.kv_dtype, weight_dtype=self.weight_dtype)
 
     def sizes(self, shards: int) -> Sizes:
         """The static sizes of the programs, with slots in `shards` shards."""
@@ -187,7 +191,9 @@ class Engine:
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
         kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
         if config.memory_fraction:
-            sizes, self.memory = _sized(spec, mesh, rules, sizes, config.memory_fraction, kernels, progress)
+            sizes, self.memory = device.sized_by_memory(
+                spec, mesh, rules, sizes, config.memory_fraction, kernels, progress
+            )
         self.attention, self._sizes = device.kernels_and_sizes(spec, mesh, sizes, **kernels)
         sizes = self._sizes
         self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
@@ -196,7 +202,7 @@ class Engine:
         )
         self._work = Work(self._device, self._scheduler, sizes, clock, decode)
         self._able = requests.Capabilities(config.penalties, config.masks, decode is not None, config.support_tokens)
-        self._params: Params | None = None
+        self._params: Held | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
         self._commands: queue.SimpleQueue[requests.Command] = queue.SimpleQueue()
@@ -394,7 +400,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- one step
 
-    def _generate(self, params: Params) -> bool:
+    def _generate(self, params: Held) -> bool:
         """Compute prompts, start requests, decode, deliver; return False if no slot holds a request."""
         version = self._stats.version
         assert version is not None
@@ -478,22 +484,3 @@ def check_sizes(sizes: Sizes, weight_swap: str) -> None:
             f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)",
             "Give the cache more pages.",
         )
-
-
-def _sized(
-    spec: ModelSpec,
-    mesh: Mesh,
-    rules: Rules,
-    sizes: Sizes,
-    fraction: float,
-    kernels: dict[str, str],
-    progress: Progress | None,
-) -> tuple[Sizes, str]:
-    """`sizes` with the pages that fit `fraction` of the memory of the mesh's devices, and a line about them."""
-    limit = layout.memory_limit(mesh)
-    if limit is None:
-        raise no_memory_limit(fraction, layout.platform(mesh))
-    share = MemoryShare(limit, fraction, device.held_bytes(spec, mesh, rules))
-    measured = partial(device.run_bytes, spec, mesh, rules, progress=progress)
-    found, share = device.sized(spec, mesh, rules, sizes, share, measured, **kernels)
-    return found, device.described(found, share)

@@ -29,14 +29,14 @@ from jaxroll.models import cache as kv
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.params import Params
+from jaxroll.models.params import Held, Params
 from jaxroll.sharding import Layout, Rules, sharding
 
 Update = Callable[[DecodeState, ArrayLike], DecodeState]
-Prefill = Callable[[Params, DecodeState, ArrayLike], DecodeState]
+Prefill = Callable[[Held, DecodeState, ArrayLike], DecodeState]
 Insert = Callable[[Key[Array, ""], DecodeState, ArrayLike], DecodeState]
 Decode = Callable[
-    [Params, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, " 2"]], tuple[DecodeState, Int[Array, "R S"]]
+    [Held, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, " 2"]], tuple[DecodeState, Int[Array, "R S"]]
 ]
 Pages = kv.KVCache  # the pages of one request: leaves [J, K, U, H]
 Save = Callable[[DecodeState, ArrayLike], Pages]
@@ -64,7 +64,8 @@ class Programs:
     state: DecodeState  # ShapeDtypeStructs with shardings
     saved: Any  # Pages, with the shardings of what `save` returns and `load` takes
     params: dict[str, NamedSharding]  # by the names of parameters
-    hold: Callable[[Params], Params] | None  # stacks those of layers in a loop (`params.held`); None without a loop
+    held: dict[str, Any]  # what `hold` returns, as ShapeDtypeStructs with shardings
+    hold: Callable[[Params], Held] | None  # stacks and quantises them (`params.held`); None if they stay as they are
     tables: NamedSharding
     replicated: NamedSharding
 
@@ -82,7 +83,8 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     whole = NamedSharding(mesh, PartitionSpec())
     like = abstract_state(spec, mesh, rules, sizes, attention)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
-    params = model_params.held_shardings(spec, mesh, rules)
+    held = model_params.abstract_held(spec, mesh, rules)
+    params = jax.tree.map(lambda leaf: leaf.sharding, held)
     # The heads of saved pages stay where they are in the pools: otherwise every device would get all of them.
     saved = jax.tree.map(lambda pool: NamedSharding(mesh, PartitionSpec(None, pool.sharding.spec[1])), like.cache)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table_columns))
@@ -124,8 +126,9 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         state=like,
         saved=saved,
         params=model_params.shardings(spec, mesh, rules),
+        held=held,
         hold=jax.jit(partial(model_params.held, spec, layout=model.layout), out_shardings=params)
-        if spec.scan
+        if spec.scan or spec.weight_dtype
         else None,
         tables=tables,
         replicated=whole,
@@ -141,13 +144,7 @@ def lowered(
     def whole(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=programs.replicated)
 
-    where = model_params.held_shardings(spec, mesh, rules)
-    params = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where[name])
-        for name, leaf in jax.eval_shape(
-            partial(model_params.held, spec, layout=None), model_params.served(spec)
-        ).items()
-    }
+    params = programs.held
     seed = whole((), jax.eval_shape(jax.random.key, 0).dtype)
     tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table_columns), jnp.int32, sharding=programs.tables)
     found = {
@@ -209,7 +206,7 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
     )
 
 
-def _prefill(model: Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+def _prefill(model: Model, bucket: int, params: Held, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
     fill = partial(kv.begun, shards=batch.shards, lengths=batch.lengths)
@@ -228,7 +225,7 @@ def _prefill(model: Model, bucket: int, params: Params, state: DecodeState, pack
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
-def _extend(model: Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+def _extend(model: Model, bucket: int, params: Held, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing more tokens behind those already in the pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
     pages = transformer.Pages(batch.shards, batch.tables, batch.starts)

@@ -21,23 +21,29 @@ _GB = 1e9
 class MemoryShare:
     """A `fraction` of the `limit_bytes` of a device, and what an engine needs of it besides its state, in bytes.
 
-    `parameters` are those of one version; while weights arrive, the device holds two. `temporaries` are those of the
-    most demanding program, with the code of all.
+    While weights arrive, the device holds two versions: `arriving` and `in_use`, which may be quantised. `temporaries`
+    are those of the most demanding program, with the code of all.
     """
 
     limit_bytes: int
     fraction: float
-    parameters: int
+    arriving: int
+    in_use: int
     temporaries: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """The bytes of both versions."""
+        return self.arriving + self.in_use
 
     @property
     def state_bytes(self) -> int:
         """The bytes that are left for the engine's state, which is its KV cache above all; may be negative."""
-        return int(self.fraction * self.limit_bytes) - 2 * self.parameters - self.temporaries
+        return int(self.fraction * self.limit_bytes) - self.parameters - self.temporaries
 
     def described(self) -> str:
         """The share and what is taken from it, as text."""
-        taken = f"{2 * self.parameters / _GB:.3g} GB for two versions of the parameters"
+        taken = f"{self.parameters / _GB:.3g} GB for two versions of the parameters"
         taken += f" and {self.temporaries / _GB:.3g} for temporaries and code" if self.temporaries else ""
         share = self.fraction * self.limit_bytes / _GB
         return f"{self.fraction:g} of {self.limit_bytes / _GB:.3g} GB are {share:.3g}, of them {taken}"
@@ -50,7 +56,7 @@ def fitting_pages(share: MemoryShare, state_bytes: Callable[[int], int], least: 
     many, with the numbers and the fraction that would do.
     """
     if (smallest := state_bytes(least)) > share.state_bytes:
-        needed = math.ceil(100 * (2 * share.parameters + share.temporaries + smallest) / share.limit_bytes) / 100
+        needed = math.ceil(100 * (share.parameters + share.temporaries + smallest) / share.limit_bytes) / 100
         reason, remedy = share.described(), f"Set it to {needed:g} or more."
         if not share.temporaries:  # nothing is compiled yet
             remedy = f"Set it above {needed:g}: the temporaries of programs are added."

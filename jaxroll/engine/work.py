@@ -15,7 +15,7 @@ from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
 from jaxroll.errors import DataError
-from jaxroll.models.params import Params
+from jaxroll.models.params import Held
 from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Version
 
@@ -67,7 +67,7 @@ class Work:
 
     # --- before a dispatch
 
-    def fill(self, params: Params, version: Version) -> Filled:
+    def fill(self, params: Held, version: Version) -> Filled:
         """Admit, compute prompts within the budget, and start the ready requests."""
         for sequence in self._scheduler.admit():
             assert sequence.slot is not None
@@ -101,7 +101,7 @@ class Work:
             self._device.set_tables([(one.table, one.ring) if one else ((), ()) for one in self._scheduler.sequences])
         return len(victims)
 
-    def _compute(self, params: Params, chunk: Chunk) -> None:
+    def _compute(self, params: Held, chunk: Chunk) -> None:
         owners = [row.owner for row in chunk.rows]
         # Only before an owner's first chunk.
         self._device.copy([(self._shard(owner), *copy) for owner in owners for copy in owner.copies])

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxroll import sharding as layouts
+from jaxroll.kernels.quantised import Pool, read
 from jaxroll.sharding import Layout
 
 _MASKED = -1e30  # finite, so that a row without keys stays finite in value and gradient
@@ -189,14 +190,16 @@ _CPU_ROWS = 4
 
 def paged(
     q: Float[Array, "B T N H"],
-    keys: Float[Array, "K P U H"],
-    values: Float[Array, "K P U H"],
+    keys: Pool,
+    values: Pool,
     tables: Int[Array, "B J"],
     starts: Int[Array, " B"],
     reach: Int[Array, " blocks"],
     window: int = 0,
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
+
+    `keys` and `values` are [K, P, U, H]; quantised ones are read in the dtype of q.
 
     The rows form equal, consecutive blocks; of block i only the first reach[i] pages are read (see `reach`). All blocks
     use the same operations, and a page beyond the end of a row or before its window adds exact zeros. So a row's result
@@ -221,8 +224,8 @@ def paged(
 
 def _block(
     wide: Float[Array, "K R G T H"],
-    keys: Float[Array, "K P U H"],
-    values: Float[Array, "K P U H"],
+    keys: Pool,
+    values: Pool,
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
     chunks: Int[Array, ""],
@@ -238,7 +241,7 @@ def _block(
     def chunk(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
         here = jax.lax.dynamic_slice_in_dim(tables, j * pages, pages, axis=1)
-        k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
+        k, v = (read(pool, lambda x: x[:, here], wide.dtype).reshape(K, R, C, H) for pool in (keys, values))
         # Keys are the left operand: as the right one, the CPU backend would first transpose every page.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
         # At the first key inside the window, the sums over keys before it are multiplied by an exact zero.

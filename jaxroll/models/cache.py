@@ -6,6 +6,9 @@ so that no decode step reads another device's pages. Page numbers are relative t
 Layers with a sliding window may have *rings* instead: R consecutive pages, of which page j % R holds the tokens of page
 j of the sequence. A token overwrites one that is R·U positions before it, which no later query sees. So these layers
 need memory for the window and not for the whole sequence. The last column of a table is then the number of the ring.
+
+With `ModelSpec.kv_dtype`, keys and values are quantised where they are written, with a scale per token and head
+(`kernels.quantised`). A pool is then of values [D, K, P, U, H] and scales [D, K, P, U], and all moves treat both alike.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxroll.kernels.attention import dense, levels
+from jaxroll.kernels.quantised import DTYPES, Pool, Quantised, as_in
 from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding import Layout, Rules, sharding
@@ -32,8 +36,8 @@ LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 class LayerPools(NamedTuple):
     """The pools of a layer, in which its pages have the numbers from `first` to `first` + `pages` - 1."""
 
-    keys: Float[Array, "D K P U H"]
-    values: Float[Array, "D K P U H"]
+    keys: Pool  # [D, K, P, U, H]
+    values: Pool
     first: int | Int[Array, ""]
     pages: int
 
@@ -41,15 +45,15 @@ class LayerPools(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys (already rotated) and values in the compute dtype: a pool for each layer.
+    """Keys (already rotated) and values in the compute dtype or quantised: a pool [D, K, P, U, H] for each layer.
 
     `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`). With
     layers in a loop, `joint` has the layers of each pool, which has the pages of all of them: page p of its n-th layer
     is p + n·P. With a `ring` (R) above 0, the layers with a window have rings; they have the last of joint pools.
     """
 
-    keys: tuple[Float[Array, "D K P U H"], ...]
-    values: tuple[Float[Array, "D K P U H"], ...]
+    keys: tuple[Pool, ...]
+    values: tuple[Pool, ...]
     experts: Int[Array, "D 1 P U X"] | None = None
     joint: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
     ring: int = field(default=0, metadata={"static": True})
@@ -65,7 +69,7 @@ class KVCache:
         """U, the number of tokens of a page."""
         return self.keys[0].shape[3]
 
-    def pools_of_rings(self) -> list[Array]:
+    def pools_of_rings(self) -> list[Pool]:
         """The pools of keys and values that have rings."""
         both = zip(self.keys + self.values, 2 * self.in_rings, strict=True) if self.ring else ()
         return [pool for pool, ringed in both if ringed]
@@ -93,7 +97,7 @@ class KVCache:
         pages = keys.shape[2] // len(layers)
         return LayerPools(keys, values, rank * pages, pages)
 
-    def with_layer(self, layer: int | Array, window: int, keys: Array, values: Array) -> KVCache:
+    def with_layer(self, layer: int | Array, window: int, keys: Pool, values: Pool) -> KVCache:
         """The cache with other pools of a layer."""
         at = self._pool(layer, window)
         put = lambda pools, new: (*pools[:at], new, *pools[at + 1 :])  # noqa: E731
@@ -106,16 +110,19 @@ class KVCache:
         return layer
 
     def map(self, change: Callable[..., Array], *others: KVCache) -> KVCache:
-        """The cache with `change(pool, layers, ring, *pools of others)` for each pool.
+        """The cache with `change(array, layers, ring, *arrays of others)` for each array of each pool.
 
         A pool has the pages of so many layers, in rings of `ring` pages (0: no rings).
         """
         counts = [len(layers) for layers in self.joint] or [1] * len(self.keys)
         rings = [self.ring * one for one in self.in_rings] or [0] * len(self.keys)
 
-        def each(pools: tuple[Array, ...], *of: tuple[Array, ...]) -> tuple[Array, ...]:
+        def each(pools: tuple[Pool, ...], *of: tuple[Pool, ...]) -> tuple[Pool, ...]:
             rows = zip(pools, counts, rings, *of, strict=True)
-            return tuple(change(*row) for row in rows)
+            return tuple(one(*row) for row in rows)
+
+        def one(pool: Pool, count: int, ring: int, *of: Pool) -> Pool:
+            return jax.tree.map(lambda array, *others: change(array, count, ring, *others), pool, *of)
 
         experts = None
         if self.experts is not None:
@@ -152,9 +159,15 @@ def abstract(
     that many pages in each shard.
     """
 
-    def pool(heads: int, width: int, dtype: np.dtype, pages: int) -> Any:  # abstract leaves replace arrays
-        shape = (shards, heads, pages, page_tokens, width)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, LOGICAL, rules, shape))
+    def array(shape: tuple[int, ...], dtype: np.dtype) -> Any:  # abstract leaves replace arrays
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, LOGICAL[: len(shape)], rules, shape))
+
+    def pool(heads: int, width: int, dtype: np.dtype, pages: int) -> Any:
+        return array((shards, heads, pages, page_tokens, width), dtype)
+
+    def of_layers(pages: int) -> Any:
+        values = pool(spec.kv_heads, spec.head_dim, DTYPES.get(spec.kv_dtype, jnp.dtype(spec.compute_dtype)), pages)
+        return Quantised(values, array(values.shape[:4], jnp.dtype("float32"))) if spec.kv_dtype else values
 
     windowed = [bool(ring and window) for window in spec.each_window]
     every = [(layer,) for layer in range(spec.layers)]
@@ -163,10 +176,7 @@ def abstract(
         every = [layers for layers in kinds if layers]
     in_rings = [windowed[layers[0]] for layers in every]
     of_layer = {False: pages, True: rings * ring}
-    leaves = tuple(
-        pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype), len(layers) * of_layer[one])
-        for layers, one in zip(every, in_rings, strict=True)
-    )
+    leaves = tuple(of_layers(len(layers) * of_layer[one]) for layers, one in zip(every, in_rings, strict=True))
     recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec), pages) if experts else None
     return KVCache(leaves, leaves, recorded, tuple(every) if spec.scan else (), ring, tuple(in_rings) if ring else ())
 
@@ -178,27 +188,29 @@ def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()
 
 
-def appended(
-    pool: Float[Array, "K P U H"], new: Float[Array, "B K H"], tables: Int[Array, "B J"], positions: Int[Array, " B"]
-) -> Float[Array, "K P U H"]:
+def appended(pool: Pool, new: Shaped[Array, "B K H"], tables: Int[Array, "B J"], positions: Int[Array, " B"]) -> Pool:
     """One shard's pool with one token per row at its position; a position outside the table is not written."""
     (K, P, U), J = pool.shape[:3], tables.shape[1]
     place = jnp.clip(positions // U, 0, J - 1)
     page = jnp.take_along_axis(tables, place[:, None], axis=1)[:, 0]
     page = jnp.where((positions >= 0) & (positions < J * U), page, P)
-    # Heads are indexed explicitly: for a slice of all heads, a TPU would copy the pool to another layout and back.
-    return pool.at[jnp.arange(K)[:, None], page, positions % U].set(new.swapaxes(0, 1), mode="drop")
+
+    def put(pool: Array, new: Array) -> Array:
+        # Heads are indexed explicitly: for a slice of all heads, a TPU would copy the pool to another layout and back.
+        return pool.at[jnp.arange(K)[:, None], page, positions % U].set(new.swapaxes(0, 1), mode="drop")
+
+    return jax.tree.map(put, pool, as_in(pool, new))
 
 
 def filled(
-    pool: Float[Array, "D K P U H"],
-    new: Float[Array, "R T K H"],
+    pool: Pool,
+    new: Shaped[Array, "R T K H"],
     shards: Int[Array, " R"],
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
     ring: int = 0,
-) -> Float[Array, "D K P U H"]:
+) -> Pool:
     """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; other tokens are dropped.
 
     With a `ring`, tokens that later ones would overwrite are dropped, too.
@@ -210,24 +222,32 @@ def filled(
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
     heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: explicit heads, see `appended`
     at = shards[:, None, None], heads, tokens(page), tokens(positions % U)
-    return pool.at[at].set(new.swapaxes(1, 2).astype(pool.dtype), mode="drop")
+
+    def put(pool: Array, new: Array) -> Array:
+        return pool.at[at].set(new.swapaxes(1, 2).astype(pool.dtype), mode="drop")
+
+    return jax.tree.map(put, pool, as_in(pool, new))
 
 
 def begun(
-    pool: Float[Array, "D K P U H"],
-    new: Float[Array, "R T K H"],
+    pool: Pool,
+    new: Shaped[Array, "R T K H"],
     shards: Int[Array, " R"],
     tables: Int[Array, "R J"],
     lengths: Int[Array, " R"],
     ring: int = 0,
-) -> Float[Array, "D K P U H"]:
+) -> Pool:
     """`filled` from position 0 on, by whole pages; the rest of the last page is undefined."""
     (K, P, U), (R, T) = pool.shape[1:4], new.shape[:2]
     pages = -(-T // U)
-    new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
-    new = new.reshape(R, pages, U, K, -1).transpose(0, 3, 1, 2, 4)
-    page = jnp.where(lasting(pages, -(-lengths // U), ring), tables[:, :pages], P)
-    return pool.at[shards[:, None, None], jnp.arange(K)[:, None], page[:, None]].set(new, mode="drop")
+
+    def put(pool: Array, new: Array) -> Array:
+        new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T)) + ((0, 0),) * (new.ndim - 2))
+        new = jnp.moveaxis(new.reshape(R, pages, U, *new.shape[2:]), 3, 1)
+        page = jnp.where(lasting(pages, -(-lengths // U), ring), tables[:, :pages], P)
+        return pool.at[shards[:, None, None], jnp.arange(K)[:, None], page[:, None]].set(new, mode="drop")
+
+    return jax.tree.map(put, pool, as_in(pool, new))
 
 
 def lasting(count: int, used: Int[Array, " R"], places: int) -> Bool[Array, "R count"]:
@@ -240,26 +260,29 @@ def lasting(count: int, used: Int[Array, " R"], places: int) -> Bool[Array, "R c
 
 
 def extended(
-    pool: Float[Array, "D K P U H"],
-    new: Float[Array, "R T K H"],
+    pool: Pool,
+    new: Shaped[Array, "R T K H"],
     shards: Int[Array, " R"],
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
-) -> Float[Array, "R K J U H"]:
-    """A copy of each row's pages of `tables`, with its new tokens at positions starts[r], starts[r] + 1, …"""
+) -> Pool:
+    """A copy of each row's pages of `tables`, with its new tokens at positions starts[r], starts[r] + 1, …
+
+    A pool of R shards: [R, K, J, U, H].
+    """
     rows = jnp.arange(len(tables))
-    pages = pool[shards[:, None], :, tables].swapaxes(1, 2)
+    pages = jax.tree.map(lambda array: array[shards[:, None], :, tables].swapaxes(1, 2), pool)
     return filled(pages, new, rows, jnp.broadcast_to(jnp.arange(tables.shape[1]), tables.shape), starts, lengths)
 
 
 def copied(
-    pool: Float[Array, "D K P U H"],
+    pool: Shaped[Array, "D K P U *H"],
     shards: Int[Array, " R"],
     sources: Int[Array, " R"],
     targets: Int[Array, " R"],
     layers: int = 1,
-) -> Float[Array, "D K P U H"]:
+) -> Shaped[Array, "D K P U *H"]:
     """The pool with page sources[r] copied to page targets[r] of shard shards[r]; a target of P copies nothing.
 
     In a pool of several layers, those of every layer are copied.
@@ -281,7 +304,7 @@ def ring_copied(cache: KVCache, shard: Int[Array, ""], source: Int[Array, ""], t
     return cache.map(change)
 
 
-def of_every_layer(pool: Float[Array, "D K P U H"], layers: int, pages: Int[Array, " R"]) -> Int[Array, " LR"]:
+def of_every_layer(pool: Shaped[Array, "D K P U *H"], layers: int, pages: Int[Array, " R"]) -> Int[Array, " LR"]:
     """The numbers of `pages` in a pool of several layers; those out of range stay so."""
     count = pool.shape[2] // layers
     every = pages + count * jnp.arange(layers)[:, None]
@@ -292,7 +315,7 @@ def constrained(cache: KVCache, layout: Layout | None) -> KVCache:
     """`cache`, with its sharding inside a jitted program constrained to the layout."""
     if layout is None:
         return cache
-    return jax.tree.map(lambda leaf: layout.constrain(leaf, LOGICAL), cache)
+    return jax.tree.map(lambda leaf: layout.constrain(leaf, LOGICAL[: leaf.ndim]), cache)
 
 
 # --- Contiguous KV cache: a copy of every slot's keys and values, which decode steps read if it is worth its memory

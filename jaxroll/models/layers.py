@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
+from jaxroll.kernels.quantised import of_columns
 from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec, RopeScaling
 from jaxroll.models.moe import PRODUCT, Routing
@@ -37,7 +38,7 @@ def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], 
 
 def project(x: Float[Array, " ..."], weight: nnx.Param, inputs: int = 1) -> Float[Array, " ..."]:
     """x [*rows, *in] times a parameter [*in, *out], in the activation's dtype; `inputs` counts the axes of `in`."""
-    kernel = weight[...].astype(x.dtype)
+    kernel = of_columns(weight.get_value(), x.dtype)
     rows, out = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
     flat = _product(x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out)))
     return checkpoint_name(flat.reshape(*rows, *out), PRODUCT)

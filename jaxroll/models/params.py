@@ -20,6 +20,8 @@ from jaxtyping import PRNGKeyArray
 
 from jaxroll.config import Config, ModelConfig
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.kernels import quantised
+from jaxroll.kernels.quantised import Quantised
 from jaxroll.models import folders, hf_config, moe
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
@@ -28,6 +30,7 @@ from jaxroll.models.layers import Block, Decoder
 from jaxroll.sharding import Layout, Rules, replicated, sharding
 
 Params = dict[str, jax.Array]
+Held = dict[str, jax.Array | Quantised]  # parameters in an engine
 
 
 def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -87,26 +90,28 @@ def _creators(
     return create, jax.jit(functools.partial(_outer, spec), out_shardings=dict(rest))
 
 
-def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
+def module(spec: ModelSpec, params: Mapping[str, jax.Array | Quantised]) -> Decoder:
     """The decoder with `params`; ValueError names missing or unknown parameters, and wrong shapes."""
     return _merged(*_blueprint(spec), params)
 
 
-def _merged(graph: nnx.GraphDef, variables: dict[str, nnx.Variable], params: Mapping[str, jax.Array]) -> Decoder:
+def _merged(
+    graph: nnx.GraphDef, variables: dict[str, nnx.Variable], params: Mapping[str, jax.Array | Quantised]
+) -> Decoder:
     _check(variables, params)
     filled = {name: variable.replace(params[name]) for name, variable in variables.items()}
     state = nnx.from_flat_state([(_path(name), variable) for name, variable in filled.items()])
     return nnx.merge(graph, state)
 
 
-def outside(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
+def outside(spec: ModelSpec, params: Mapping[str, jax.Array | Quantised]) -> Decoder:
     """The decoder with `params` but without its layers, whose parameters are left out."""
     graph, variables = _blueprint(spec, 0)
     found = {name: value for name, value in params.items() if not name.startswith(("layers.", f"{_LOOP}."))}
     return _merged(graph, variables, found)
 
 
-def block(spec: ModelSpec, values: Mapping[str, jax.Array]) -> Block:
+def block(spec: ModelSpec, values: Mapping[str, jax.Array | Quantised]) -> Block:
     """One layer of the decoder with `values` by name without the layer's prefix ("attn.q")."""
     graph, variables = _block_blueprint(spec)
     state = [(_path(name), variable.replace(values[name])) for name, variable in variables.items()]
@@ -162,7 +167,7 @@ def _path(name: str) -> tuple[str | int, ...]:
     return (*parts, "scale") if str(parts[-1]).endswith("norm") else parts
 
 
-def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array]) -> None:
+def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array | Quantised]) -> None:
     missing, unknown = sorted(variables.keys() - params.keys()), sorted(params.keys() - variables.keys())
     if missing or unknown:
         raise ValueError(f"parameters do not fit the model: missing {missing}, unknown {unknown}")
@@ -271,21 +276,53 @@ def outside_loop(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Params:
     return {name: value for name, value in params.items() if name not in inside}
 
 
-def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None) -> Params:
-    """The parameters as an engine holds them: those of `params`, with the layers in a loop (`spec.scan`) stacked."""
-    return outside_loop(spec, params) | stacked(spec, params, layout) if spec.scan else dict(params)
+def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None) -> Held:
+    """The parameters as an engine holds them: with the layers in a loop (`spec.scan`) stacked, and with the matrices of
+    the layers quantised (`spec.weight_dtype`), a scale for every output.
+    """
+    found = outside_loop(spec, params) | stacked(spec, params, layout) if spec.scan else dict(params)
+    if not spec.weight_dtype:
+        return found
+    return {
+        name: quantised.columns(value, spec.weight_dtype, inputs) if (inputs := _inputs(name)) else value
+        for name, value in found.items()
+    }
 
 
-def held_shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+def _inputs(name: str) -> tuple[int, ...]:
+    """The axes that a product sums over, of a parameter that is quantised; empty for others."""
+    *start, kind = name.split(".")
+    if start[-1:] not in (["attn"], ["mlp"]) or kind not in _MATRICES:
+        return ()
+    first = int(start[0] == _LOOP)  # after the axis of the layers
+    return tuple(range(first, first + _MATRICES[kind]))
+
+
+_MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}  # with the number of input axes
+
+
+def held_shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, Any]:
     """The sharding of every array of `held`."""
-    where, axes = shardings(spec, mesh, rules), block_axes(spec)
+    where, axes = logical_axes(spec), block_axes(spec)
     shapes = jax.eval_shape(functools.partial(held, spec, layout=None), abstract(spec))
 
-    def stack(name: str) -> NamedSharding:
-        logical = "layers", *axes[name.split(".", 2)[2]]
-        return sharding(mesh, logical, rules, shapes[name].shape)
+    def of(name: str) -> Any:
+        logical = where[name] if name in where else ("layers", *axes[name.split(".", 2)[2]])
+        found, inputs = shapes[name], _inputs(name)
+        if not isinstance(found, Quantised):
+            return sharding(mesh, logical, rules, found.shape)
+        outputs = tuple(axis for at, axis in enumerate(logical) if at not in inputs)
+        both = (found.values, logical), (found.scales, outputs)
+        return Quantised(*(sharding(mesh, names, rules, array.shape) for array, names in both))  # pyright: ignore[reportArgumentType]
 
-    return {name: where[name] if name in where else stack(name) for name in shapes}
+    return {name: of(name) for name in shapes}
+
+
+def abstract_held(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, Any]:
+    """The arrays of `held` of what an engine is served, as ShapeDtypeStructs with shardings."""
+    shapes = jax.eval_shape(functools.partial(held, spec, layout=None), served(spec))
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+    return jax.tree.map(place, shapes, held_shardings(spec, mesh, rules))
 
 
 # --- Weights of an imported model: read from a folder (see `folders`), and conversion between layouts

@@ -19,6 +19,7 @@ from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
 from jaxroll.kernels.attention import SharedRows, blocks, paged, reach, within
 from jaxroll.kernels.choice import XLA
+from jaxroll.kernels.quantised import Pool, as_read
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, extended, filled
@@ -198,7 +199,8 @@ def prefill(
 ) -> tuple[Float[Array, "R V"], Layers, Layers]:
     """The logits after each prompt's last token, and the keys and values of every layer for the cache.
 
-    Prompts start at position 0 and are padded on the right. A row of length 0 is unused.
+    Prompts start at position 0 and are padded on the right. A row of length 0 is unused. With `spec.kv_dtype`, queries
+    see keys and values as they are read from quantised pages.
     """
     return prefill_with_experts(spec, params, tokens, lengths, layout=layout, attention=attention)[:3]
 
@@ -239,7 +241,8 @@ def prefill_into(
     causal = {window: placed.rows(attention, T, None, layout, window) for window in sorted(set(spec.each_window))}
 
     def attend(held: Any, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return causal[window](q, k, v), keep(held, layer, window, k, v)
+        seen = (as_read(x, spec.kv_dtype) for x in (k, v))
+        return causal[window](q, *seen), keep(held, layer, window, k, v)
 
     decoder = outer(spec, params)
     x, held, experts = through(
@@ -281,7 +284,7 @@ def extend(
         keys, values, *_ = held.of(layer, window)
         if held.shards > 1 and held.joint:  # the pages of other layers are not gathered
             cut = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=2)
-            keys, values, first = cut(keys), cut(values), 0
+            keys, values, first = jax.tree.map(cut, keys), jax.tree.map(cut, values), 0
         everywhere = tables + first + pages.shards[:, None] * keys.shape[2]
         return paged(q, _one_pool(keys), _one_pool(values), everywhere, starts, far, window), held
 
@@ -400,10 +403,9 @@ def _at(x: Float[Array, "R T D"], index: Int[Array, " R"]) -> Float[Array, "R D"
     return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
 
 
-def _one_pool(pool: Float[Array, "D K P U H"]) -> Float[Array, "K DP U H"]:
-    """The pages of all shards as one pool."""
-    D, K, P, U, H = pool.shape
-    return pool.swapaxes(0, 1).reshape(K, D * P, U, H)
+def _one_pool(pool: Pool) -> Pool:
+    """The pages of all shards as one pool: [K, D·P, U, H]."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]), pool)
 
 
 def _rotation(spec: ModelSpec, positions: Int[Array, "*rows"], window: int) -> Rotation:

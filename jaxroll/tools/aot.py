@@ -28,7 +28,6 @@ from jaxroll.engine import device
 from jaxroll.engine import programs as engine
 from jaxroll.engine.engine import EngineConfig, check_sizes
 from jaxroll.engine.requests import Sizes
-from jaxroll.engine.sequence import MemoryShare
 from jaxroll.errors import ConfigError, InfraError, one_line
 from jaxroll.kernels.choice import Serving
 from jaxroll.learner import step, trainer
@@ -196,7 +195,7 @@ def sized_cache(
     settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
-    share = MemoryShare(limit_bytes, settings.memory_fraction, device.held_bytes(spec, mesh, SAMPLER))
+    share = device.memory_share(spec, mesh, SAMPLER, limit_bytes, settings.memory_fraction)
 
     def run_bytes(sizes: Sizes, attention: Serving) -> int:
         """See `device.run_bytes`; a program that is too large for the topology counts with all that it needs."""

@@ -146,7 +146,7 @@ def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
     state, params = programs.state, aot.served_params(spec, programs)
     rings = sharding.device_bytes(state.cache.pools_of_rings())
     resident = {
-        "parameters": sharding.device_bytes(params),
+        "parameters": sharding.device_bytes(programs.held),
         "arriving parameters": sharding.device_bytes(params),
         "KV pool": sharding.device_bytes((state.cache, state.side)) - rings,
     } | ({"KV rings": rings} if rings else {})

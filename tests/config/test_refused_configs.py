@@ -155,6 +155,9 @@ BAD = [
                  "task.reward", "exact", "reward of its own", id="reward of a game"),
     pytest.param(["run.name=a/b"], "run.name", "a/b", "letters", id="bad name"),
     pytest.param(["learner.correction=none"], "learner.correction", "none", "schedule.alpha", id="uncorrected"),
+    *(pytest.param([f"sampler.{key}={dtype}", "learner.correction=none", "schedule.alpha=0"], "learner.correction",
+                   "none", f"sampler.{key} to ''", id=f"quantised and uncorrected: {key}")
+      for key, dtype in (("kv_dtype", "int8"), ("weight_dtype", "fp8"))),
     pytest.param(["schedule.buffer_groups=47"], "schedule.buffer_groups", "47", "48", id="buffer too small"),
     pytest.param(
         ["schedule.buffer_groups=50", "schedule.redundant_groups=3"], "schedule.buffer_groups", "50", "51",

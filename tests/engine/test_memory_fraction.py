@@ -35,16 +35,19 @@ from jaxroll.roles.weights import Progress, WeightFollower
 @given(
     limit=st.integers(1, 10**5),
     fraction=st.floats(0.01, 1),
-    parameters=st.integers(0, 10**4),
+    arriving=st.integers(0, 10**4),
+    in_use=st.integers(0, 10**4),
     temporaries=st.integers(0, 10**4),
     fixed=st.integers(0, 10**4),
     page=st.integers(0, 500),
     least=st.integers(1, 20),
     more=st.integers(0, 300),
 )
-def test_as_many_pages_as_fit_and_not_one_more(limit, fraction, parameters, temporaries, fixed, page, least, more):
-    share = MemoryShare(limit, fraction, parameters, temporaries)
-    used = lambda pages: 2 * parameters + temporaries + fixed + pages * page  # noqa: E731
+def test_as_many_pages_as_fit_and_not_one_more(
+    limit, fraction, arriving, in_use, temporaries, fixed, page, least, more
+):
+    share = MemoryShare(limit, fraction, arriving, in_use, temporaries)
+    used = lambda pages: arriving + in_use + temporaries + fixed + pages * page  # noqa: E731
     state, most, budget = (lambda pages: fixed + pages * page), least + more, int(fraction * limit)
     if used(least) > budget:
         with pytest.raises(ConfigError) as caught:
@@ -61,7 +64,7 @@ def test_as_many_pages_as_fit_and_not_one_more(limit, fraction, parameters, temp
 
 
 def test_a_cache_whose_memory_grows_in_steps_is_filled_to_the_last_step() -> None:
-    assert fitting_pages(MemoryShare(100, 1.0, 10), lambda pages: 20 * (pages // 7), 1, 50) == 34
+    assert fitting_pages(MemoryShare(100, 1.0, 10, 10), lambda pages: 20 * (pages // 7), 1, 50) == 34
 
 
 # --- an engine
