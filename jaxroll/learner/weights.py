@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from jaxroll import disk
 from jaxroll.config import Config
-from jaxroll.config.derived import model_folder
+from jaxroll.config.derived import has_warm_start, model_folder
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
@@ -112,6 +112,18 @@ def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.n
     """The parameters in `initial_folder`, as float32 host arrays that are read on access; None for a fresh init."""
     folder = initial_folder(config, run_dir)
     return folder and model_params.weights(dataclasses.replace(config.model, path=str(folder)), spec)
+
+
+def initial_of_role(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
+    """`initial`, for a role: `jaxroll train` makes the warm start, roles do not.
+
+    ConfigError if the config asks for a warm start and there is none.
+    """
+    warm = RunPaths(run_dir).warm_start
+    if has_warm_start(config) and not warm.is_dir():
+        remedy = f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0."
+        raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}", remedy)
+    return initial(config, run_dir, spec)
 
 
 # --- model and tokenizer of a weights folder

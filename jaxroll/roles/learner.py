@@ -25,15 +25,14 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxroll import lifeline
 from jaxroll.clock import unix_s
-from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import channel_of, has_warm_start
+from jaxroll.config import RoleArgs
+from jaxroll.config.derived import channel_of
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,
@@ -49,7 +48,6 @@ from jaxroll.records import Version
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, UpdateBarrier, transfer_config, weights_token
 from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
-from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.admission import END_OF_DATA
 from jaxroll.store.core.state import Lineage, on_line
@@ -58,7 +56,6 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
     from jaxroll.learner.checkpoint import Checkpoints
     from jaxroll.learner.multihost import Follower, Leader
     from jaxroll.learner.trainer import Ready, Running, Trainer
-    from jaxroll.models.families import ModelSpec
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Publisher
 
@@ -99,20 +96,6 @@ def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int 
             reason = f"store.db knows only {known}: it is missing, or older than this checkpoint"
             remedy = "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away."
             raise ConfigError("checkpoints", str(checkpoints.path(version)), reason, remedy)
-
-
-def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
-    """The run's initial parameters as host arrays (see `weights.initial`); None for a fresh init.
-
-    ConfigError if the config asks for a warm start and there is none: `jaxroll train` makes it, roles do not.
-    """
-    from jaxroll.learner import weights
-
-    warm = RunPaths(run_dir).warm_start
-    if has_warm_start(config) and not warm.is_dir():
-        remedy = f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0."
-        raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}", remedy)
-    return weights.initial(config, run_dir, spec)
 
 
 # --- The process
@@ -210,7 +193,7 @@ def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
 
 def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
     """Execute the leader's commands. A stop signal to this process is passed on to the leader."""
-    from jaxroll.learner import multihost
+    from jaxroll.learner import multihost, weights
     from jaxroll.learner.checkpoint import Checkpoints
     from jaxroll.roles import build
 
@@ -222,7 +205,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
         trainer = build.trainer(args.config)
 
         def start() -> Mapping[str, np.ndarray]:
-            params = first_params(args.config, args.run_dir, trainer.spec)
+            params = weights.initial_of_role(args.config, args.run_dir, trainer.spec)
             if params is None:
                 raise ConfigError("RUN", str(args.run_dir), "has initial parameters on the first host and none here",
                                   "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
@@ -377,7 +360,9 @@ class LearnerSession:
         return self._durable
 
     def _initial_params(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
-        return first_params(self.config, self.args.run_dir, trainer.spec)
+        from jaxroll.learner import weights
+
+        return weights.initial_of_role(self.config, self.args.run_dir, trainer.spec)
 
     def _cannot_start(self, refusal: StaleClient) -> JaxRollError:
         """The error for a `begin` that the store refused, with the remedy if a damaged checkpoint is the cause."""

@@ -311,6 +311,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "transfer/channel_shm.py::SharedSegments.__init__": HERE,  # a system without memfd
     "transfer/channel_tensorstore.py::url_of": HERE,
     "learner/weights.py::load": HERE,
+    "learner/weights.py::initial_of_role": HERE,
     "learner/weights.py::model_spec": HERE,
     "learner/weights.py::_json": HERE,
     "learner/weights.py::_file": HERE,
@@ -319,7 +320,6 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "roles/learner.py::LearnerSession._cannot_start": HERE,
     "roles/learner.py::_run_follower.start": HERE,
     "roles/learner.py::_check_known": HERE,
-    "roles/learner.py::first_params": HERE,
 }
 
 

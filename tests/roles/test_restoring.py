@@ -9,10 +9,11 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.errors import ConfigError
+from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.models import families
 from jaxroll.records import Version
-from jaxroll.roles.learner import first_params, start_of
+from jaxroll.roles.learner import start_of
 from jaxroll.store.core.state import Lineage
 
 
@@ -85,5 +86,5 @@ def test_a_warm_start_that_is_asked_for_is_not_done_without(tmp_path: Path) -> N
     spec = families.spec("nano", vocab_size=32)
     asked, not_asked = (configs.parse({"sft": {"steps": steps}}) for steps in (5, 0))
     with pytest.raises(ConfigError, match=r"sft\.steps = 5.*not in .*warm.*jaxroll sft"):
-        first_params(asked, tmp_path, spec)
-    assert first_params(not_asked, tmp_path, spec) is None
+        weights.initial_of_role(asked, tmp_path, spec)
+    assert weights.initial_of_role(not_asked, tmp_path, spec) is None
