@@ -445,6 +445,16 @@ class _Event(_Known):
     text: str
 
 
+class _Profile(_Known):
+    request: Name
+    state: Name
+    steps: Count
+    seconds: Number | None = None
+    folder: str | None = None
+    host: str | None = None
+    reason: str | None = None
+
+
 KINDS: dict[str, type[msgspec.Struct]] = {
     "step": _Step,
     "eval": _Eval,
@@ -457,6 +467,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "warm": _Warm,
     "restart": _Restart,
     "event": _Event,
+    "profile": _Profile,
 }
 
 

@@ -50,6 +50,11 @@ class RunPaths:
         return self.logs / f"{process}.log"
 
     @property
+    def profiles(self) -> Path:
+        """Folder of the traces of `jaxroll profile`, one folder each."""
+        return self.folder / "profiles"
+
+    @property
     def page(self) -> Path:
         """The page that `jaxroll report` writes."""
         return self.folder / "report.html"

@@ -34,6 +34,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "stats": {}, "span": {"what": "decode", "t0": 1.0, "t1": 2.0}, "members": {"rows": [[1, 0, 1.0, 2.0, 9]]},
     "store": {}, "compile": {"what": "the step", "state": "end"}, "devices": {}, "warm": {},
     "restart": {"process": "sampler-0"}, "event": {"text": ""},
+    "profile": {"request": "r", "state": "ended", "steps": 3},
 }  # fmt: skip
 HUGE = 10**400
 BAD: dict[str, dict[str, list[Any]]] = {
@@ -60,6 +61,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "devices": {"mesh": [3], "attention": ["xla"]},
     "restart": {"process": [None, []]},
     "event": {"text": [None, 3]},
+    "profile": {"request": [None, 3], "steps": [-1, 0.5], "seconds": ["long"], "reason": [3]},
 }
 
 

@@ -49,6 +49,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll inspect runs/demo --group=7"),
         Command("checkpoints", "list the checkpoints of a run: step, lineage, size, time, log position, durability",
                 "jaxroll checkpoints runs/demo --verify"),
+        Command("profile", "record a trace of the next steps of one role, with the shares of host and device",
+                "jaxroll profile runs/demo --role=sampler-0"),
         Command("export", "write the trajectories that a run keeps, or its timeline",
                 "jaxroll export runs/demo --jsonl=trajectories.jsonl"),
         Command("replay", "replay the log of a run through the store's rules and check every record",
@@ -266,9 +268,9 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     )
     for role in ROLES:
         _role_options(role, known[role])
-    for name in ("report", "inspect", "replay", "export", "checkpoints", "tls"):
+    for name in ("report", "inspect", "profile", "replay", "export", "checkpoints", "tls"):
         known[name].add_argument("folder", metavar="RUN", help="the folder of the run")
-    for name in ("report", "inspect", "replay", "checkpoints", "sim", "place"):
+    for name in ("report", "inspect", "profile", "replay", "checkpoints", "sim", "place"):
         known[name].add_argument("--json", action="store_true", help="print one JSON object")
     known["inspect"].add_argument(
         "--group", type=int, metavar="ID", help="show this group: text, rewards, versions, events"
@@ -281,9 +283,12 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     known["checkpoints"].add_argument("--verify", action="store_true", help="read every byte and compare its checksum")
     known["demo"].add_argument("--seed", type=int, default=0, help="run.seed (default: 0)")
     known["demo"].add_argument("--config", metavar="FILE", help="another config file (default: configs/demo.py)")
-    known["list"].add_argument(
-        "folder", nargs="?", default="runs", help="the folder that holds the runs (default: runs)"
-    )
+    text = "the folder that holds the runs (default: runs)"
+    known["list"].add_argument("folder", nargs="?", default="runs", help=text)
+    if named in ("profile", None):
+        from jaxroll.tools import profile
+
+        profile.add_options(known["profile"])
     _ui_options(known["ui"])
     _generate_options(known["generate"])
     _eval_options(known["eval"])

@@ -277,9 +277,13 @@ def run_ui(options: argparse.Namespace) -> int:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """`inspect`: a look into a live or finished run."""
+    """`inspect` and `profile`: a look into a live or finished run, and a trace of a role of a live one."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
+    if options.command == "profile":
+        from jaxroll.tools import profile
+
+        return profile.main(path, options)
     from jaxroll.report import inspect
 
     return inspect.main(path, config, group=options.group, as_json=options.json)
@@ -482,7 +486,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "config": run_config,
     "ui": run_ui,
     "report": run_report,
-    "inspect": run_inspect,
+    **dict.fromkeys(("inspect", "profile"), run_inspect),
     "replay": run_replay,
     "export": run_export,
     "checkpoints": run_checkpoints,

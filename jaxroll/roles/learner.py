@@ -45,7 +45,15 @@ from jaxroll.errors import (
 )
 from jaxroll.policy import selection
 from jaxroll.records import Version
-from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, UpdateBarrier, transfer_config, weights_token
+from jaxroll.roles.weights import (
+    BackgroundPublisher,
+    OnThread,
+    Profiler,
+    Progress,
+    UpdateBarrier,
+    transfer_config,
+    weights_token,
+)
 from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
@@ -255,6 +263,8 @@ class LearnerSession:
         self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
         self._reporting = asyncio.ensure_future(self._report())
         self.progress = Progress("learner", self._add_row)
+        self.profiler = Profiler("learner", args.paths.profiles, self._add_row)
+        store.on_profile = self.profiler.ask
         self.background = BackgroundPublisher(store, publisher, on_thread)
         limit_s = self.config.transfer.deadline_s
         self._barrier = UpdateBarrier(self.background, store, self.config.schedule.mode, limit_s)
@@ -294,6 +304,7 @@ class LearnerSession:
             version, work = await self._step(trainer, version, work)
             if work is None or self._stop.is_set():
                 work = await self._claim(trainer, version)
+        await self._on_device(self.profiler.close)
         await self.background.settle()
         if self._durable != version:
             await self._checkpoint(trainer, version)
@@ -410,6 +421,8 @@ class LearnerSession:
 
     async def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
         """Train on `work` and start publishing; the version made, and the work of the next step if it has arrived."""
+        if self.profiler.is_wanted:
+            await self._on_device(self.profiler.step)
         claim, running = work.ready.claim, await self._on_device(lambda: trainer.dispatch_step(work.ready))
         after = Version(version.lineage, version.step + 1)
         ready = await self._claim_ahead(trainer, after, running)

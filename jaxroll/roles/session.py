@@ -32,7 +32,7 @@ from jaxroll.envs.executors import Executors, Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import Profiler, Progress
 from jaxroll.rollout import episode
 from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
@@ -75,6 +75,7 @@ class Session:
         self.executors: Executors
         self._agents: Agents | None = None
         self.progress = Progress(role, self.add_row)
+        self.profiler = Profiler(role, args.paths.profiles, self.add_row)
 
     def request_stop(self, *, at_once: bool = False) -> None:
         """Stop soon: at the second request or `at_once` without finishing running members (`RoleArgs.drain_s`).
@@ -138,7 +139,7 @@ class Session:
             run_dir=self.args.run_dir,
             pool=self._pool(),
         )
-        self.store.on_surplus = self._leave
+        self.store.on_surplus, self.store.on_profile = self._leave, self.profiler.ask
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None
@@ -168,6 +169,8 @@ class Session:
                 await self.executors.close()
             if self._agents is not None:
                 await self._agents.close()
+            if self.profiler.is_wanted:
+                await asyncio.to_thread(self.profiler.close)
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
                 if self.role.startswith(HOLDERS):
@@ -364,6 +367,7 @@ class EngineProcess:
                 )
             session.progress.end("building the engine")
             finished.add_done_callback(lambda _: parts.host.stop())
+            parts.host.on_step = session.profiler.step
             built.set_result(parts)
             parts.host.run()
         finally:

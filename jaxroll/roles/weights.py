@@ -1,4 +1,4 @@
-"""Weight sync of an engine, publishing of a learner, and progress messages.
+"""Weight sync of an engine, publishing of a learner, progress messages and profiles.
 
 Weights are fetched on a worker thread, then placed and swapped in on the JAX thread.
 """
@@ -10,6 +10,10 @@ import contextlib
 import dataclasses
 import errno
 import os
+import shutil
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,7 +27,7 @@ from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.store.client import StoreClient
-from jaxroll.store.messages import RelayState
+from jaxroll.store.messages import ProfileOrder, RelayState
 
 if TYPE_CHECKING:  # these load JAX, which the loops of this module do not need
     from jax.sharding import Mesh
@@ -371,3 +375,104 @@ class Progress:
     def _report(self, row: Row, line: str) -> None:
         print(f"{self._role}: {line}", flush=True)
         self._emit({"t": unix_s(), "role": self._role, **row})
+
+
+# --- Profiles of a role: `jaxroll profile`
+
+FREE_BYTES = 2**30  # of the disk, below which no profile begins
+
+
+class Profiler:
+    """Records a trace of the next steps of this process when the store asks for one, and reports it as a row.
+
+    Threads: any thread calls `ask`; one thread calls `step` before each step of its role. A trace that waits too long
+    for its last step ends on a timer's thread. JAX records one trace of a process at a time, with all its threads.
+    """
+
+    def __init__(self, role: str, folder: Path, emit: Callable[[Row], None]) -> None:
+        self._role, self._folder, self._emit = role, folder, emit
+        self._lock = threading.Lock()
+        self._order: ProfileOrder | None = None
+        self._known, self._left, self._until_s = "", 0, 0.0
+        self._began_s: float | None = None  # of the trace that is being recorded
+        self._trace, self._timer = Path(), threading.Timer(0.0, lambda: None)
+
+    def ask(self, order: ProfileOrder) -> None:
+        """Record `order.steps` steps from the next one on, unless this order is known."""
+        with self._lock:
+            if order.request != self._known and self._began_s is None:
+                self._known, self._order, self._left = order.request, order, order.steps
+                self._until_s = time.monotonic() + order.limit_s
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while a profile is wanted or recorded."""
+        return self._order is not None
+
+    def step(self) -> None:
+        """Note that a step begins; call it on the thread that uses JAX."""
+        if not self.is_wanted:
+            return
+        with self._lock:
+            if (order := self._order) is None:
+                return
+            if self._began_s is None:
+                return self._begin(order)
+            self._left -= 1
+            if self._left <= 0:
+                self._end(order)
+
+    def close(self) -> None:
+        """End the trace that is being recorded."""
+        with self._lock:
+            if self._order is not None and self._began_s is not None:
+                self._end(self._order)
+            self._order = None
+
+    def _begin(self, order: ProfileOrder) -> None:
+        import jax
+
+        if (left_s := self._until_s - time.monotonic()) <= 0.0:
+            self._order = None
+            return
+        self._trace = self._folder / f"{self._role}-{time.strftime('%Y%m%d-%H%M%S')}-{order.request[:8]}"
+        try:
+            self._trace.mkdir(parents=True)
+            if (free := shutil.disk_usage(self._trace).free) < FREE_BYTES:
+                free_mb, wanted_mb = free >> 20, FREE_BYTES >> 20
+                raise InfraError(f"{free_mb} MB are free at {self._folder}, a profile needs {wanted_mb} MB: make room")
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = int(order.python)
+            jax.profiler.start_trace(self._trace, profiler_options=options)
+        except Exception as error:  # noqa: BLE001 - the role goes on without a profile
+            self._refuse(order, error)
+            return
+        self._began_s = time.monotonic()
+        self._timer = threading.Timer(left_s, self.close)
+        self._timer.daemon = True
+        self._timer.start()
+        self._row(order, "started", steps=order.steps)
+
+    def _end(self, order: ProfileOrder) -> None:
+        import jax
+
+        assert self._began_s is not None, "a trace is being recorded"
+        seconds, done = time.monotonic() - self._began_s, order.steps - self._left
+        self._timer.cancel()
+        self._order = self._began_s = None
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:  # noqa: BLE001 - the role goes on
+            self._refuse(order, error)
+            return
+        self._row(order, "ended", steps=done, seconds=seconds)
+
+    def _refuse(self, order: ProfileOrder, error: Exception) -> None:
+        self._order = None
+        shutil.rmtree(self._trace, ignore_errors=True)
+        self._row(order, "failed", steps=0, reason=str(error)[:500])
+
+    def _row(self, order: ProfileOrder, state: str, **more: Any) -> None:
+        print(f"{self._role}: profile {state} {more.get('reason', self._trace)}", flush=True)
+        row = {"kind": "profile", "request": order.request, "state": state, "folder": str(self._trace.absolute())}
+        self._emit({"t": unix_s(), "role": self._role, "host": socket.gethostname(), **row, **more})

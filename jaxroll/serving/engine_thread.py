@@ -70,6 +70,7 @@ class EngineHost:
 
     def __init__(self, engine: Engine, device_lock: AbstractContextManager[object] | None = None) -> None:
         self.engine, self.spans, self._device_lock = engine, Spans(), device_lock or nullcontext()
+        self.on_step: Callable[[], None] = lambda: None  # called by `run` after each step that did work
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._wake: Any = threading.Event()
         self._stopping = threading.Event()
@@ -105,6 +106,7 @@ class EngineHost:
                 now = self.engine.stats().tokens_decoded
                 self.spans.busy(t0, unix_s(), now - tokens)
                 tokens = now
+                self.on_step()
             else:
                 self.spans.close()
                 if self._jobs.empty():

@@ -61,6 +61,7 @@ class StoreClient:
         self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
         self.holders = 1  # processes that request leases, as of the last grant
         self.on_surplus: Callable[[], None] = lambda: None  # called when the run needs this sampler no more
+        self.on_profile: Callable[[msg.ProfileOrder], None] = lambda order: None  # may be called again for the same one
         self._puts = Puts(lambda call: self._call("Put", call, msg.PutReply))
         self._flushes = Flushes(lambda call: self._call("Flush", call, msg.FlushReply))
 
@@ -248,11 +249,16 @@ class StoreClient:
         """Append metrics rows to the run's metrics.jsonl."""
         lines = tuple(metrics.dumps(row).encode() for row in rows)
         if lines:
-            await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.Done)
+            reply = await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.Reported)
+            if reply.profile is not None:
+                self.on_profile(reply.profile)
 
     async def status(self) -> dict[str, Any]:
         """The run's status: counts, versions, waits."""
-        return json.loads((await self._call("Status", None, msg.StatusReply)).body)
+        reply = await self._call("Status", None, msg.StatusReply)
+        if reply.profile is not None:
+            self.on_profile(reply.profile)
+        return json.loads(reply.body)
 
     async def close_run(self, reason: str) -> None:
         """End the run: lease and claim calls raise Closed from then on."""
@@ -264,6 +270,10 @@ class StoreClient:
         The learner writes the checkpoint after the next step that it claims. A restart of the store ends a pause.
         """
         await self._call("Control", msg.ControlCall(action), msg.Done)
+
+    async def profile(self, order: msg.ProfileOrder) -> None:
+        """Ask a role for a profile. StoreRefusal if the store knows no such role, or one of it is under way."""
+        await self._call("Control", msg.ControlCall("profile", order), msg.Done)
 
     async def aclose(self) -> None:
         """Close the connection."""

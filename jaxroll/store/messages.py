@@ -14,6 +14,7 @@ SERVICE = "jaxroll.Store"
 
 Key = tuple[int, int, int]  # (group, member, attempt)
 MAX_KEYS, MAX_ROWS, MAX_PUTS, MAX_RELAYS = 65_536, 65_536, 256, 8  # in one message
+MAX_PROFILE_STEPS, MAX_PROFILE_S = 1000, 3600.0
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -222,13 +223,35 @@ class CloseCall(msgspec.Struct, frozen=True):
     reason: str
 
 
-class ControlCall(msgspec.Struct, frozen=True):
-    """A person's request: grant no leases (pause), grant them again (resume), or checkpoint after the next step."""
+class ProfileOrder(msgspec.Struct, frozen=True):
+    """A person's request for a trace of the next `steps` steps of the process `role`, within `limit_s`.
 
-    action: Literal["pause", "resume", "checkpoint"]
+    `request` names it; `python` asks for the calls of Python functions too.
+    """
+
+    role: Label
+    request: Label
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)]
+    limit_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_PROFILE_S)]
+    python: bool = False
+
+
+class Reported(msgspec.Struct, frozen=True):
+    """The rows are taken; `profile` is wanted of the caller until it reports the end of that request."""
+
+    profile: ProfileOrder | None = None
+
+
+class ControlCall(msgspec.Struct, frozen=True):
+    """A person's request: grant no leases (pause), grant them again (resume), checkpoint after the next step, or
+    profile a role."""
+
+    action: Literal["pause", "resume", "checkpoint", "profile"]
+    profile: ProfileOrder | None = None
 
 
 class StatusReply(msgspec.Struct, frozen=True):
-    """Status of the run as a JSON object."""
+    """Status of the run as a JSON object; `profile` as in `Reported`."""
 
     body: bytes
+    profile: ProfileOrder | None = None

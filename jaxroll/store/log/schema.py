@@ -114,7 +114,7 @@ class Audit:
 
 # --- metric rows: each role may write only its own kinds
 
-_ALL = frozenset({"span", "compile", "devices", "warm", "event"})
+_ALL = frozenset({"span", "compile", "devices", "warm", "event", "profile"})
 # Right of the caller → kinds that it may report. The store and the supervisor write theirs without a call.
 KINDS: Mapping[str, frozenset[str]] = {
     "learner": _ALL | {"step"},

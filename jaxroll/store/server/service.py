@@ -148,6 +148,7 @@ _HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # long polls
 MAX_MEMBERS_PER_LEASE = 4096
 _NEXT: Literal["next"] = "next"  # the next claim that is delivered
 _PAUSED_ASK_S = 1.0
+_PROFILED = ("learner", "sampler", "evaluator")  # roles with devices
 MAX_REPORT_BYTES = 4 * 2**20
 _MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
 _LARGE = {
@@ -185,6 +186,8 @@ class StoreService:
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
+        self._profiles: dict[str, tuple[msg.ProfileOrder, float]] = {}  # role → the one that is wanted, until this time
+        self._callers: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session of those that report
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
@@ -425,7 +428,7 @@ class StoreService:
         within_interval = limiter.intervals and bool(self._keeper.state.index.lacking) and limiter.window(lag) > 0
         return not within_interval and self._turns.take(name, now_s)
 
-    async def _report(self, caller: Caller, body: bytes) -> msg.Done:
+    async def _report(self, caller: Caller, body: bytes) -> msg.Reported:
         """Append the valid rows to metrics.jsonl; a repeated report (same request id) is not written again."""
         call = wire.decode(body, msg.ReportCall)
         if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
@@ -437,8 +440,10 @@ class StoreService:
                 self._measured |= selection.measured(rows, self._keep_best)
             if left_out:
                 self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
+            if any(row.get("kind") == "profile" and row["state"] != "started" for row in rows):
+                self._profiles.pop(caller.name, None)
             self._last_report[caller.session] = call.request
-        return msg.Done()
+        return msg.Reported(self._profile_of(caller))
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
         holders = {who: str(version) for who, version in self.holders.items()}
@@ -448,7 +453,7 @@ class StoreService:
         report["serving"] = self._workers.serving
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
-        return msg.StatusReply(json.dumps(report).encode())
+        return msg.StatusReply(json.dumps(report).encode(), self._profile_of(caller))
 
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]
@@ -456,14 +461,32 @@ class StoreService:
         return msg.Done()
 
     async def _control(self, caller: Caller, body: bytes) -> msg.Done:
-        action = wire.decode(body, msg.ControlCall).action
-        if action == "checkpoint":
+        call, refusal = wire.decode(body, msg.ControlCall), None
+        if call.action == "checkpoint":
             self._checkpoint_at = _NEXT
+        elif call.action == "profile":
+            refusal = self._order_profile(call.profile)
         else:
-            self.paused = action == "pause"
+            self.paused = call.action == "pause"
             self._keeper.wakeups.notify(LEASE)
-        await self._recorded(caller, "Control", action, None)
+        await self._recorded(caller, "Control", call.action, refusal)
         return msg.Done()
+
+    def _order_profile(self, order: msg.ProfileOrder | None) -> StoreRefusal | None:
+        """Keep the order for its role; the refusal if that role is unknown or busy with another one."""
+        known = sorted(name for name in self._callers if name.startswith(_PROFILED))
+        if order is None or order.role not in known:
+            return StoreRefusal(f"there is no such role in this run; there are {', '.join(known) or 'none yet'}")
+        if self._keeper.now_s() < self._profiles.get(order.role, (order, 0.0))[1]:
+            return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
+        self._profiles[order.role] = order, self._keeper.now_s() + order.limit_s
+        return None
+
+    def _profile_of(self, caller: Caller) -> msg.ProfileOrder | None:
+        """The profile that is wanted of the caller, who is there, as long as it is wanted."""
+        self._callers[caller.name] = caller.session
+        order, until_s = self._profiles.get(caller.name, (None, 0.0))
+        return order if self._keeper.now_s() < until_s else None
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:
         """Record the decision in the audit, wait for the disk, then return `reply` or raise it if it is a refusal."""

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.errors import Closed, NoCredit, Unauthorized
+from jaxroll.errors import Closed, NoCredit, StoreRefusal, Unauthorized
 from jaxroll.records import Version
 from jaxroll.sim import network
+from jaxroll.store.messages import ProfileOrder
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import VirtualRun
 
@@ -121,3 +122,45 @@ def test_each_control_is_in_the_audit_with_its_caller(tmp_path: Path, small: Sim
         noted = db.execute("SELECT who, detail FROM audit WHERE what = 'Control'").fetchall()
     assert [detail for _, detail in noted] == ["pause", "resume", "checkpoint"]
     assert {who for who, _ in noted} == {"ui"}
+
+
+def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_over(tmp_path: Path) -> None:
+    """In virtual time. Each reply to the role has it, so that a lost reply or a restart loses nothing."""
+    given: dict[str, list[str]] = {"learner": [], "sampler": []}
+
+    def row(state: str) -> dict[str, object]:
+        return {"t": 0.0, "role": "learner", "kind": "profile", "request": "first", "state": state, "steps": 3}
+
+    async def acts() -> None:
+        async with VirtualRun(configured(), tmp_path) as at:
+            person = await at.client("supervisor", "profile")
+            learner, sampler = await at.client("learner", "learner"), await at.client("sampler", "sampler-0")
+            learner.on_profile = lambda order: given["learner"].append(order.request)
+            sampler.on_profile = lambda order: given["sampler"].append(order.request)
+            first, second = (ProfileOrder("learner", name, 3, 60.0) for name in ("first", "second"))
+            with pytest.raises(StoreRefusal, match="no such role in this run; there are none yet"):
+                await person.profile(first)
+            await learner.status()
+            await sampler.status()
+            with pytest.raises(StoreRefusal, match=r"there are learner, sampler-0$"):
+                await person.profile(ProfileOrder("profile", "first", 3, 60.0))
+            with pytest.raises(Unauthorized):
+                await sampler.profile(first)
+            await person.profile(first)
+            with pytest.raises(StoreRefusal, match="another profile of learner is under way"):
+                await person.profile(second)
+            for _ in range(2):
+                await sampler.status()
+                await learner.status()
+            await learner.report([row("started")])
+            assert given == {"learner": ["first"] * 3, "sampler": []}
+            await learner.report([row("ended")])
+            await person.profile(second)
+            await asyncio.sleep(60.0)
+            await learner.status()
+            assert given == {"learner": ["first"] * 3, "sampler": []}, "no longer than its command waits"
+            await person.profile(second)
+            await learner.status()
+            assert given["learner"][3:] == ["second"]
+
+    network.run(acts(), 1000.0)

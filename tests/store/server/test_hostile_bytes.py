@@ -66,7 +66,11 @@ def _valid() -> dict[str, list[bytes]]:
         "Published": [msg.PublishedCall(Version(2**53, 0), -1.0)],
         "Report": [msg.ReportCall((b'{"a": 1}', b"[1]"), "r"), msg.ReportCall((b'{"a": ' + b"[" * 90_000,), "r")],
         "Status": [None],
-        "Control": [msg.ControlCall("checkpoint")],
+        "Control": [
+            msg.ControlCall("checkpoint"),
+            msg.ControlCall("profile"),
+            msg.ControlCall("profile", msg.ProfileOrder("learner", "r", 1000, 3600.0, True)),
+        ],
     }
     return {method: [wire.encode(body) for body in list(kept)] for method, kept in bodies.items()}
 
