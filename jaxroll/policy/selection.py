@@ -24,7 +24,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -202,6 +202,17 @@ _BUILT_IN: dict[str, Callable[[Filter, Sequence[float]], str]] = {
 # groups grow stale.
 
 
+class Claimable(Protocol):
+    """The part of a group that `pick` reads; the fields are those of `Candidate`."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def ready_place(self) -> int | None: ...
+    @property
+    def oldest_step(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Unclaimed group. `ready_place` is its position in the order of completion; None if it is unfinished."""
@@ -220,7 +231,7 @@ class Pick:
     missing: tuple[int, ...] = ()
 
 
-def pick(policy: str, candidates: Sequence[Candidate], batch: int, redundant: int, last: bool) -> Pick:
+def pick(policy: str, candidates: Sequence[Claimable], batch: int, redundant: int, last: bool) -> Pick:
     """Pick the groups of the next claim from `candidates` (in the order of issue).
 
     `last`: no further group will come, so the batch may be short. With `redundant` groups the first `batch` to finish
@@ -241,7 +252,7 @@ def pick(policy: str, candidates: Sequence[Candidate], batch: int, redundant: in
     return Pick(chosen=tuple(chosen), surplus=_surplus(head, chosen, redundant))
 
 
-def _surplus(head: Sequence[Candidate], chosen: list[int], redundant: int) -> tuple[int, ...]:
+def _surplus(head: Sequence[Claimable], chosen: list[int], redundant: int) -> tuple[int, ...]:
     """At most `redundant` groups of the head that were not chosen; unfinished ones first, because they cost least."""
     rest = [c for c in head if c.group not in set(chosen)]
     rest.sort(key=lambda c: (c.ready_place is not None, c.group))

@@ -14,7 +14,8 @@ from typing import Any
 from jaxroll.records import VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
-from jaxroll.store.core.state import DONE, DROPPED, FREE, LEASED, Group, State, base_step, on_line, was_published
+from jaxroll.store.core.puts import was_published
+from jaxroll.store.core.state import DONE, DROPPED, FREE, LEASED, Group, State, base_step, on_line
 
 # Allowed transitions (from, to) by docs/store_contract.md. A record may also leave the state of a group unchanged.
 EDGES = frozenset({

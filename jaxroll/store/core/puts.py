@@ -23,6 +23,7 @@ from jaxroll.store.core.state import (
     LEASED,
     FlushedTokens,
     Group,
+    Lineage,
     Slot,
     State,
     keep_newest,
@@ -31,7 +32,6 @@ from jaxroll.store.core.state import (
     on_line,
     recent_mean_s,
     slot_of,
-    was_published,
 )
 
 _CAUSE_CHARS, _ERROR_CHARS = 300, 200
@@ -198,6 +198,14 @@ def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
             return f"version {run.version} after {last}"
         last = run.version
     return "" if runs else "no sampled token"
+
+
+def was_published(lineages: list[Lineage], version: Version) -> bool:
+    """True if weights of `version` may exist in a sampler: its lineage published that step or a later one."""
+    if not 0 <= version.lineage < len(lineages):
+        return False
+    newest = lineages[version.lineage].newest
+    return newest is not None and 0 <= version.step <= newest
 
 
 # --- completion: redundant members are aborted, the filter judges the group

@@ -13,6 +13,7 @@ from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core.events import Cut
 
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
+Edge = tuple[int, int]  # steps of the oldest and of the newest token of a group
 
 
 class FlushedTokens(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +86,11 @@ class Group(msgspec.Struct, gc=False):
     note: str = ""
 
     @property
+    def group(self) -> int:
+        """Its id: a group is a candidate of a claim (`selection.pick`)."""
+        return self.id
+
+    @property
     def state(self) -> str:
         """The name of its state, as docs/store_contract.md defines it."""
         if self.acked:
@@ -135,20 +141,19 @@ class Group(msgspec.Struct, gc=False):
 # groups are complete and wait for a claim; decisions about leases look only at the few that are not.
 
 
-Edge = tuple[int, int]  # steps of the oldest and of the newest token of a group
-
-
 class Index:
     """`lacking` are the open groups that miss members, in order of issue; `pending` of them have none leased.
 
     `leased` counts the leased members over all groups alive, and `put_bytes` sums the bytes of finished members and the
     flushed ones of free members (a lease reserves the space of its member's). Groups are issued
     with rising ids and a complete group never misses a member again. So `lacking` is filled in the order of issue, and
-    an open group is ready exactly if it is not in `lacking`.
+    an open group is ready exactly if it is not in `lacking`. `begun` has those of `lacking` that were leased, the one
+    with the earliest first lease first.
     """
 
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
         self.lacking: dict[int, Group] = {}
+        self.begun: dict[int, Group] = {}
         self.pending = self.leased = self.put_bytes = 0
         self.edges: dict[int, Edge] = {}  # by open group with tokens
         self.by_edge: dict[Edge, int] = {}  # number of these groups
@@ -157,9 +162,11 @@ class Index:
         self._free: dict[int, Group] = {}
         self._free_order: list[int] = []
         self._order: list[int] = []
+        self._lacking_order: list[int] = []
         self._shares: dict[int, tuple[int, int, int]] = {}  # group → what it adds to `pending`, `leased`, `put_bytes`
         for group in open_.values():
             self.opened(group)
+        self.begun = dict(sorted(self.begun.items(), key=lambda one: one[1].leased_at_s or 0.0))
         for group in held.values():
             self._count(group, is_open=False)
 
@@ -171,6 +178,12 @@ class Index:
     def place_of(self, group: Group) -> int:
         """The number of open groups that were issued before this open group."""
         return bisect_left(self._order, group.id)
+
+    def unready(self, oldest: int) -> tuple[int, Group | None]:
+        """The number of groups among the `oldest` open ones that miss members, and the first of these."""
+        last = self._order[min(oldest, len(self._order)) - 1] if self._order else -1
+        number = bisect_left(self._lacking_order, last + 1)
+        return number, self.lacking[self._lacking_order[0]] if number else None
 
     def with_free(self) -> Iterator[Group]:
         """The open groups with a free member (which may be resting), in order of issue.
@@ -192,10 +205,13 @@ class Index:
         """Update the entries of an open group whose members changed."""
         statuses = [slot.status for slot in group.slots]
         free, leased = FREE in statuses, LEASED in statuses
-        if free or leased:
+        if not (free or leased):
+            self._completed(group)
+        elif group.id not in self.lacking:
             self.lacking[group.id] = group
-        else:
-            self.lacking.pop(group.id, None)
+            self._lacking_order.append(group.id)
+        if group.leased_at_s is not None and group.id in self.lacking:
+            self.begun.setdefault(group.id, group)
         if free and group.id not in self._free:
             self._free[group.id] = group
             insort(self._free_order, group.id)
@@ -214,8 +230,13 @@ class Index:
         self._add(self._shares.pop(group.id), -1)
         self._note_leases(group, [])
 
+    def _completed(self, group: Group) -> None:
+        if self.lacking.pop(group.id, None) is not None:
+            del self._lacking_order[bisect_left(self._lacking_order, group.id)]
+            self.begun.pop(group.id, None)
+
     def _closed(self, group: Group) -> None:
-        self.lacking.pop(group.id, None)
+        self._completed(group)
         self._note_edge(group.id, None)
         self._filled(group)
         place = bisect_left(self._order, group.id)
@@ -446,25 +467,6 @@ def on_line(lineages: list[Lineage], version: Version, lineage: int | None = Non
         limit = fork if limit is None else min(limit, fork)
         here = lineages[here].parent
     return here == version.lineage and (limit is None or version.step <= limit)
-
-
-def was_published(lineages: list[Lineage], version: Version) -> bool:
-    """True if weights of `version` may exist in a sampler: its lineage published that step or a later one."""
-    if not 0 <= version.lineage < len(lineages):
-        return False
-    newest = lineages[version.lineage].newest
-    return newest is not None and 0 <= version.step <= newest
-
-
-def next_deadline_s(state: State, now_s: float) -> float | None:
-    """The time at which the next lease expires or the next resting member may be leased; None if there is none.
-
-    A free member whose rest is over is not due any more; an expired lease stays due until the next tick.
-    """
-    lacking = state.index.lacking.values()
-    due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
-    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
-    return min(due, default=None)
 
 
 def no_room(state: State, holder: str) -> None:

@@ -7,7 +7,7 @@ effect of all claims below k. `begin(k)` starts from that checkpoint, and the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy import selection
@@ -17,7 +17,7 @@ from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
 from jaxroll.store.core.events import Cut
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
-from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
+from jaxroll.store.core.state import FREE, LEASED, Batch, Group, Lineage, State, base_step, on_line
 
 SHRINK_LEAST = 2  # finished members, which can be compared; one of a group of two, which would wait forever
 
@@ -46,33 +46,34 @@ def _new_claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) 
     stale = _stale(settings, state, r.step) if old_enough else set()
     for gid in sorted(stale):
         events += expire_and_reissue(settings, state, state.open[gid], "stale", sum(map(_is_issue, events)))
+    limiter = settings.limiter
+    straggles = _may_straggle(settings, state, now_s)
+    ready = len(state.open) - len(state.index.lacking)
+    if ready < limiter.batch_groups and not (stale or state.data_ended or straggles):
+        head = limiter.batch_groups + limiter.redundant_groups if settings.order == "lease_order" else len(state.open)
+        return _not_ready(settings, state, r, [], *state.index.unready(head), len(state.open))
     usable = [g for g in state.open.values() if g.id not in stale] if stale else [*state.open.values()]
     last = state.data_ended and not any(map(_is_issue, events))
     if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
         events += [ev.Expired(group.id, "last_batch") for group in usable]
         usable = []
-    shrinking = [] if r.ahead else _shrunk(settings, usable, now_s)  # a prefetching learner is not waiting yet
+    # A prefetching learner is not waiting yet.
+    shrinking = _shrunk(settings, usable, now_s) if straggles and not r.ahead else []
     rejected = _rejected(settings, state, shrinking)
     events += [*shrinking, *rejected]
     if over := [e.reason for e in rejected if isinstance(e, ev.RunClosed)]:
         return Decision(events, Closed(over[0]))
     closed = {e.group: place for place, e in enumerate(shrinking)}
     gone = {e.group for e in rejected if isinstance(e, ev.Expired)}
-    limiter = settings.limiter
-    candidates: list[Group] | list[selection.Candidate] = usable
-    if not (last or closed) and len(state.open) - len(state.index.lacking) < limiter.batch_groups:
-        head = usable[: limiter.batch_groups + limiter.redundant_groups] if settings.order == "lease_order" else usable
-        pick = selection.Pick(missing=tuple(g.id for g in head if g.ready_place is None))
-    else:
+    candidates: Sequence[selection.Claimable] = usable  # a group is one itself
+    if closed or settings.order == "freshest_first":
         candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
-        if last and not candidates:
-            return Decision(events, Closed(END_OF_DATA))
-        pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
+    if last and not candidates:
+        return Decision(events, Closed(END_OF_DATA))
+    pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
-        if state.awaited_at_s is None and not r.ahead:
-            events.append(ev.Awaited(r.step))
-        there = len(candidates)
-        return Decision(events, NotReady(_what_is_missing(state, pick.missing, there, limiter.batch_groups)))
+        first = state.open[pick.missing[0]] if pick.missing else None
+        return _not_ready(settings, state, r, events, len(pick.missing), first, len(candidates))
     events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
     claimed = _claimed(settings, state, r, pick, now_s)
     return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
@@ -175,15 +176,46 @@ def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_p
     return selection.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
 
 
-def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: int) -> str:
-    if not missing:
-        return f"{there} of {batch} groups are there; the others are not leased yet"
-    head = state.open[missing[0]]
-    lacking = ", ".join(str(m) for m, _ in head.missing())
-    return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"
+def _may_straggle(settings: Settings, state: State, now_s: float) -> bool:
+    """True if an unfinished group has been leased for as long as the straggler deadline."""
+    first = next(iter(state.index.begun.values()), None)
+    if first is None or first.leased_at_s is None:
+        return False
+    return now_s - first.leased_at_s >= settings.straggler_deadline_s
 
 
-# --- groups that the learner waits for
+def _not_ready(
+    settings: Settings,
+    state: State,
+    r: ev.ClaimStep,
+    events: list[ev.Event],
+    missing: int,
+    first: Group | None,
+    there: int,
+) -> Decision:
+    """The answer while `missing` groups of a claim are not finished, of which `first` is the oldest."""
+    if state.awaited_at_s is None and not r.ahead:
+        events.append(ev.Awaited(r.step))
+    if first is None:
+        why = f"{there} of {settings.limiter.batch_groups} groups are there; the others are not leased yet"
+    else:
+        lacking = ", ".join(str(m) for m, _ in first.missing())
+        why = f"{missing} groups are not finished; group {first.id} misses members {lacking} ({first.state})"
+    return Decision(events, NotReady(why))
+
+
+# --- times at which a tick or a claim is due
+
+
+def next_deadline_s(state: State, now_s: float) -> float | None:
+    """The time at which the next lease expires or the next resting member may be leased; None if there is none.
+
+    A free member whose rest is over is not due any more; an expired lease stays due until the next tick.
+    """
+    lacking = state.index.lacking.values()
+    due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
+    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
+    return min(due, default=None)
 
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:

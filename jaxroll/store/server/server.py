@@ -28,8 +28,8 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings, status
-from jaxroll.store.core.state import next_deadline_s, outstanding
-from jaxroll.store.core.training import next_straggler_s, straggler_due
+from jaxroll.store.core.state import outstanding
+from jaxroll.store.core.training import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers

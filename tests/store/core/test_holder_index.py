@@ -118,6 +118,17 @@ def assert_equal_answers(cluster: Cluster, request: Any) -> None:
         assert puts._slow_rest_s(settings, state, slot, took_s, now_s) == expected
     elif isinstance(request, ev.ClaimStep):
         assert training._stale(settings, state, request.step) == stale(settings, state, request.step)
+        assert_equal_groups(state, settings.limiter.batch_groups)
+
+
+def assert_equal_groups(state: State, batch: int) -> None:
+    """Unfinished groups of the head, and the earliest first lease of one."""
+    for oldest in (1, batch, len(state.open) + 1):
+        lacking = [group for group in [*state.open.values()][:oldest] if not group.ready]
+        assert state.index.unready(oldest) == (len(lacking), lacking[0] if lacking else None)
+    leased_s = [at_s for group in state.open.values() if not group.ready and (at_s := group.leased_at_s) is not None]
+    first = next(iter(state.index.begun.values()), None)
+    assert (None if first is None else first.leased_at_s) == min(leased_s, default=None)
 
 
 @pytest.mark.parametrize("on_stale", ["expire", "mask"])
