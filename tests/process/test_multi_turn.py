@@ -12,10 +12,11 @@ SMALL = ("--config.model.size=nano", "--config.sft.steps=3", "--config.schedule.
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_a_question_and_a_game_are_trained_in_one_run(free_run_dir):
     steps = ("--config.schedule.steps=6", "--config.evaluator.every=3")
     with Train(free_run_dir, *SMALL, *steps, config="two_tasks") as train:
-        assert train.finish() == 0, train.logs()
+        assert train.finish(900.0) == 0, train.logs()
         assert_sound(train, steps=6, alpha=1)
         trained = [row["sources"] for row in train.rows if row["kind"] == "step"]
         assert [{name: of["samples"] for name, of in sources.items()} for sources in trained] == [
