@@ -421,7 +421,7 @@ class LearnerSession:
 
     async def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
         """Train on `work` and start publishing; the version made, and the work of the next step if it has arrived."""
-        if self.profiler.is_wanted:
+        if self.profiler.order is not None:
             await self._on_device(self.profiler.step)
         claim, running = work.ready.claim, await self._on_device(lambda: trainer.dispatch_step(work.ready))
         after = Version(version.lineage, version.step + 1)

@@ -169,7 +169,7 @@ class Session:
                 await self.executors.close()
             if self._agents is not None:
                 await self._agents.close()
-            if self.profiler.is_wanted:
+            if self.profiler.order is not None:
                 await asyncio.to_thread(self.profiler.close)
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())

@@ -387,12 +387,13 @@ class Profiler:
 
     Threads: any thread calls `ask`; one thread calls `step` before each step of its role. A trace that waits too long
     for its last step ends on a timer's thread. JAX records one trace of a process at a time, with all its threads.
+    `order` is the one that is wanted or recorded, None without one.
     """
 
     def __init__(self, role: str, folder: Path, emit: Callable[[Row], None]) -> None:
         self._role, self._folder, self._emit = role, folder, emit
         self._lock = threading.Lock()
-        self._order: ProfileOrder | None = None
+        self.order: ProfileOrder | None = None
         self._known, self._left, self._until_s = "", 0, 0.0
         self._began_s: float | None = None  # of the trace that is being recorded
         self._trace, self._timer = Path(), threading.Timer(0.0, lambda: None)
@@ -401,20 +402,15 @@ class Profiler:
         """Record `order.steps` steps from the next one on, unless this order is known."""
         with self._lock:
             if order.request != self._known and self._began_s is None:
-                self._known, self._order, self._left = order.request, order, order.steps
+                self._known, self.order, self._left = order.request, order, order.steps
                 self._until_s = time.monotonic() + order.limit_s
-
-    @property
-    def is_wanted(self) -> bool:
-        """True while a profile is wanted or recorded."""
-        return self._order is not None
 
     def step(self) -> None:
         """Note that a step begins; call it on the thread that uses JAX."""
-        if not self.is_wanted:
+        if self.order is None:
             return
         with self._lock:
-            if (order := self._order) is None:
+            if (order := self.order) is None:
                 return
             if self._began_s is None:
                 return self._begin(order)
@@ -425,15 +421,15 @@ class Profiler:
     def close(self) -> None:
         """End the trace that is being recorded."""
         with self._lock:
-            if self._order is not None and self._began_s is not None:
-                self._end(self._order)
-            self._order = None
+            if self.order is not None and self._began_s is not None:
+                self._end(self.order)
+            self.order = None
 
     def _begin(self, order: ProfileOrder) -> None:
         import jax
 
         if (left_s := self._until_s - time.monotonic()) <= 0.0:
-            self._order = None
+            self.order = None
             return
         self._trace = self._folder / f"{self._role}-{time.strftime('%Y%m%d-%H%M%S')}-{order.request[:8]}"
         try:
@@ -459,7 +455,7 @@ class Profiler:
         assert self._began_s is not None, "a trace is being recorded"
         seconds, done = time.monotonic() - self._began_s, order.steps - self._left
         self._timer.cancel()
-        self._order = self._began_s = None
+        self.order = self._began_s = None
         try:
             jax.profiler.stop_trace()
         except Exception as error:  # noqa: BLE001 - the role goes on
@@ -468,7 +464,7 @@ class Profiler:
         self._row(order, "ended", steps=done, seconds=seconds)
 
     def _refuse(self, order: ProfileOrder, error: Exception) -> None:
-        self._order = None
+        self.order = None
         shutil.rmtree(self._trace, ignore_errors=True)
         self._row(order, "failed", steps=0, reason=str(error)[:500])
 

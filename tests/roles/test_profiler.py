@@ -55,7 +55,7 @@ def test_the_steps_that_are_asked_for_are_in_the_trace_and_no_others(tmp_path: P
             step(value).block_until_ready()
 
     steps(2)
-    assert rows == [] and not profiler.is_wanted
+    assert rows == [] and profiler.order is None
     order = ProfileOrder("learner", "a" * 32, 4, 600.0)
     profiler.ask(order)
     steps(2)
@@ -63,7 +63,7 @@ def test_the_steps_that_are_asked_for_are_in_the_trace_and_no_others(tmp_path: P
     steps(3)
     profiler.ask(order)
     steps(2)
-    assert rows.states == [("started", 4), ("ended", 4)] and not profiler.is_wanted
+    assert rows.states == [("started", 4), ("ended", 4)] and profiler.order is None
     (folder,) = (tmp_path / "profiles").iterdir()
     assert rows[-1]["folder"] == str(folder) and folder.name.startswith("learner-")
     found = profile.shares(folder, rows[-1]["seconds"], rows[-1]["steps"])
@@ -91,7 +91,7 @@ def test_a_role_goes_on_when_it_cannot_record(tmp_path: Path, monkeypatch: pytes
         profiler.ask(ProfileOrder("sampler-0", "second", 4, 600.0))
         profiler.step()
     assert rows.states == [("failed", 0)] * 2 and "1023 MB are free" in rows[-1]["reason"]
-    assert not profiler.is_wanted and list((tmp_path / "profiles").iterdir()) == []
+    assert profiler.order is None and list((tmp_path / "profiles").iterdir()) == []
 
 
 def test_a_trace_ends_with_its_time_or_its_role_though_steps_are_missing(tmp_path: Path) -> None:
