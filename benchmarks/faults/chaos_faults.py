@@ -103,7 +103,8 @@ class Stop:
         process = there(run, target)
         with gone_is_fine(target):
             process.send_signal(signal.SIGSTOP)
-            time.sleep(seconds)
+        time.sleep(seconds)
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended by its parent, which need not wait for it
             process.send_signal(signal.SIGCONT)
         return f"{target} stopped for {seconds:.1f} s"
 
@@ -119,6 +120,8 @@ class Slow:
         target, seconds = chance.choice(self.targets), chance.uniform(1.3, 2.5) * LEASE_S
         process, until_s = there(run, target), time.monotonic() + seconds
         with gone_is_fine(target):
+            process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(psutil.NoSuchProcess):  # as above
             while time.monotonic() < until_s:
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(0.4)

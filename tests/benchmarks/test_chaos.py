@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
+import random
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from jaxroll import wire
@@ -188,6 +192,32 @@ def test_a_fault_that_is_always_skipped_is_a_violation(load) -> None:
             tally.skip(name, "not root" if name == "disk_full" else f"no {name}")
     assert tally.absent("not root") == ["kill_env: skipped 3 times and never injected: no kill_env"]
     assert tally.suspects() == ["sigint"], "a skipped fault explains an end of the run"
+
+
+@pytest.mark.parametrize("fault", ["stop_scoring", "slow_scoring"])
+def test_a_process_that_its_parent_ends_while_it_is_stopped_was_stopped(load, monkeypatch, fault: str) -> None:
+    """A scoring process has less time than a stop takes. Three such stops were counted as skipped."""
+    faults = load("benchmarks.faults.chaos_faults")
+    monkeypatch.setattr(faults, "LEASE_S", 1.0)
+    child = subprocess.Popen(["sleep", "600"])
+
+    def end_when_stopped() -> None:
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        child.kill()
+        child.wait()
+
+    parent = threading.Thread(target=end_when_stopped, daemon=True)
+    parent.start()
+    run = SimpleNamespace(wait_for=lambda target: psutil.Process(child.pid))
+    try:
+        assert "scoring" in faults.FAULTS[fault](run, random.Random(0))
+        assert child.returncode == -signal.SIGKILL
+    finally:
+        child.kill()
+        parent.join(10.0)
+    run = SimpleNamespace(wait_for=lambda target: None)
+    with pytest.raises(faults.Skipped, match="no scoring"):
+        faults.FAULTS[fault](run, random.Random(0))
 
 
 def test_unknown_faults_are_refused(load) -> None:
