@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -56,6 +57,17 @@ def replace_text(path: Path, text: str, *, synced: bool = False) -> None:
         draft.write_text(text, encoding="utf-8")
         if synced:
             sync(draft)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which is made and stays; BlockingIOError at once if another process holds it.
+
+    The lock ends with the block, or with the process.
+    """
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def sync_folder(folder: Path) -> None:

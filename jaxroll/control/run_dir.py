@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import importlib.metadata
 import json
 import math
@@ -362,8 +361,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            file = held.enter_context(RunPaths(path).lock.open("ab"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(disk.locked(RunPaths(path).lock))
         except BlockingIOError:
             raise RunInUse("RUN", str(path), "another process is running this run", "Stop it first.") from None
         except OSError as error:

@@ -396,7 +396,7 @@ def _seconds(tag: int, text: bytes) -> float:
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-_MADE, _STEP_S, _ALL_STEPS_S = ".new-", 30.0, 300.0
+_MADE, _LOCK, _STEP_S = ".new-", ".lock", 30.0
 _CA_LIVES = 10  # of a certificate
 
 
@@ -407,17 +407,15 @@ def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
         remedy += f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines)."
         raise ConfigError("openssl", "not found", "certificates are made with it", remedy)
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
-    subject_names = ",".join(map(_subject_name, names))
+    serving = "serverAuth,clientAuth\nsubjectAltName=" + ",".join(map(_subject_name, names))
     folder = RunPaths(run_dir).tls
-    serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in folder.glob(f"{_MADE}*"):  # of a command that was killed
-            if left.stat().st_mtime < time.time() - _ALL_STEPS_S:
+        with disk.locked(folder / _LOCK), tempfile.TemporaryDirectory(dir=folder, prefix=_MADE) as scratch:
+            made = Path(scratch)  # roles may load files of `folder` now
+            for left in set(folder.glob(f"{_MADE}*")) - {made}:  # of a command that was killed
                 shutil.rmtree(left, ignore_errors=True)
-        kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _signs(folder, days)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=_MADE) as scratch:  # roles may load files of `folder` now
-            made = Path(scratch)
+            kept = (folder / CA_KEY).is_file() and (folder / CA).is_file() and _signs(folder, days)
             if kept:
                 shutil.copy2(folder / CA, made)
                 shutil.copy2(folder / CA_KEY, made)
@@ -429,6 +427,9 @@ def make_certificates(run_dir: Path, hosts: Sequence[str], days: int) -> str:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(made / cert, made / key)  # on a full disk
             for name in (CA_KEY, CA, KEY, CERT, CLIENT_KEY, CLIENT_CERT):
                 (made / name).replace(folder / name)
+    except BlockingIOError:
+        reason = f"another `jaxroll tls` makes certificates in {folder} now"
+        raise ConfigError("RUN", str(run_dir), reason, "Start it again when that one has ended.") from None
     except OSError as error:
         reason = f"{folder} cannot be written ({error.strerror})"
         remedy = "Name a folder that can be written, on a disk with room."

@@ -408,12 +408,29 @@ def test_a_killed_command_leaves_no_keys_behind_for_long(tmp_path: Path, certifi
     folder = tmp_path / "run" / "tls"
     shutil.copytree(certified.root / "run" / "tls", folder)
     shutil.copytree(folder, folder / ".new-killed")
-    shutil.copytree(folder, folder / ".new-at-work", ignore=shutil.ignore_patterns(".new-*"))
-    os.utime(folder / ".new-killed", (0, 0))
     shutil.copy(certified.root / "other" / "tls" / "ca-key.pem", folder)  # killed before it replaced ca.pem
     assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 1)
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == [".new-at-work"]
+    assert not any(path.is_dir() for path in folder.iterdir())
     assert call(Material(folder), Material(folder), mutual=True)
+
+
+def test_of_two_commands_at_once_one_makes_the_certificates(
+    tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both replaced files in turn: the folder had the CA of one and a certificate that the other one's CA signed."""
+    step, steps = tls._openssl, []
+
+    def another_begins(*words: object) -> None:
+        steps.append(words[0])
+        if len(steps) == 5:
+            with pytest.raises(ConfigError, match=r"another `jaxroll tls` makes certificates in .*tls now.*has ended"):
+                tls.make_certificates(tmp_path, ["box"], 1)
+        step(*words)
+
+    monkeypatch.setattr(tls, "_openssl", another_begins)
+    assert "a new CA" in tls.make_certificates(tmp_path, [], 1) and len(steps) == 8
+    assert call(Material(tmp_path / "tls"), Material(tmp_path / "tls"), mutual=True)
+    assert "the CA stayed" in tls.make_certificates(tmp_path, [], 1)
 
 
 def test_new_certificates_that_could_not_be_read_once_are_read_for_the_next_connection(
