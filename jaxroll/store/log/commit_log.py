@@ -359,7 +359,7 @@ _ROWS: Mapping[type, schema.Follow] = {
     ev.Put: _put,
     ev.Claimed: _claimed,
 }
-_CHANGES_MEMBERS = (ev.Leased, ev.LeaseEnded, ev.MemberFailed, ev.Shrunk, ev.Aborted)
+_CHANGES_MEMBERS = (ev.Leased, ev.LeaseEnded, ev.MemberFailed, ev.Shrunk)  # `Aborted` follows a put or a failure
 
 
 # --- maintenance by the writer thread: a bounded portion with every commit, so that no caller waits long

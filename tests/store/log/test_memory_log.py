@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.clock import ManualClock
+from jaxroll.errors import NotReady
 from jaxroll.records import Version, VersionRun
 from jaxroll.sim.world import MemoryLog
 from jaxroll.store.core import events as ev
@@ -90,3 +91,16 @@ def test_the_row_of_a_put_has_its_oldest_and_newest_step_and_its_last_lineage() 
     log.append(statements(event, kept.state, kept.state.position + 1, 0.0))
     sql = "SELECT tokens, oldest_step, newest_step, lineage FROM members WHERE group_id = ? AND member = ?"
     assert log.connection.execute(sql, key[:2]).fetchone() == (4, 1, 2, 1)
+
+
+def test_its_tables_know_that_a_group_whose_straggler_was_dropped_waits_for_a_step() -> None:
+    """The group is ready before the rest of its batch: the decision that drops its member claims nothing."""
+    log, clock = MemoryLog(), ManualClock()
+    kept = Keeper(SETTINGS, log, clock)
+    publish(kept, version := kept.decide(ev.Begin("L", None)))
+    done, straggler, *_ = lease(kept, 4, version, "a")
+    put(kept, done, version)
+    clock.advance(SETTINGS.straggler_deadline_s)
+    assert isinstance(kept.decide(ev.ClaimStep("L", 0, 0)), NotReady)
+    assert done[0] == straggler[0] and kept.state.open[done[0]].state == "READY"
+    assert replay_log(log.connection).violations == []
