@@ -56,7 +56,7 @@ from jaxroll.roles.weights import (
 )
 from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
-from jaxroll.store.client import StoreClient
+from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from jaxroll.store.core.admission import END_OF_DATA
 from jaxroll.store.core.state import Lineage, on_line
 
@@ -172,8 +172,8 @@ async def _run(
 
     store = await StoreClient.connect(
         args.store_address or args.paths.store_address,
-        role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
-        call_s=args.config.store.rpc_deadline_s, run_dir=args.run_dir,
+        role="learner", name="learner", config_digest=args.config_digest,
+        patience_s=STORE_PATIENCE_S, call_s=args.config.store.rpc_deadline_s, run_dir=args.run_dir,
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as ends:
         ends.push_async_callback(store.aclose)

@@ -38,14 +38,13 @@ from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutM
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
 from jaxroll.serving.agents import Agents
-from jaxroll.store.client import StoreClient
+from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
     from jaxroll.roles.build import Inference
     from jaxroll.serving.engine_thread import EngineProxy
 
 T = TypeVar("T")
-STORE_PATIENCE_S = 60.0
 POOL_VARIABLE = "JAXROLL_POOL"  # name of the pool of this sampler, above all for one that joins
 STOP_S = 15.0
 HOLDERS = ("sampler", "actor")  # roles with leases

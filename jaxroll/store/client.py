@@ -46,6 +46,7 @@ from jaxroll.store.messages import (
 )
 
 MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
+STORE_PATIENCE_S = 60.0  # of learner, samplers, actors and evaluator, while a store that died is started again
 JOIN_S = 60.0  # a sampler that joins waits for the store, as for one that is starting
 _CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
 

@@ -34,7 +34,7 @@ from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.sim.network import MemoryServer, MemoryTransport, Network
 from jaxroll.sim.world import MemoryCheckpoints, in_place
 from jaxroll.store import messages as msg
-from jaxroll.store.client import StoreClient
+from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from tests.harness.store.store_walks import PipelineFeed, store
 from tests.harness.walks import Recorder
 
@@ -211,7 +211,7 @@ async def _train(args: RoleArgs, trainer: Trainer, transport: MarkedTransport) -
 
     trainer.publishable_params = before(trainer.publishable_params, start_version)  # type: ignore[method-assign]
     client = await StoreClient.connect(
-        transport, role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0
+        transport, role="learner", name="learner", config_digest=args.config_digest, patience_s=STORE_PATIENCE_S
     )
     checkpoints: Any = MemoryCheckpoints()
     with learner._publisher(args) as publisher:  # type: ignore[attr-defined]

@@ -13,12 +13,16 @@ import psutil
 import pytest
 
 from benchmarks.faults import machine
-from jaxroll.errors import InfraError
+from jaxroll.config import Config, RoleArgs
+from jaxroll.errors import Closed, InfraError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.roles import learner, session
 from jaxroll.roles import store as role
-from jaxroll.roles.session import STORE_PATIENCE_S
+from jaxroll.rollout.manager import DeviceThread
 from jaxroll.rpc.server import is_silent
 from jaxroll.sim.network import VirtualTimeLoop
+from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from tests.harness.cluster.cluster import CONFIG
 
 DEADLINE_S = 200.0
@@ -55,6 +59,33 @@ def test_half_a_minute_of_silence_in_a_row_ends_the_store(answers: list[bool], e
 
 def test_half_of_the_patience_of_the_roles_is_left_to_start_the_store_again() -> None:
     assert role.SILENT_CHECKS * (role.CHECK_EVERY_S + role.CHECK_S) <= STORE_PATIENCE_S / 2
+
+
+def test_all_roles_have_this_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+
+    async def connect(*_: object, patience_s: float, **__: object) -> StoreClient:
+        found.append(patience_s)
+        raise Closed("no store")
+
+    monkeypatch.setattr(StoreClient, "connect", connect)
+    for module in (learner, session):
+        monkeypatch.setattr(module, "STORE_PATIENCE_S", 17.0)
+    args = RoleArgs(Config(), tmp_path)
+
+    async def roles() -> None:
+        with pytest.raises(Closed):
+            await learner._run(args, threading.Event(), None, learner.ColocationHooks(), DeviceThread())
+        sampler = session.Session("sampler-0", args, ScoringPool(1), asyncio.get_running_loop())
+        with pytest.raises(Closed):
+            await sampler.run(never, never)
+
+    asyncio.run(roles())
+    assert found == [17.0, 17.0]
+
+
+async def never() -> None:
+    raise AssertionError("not connected")
 
 
 def test_a_server_that_is_gone_or_closes_the_connection_is_not_silent() -> None:
