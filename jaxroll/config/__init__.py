@@ -142,9 +142,8 @@ def read(path: str | Path) -> Any:
     """Return what `get_config()` of the config file `path` returns, unchecked."""
     path = Path(path)
     if not _is_file(path):
-        raise ConfigError(
-            "--config", str(path), "no such file", "Give a Python file with get_config(), as in configs/."
-        )
+        reason = "is a folder" if os.path.isdir(path) else "no such file"
+        raise ConfigError("--config", str(path), reason, "Give a Python file with get_config(), as in configs/.")
     spec = importlib.util.spec_from_file_location(f"jaxroll_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError("--config", str(path), "not a Python file", "Config files end in .py.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxroll import __version__, disk, lifeline
-from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
+from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, JaxRollError, exit_code
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,9 @@ def _settle(options: argparse.Namespace, extra: list[str], one: argparse.Argumen
             options.folder = None
     if extra:
         return f"unknown argument {extra[0]}. {_hint(options, extra[0], one)}"
+    for name in ("folder", "run", "config", "store", "join", "cluster"):  # as `--config=$FILE` without the variable
+        if getattr(options, name, None) == "":
+            raise ConfigError("RUN" if name == "folder" else f"--{name}", "", "is empty", "Name one, or leave it out.")
     if (folder := getattr(options, "folder", None)) is None or not hasattr(options, "run"):
         return ""
     if folder.endswith(".py"):
@@ -329,14 +332,10 @@ def _run_options(one: argparse.ArgumentParser) -> None:
 
 def _role_options(role: str, one: argparse.ArgumentParser) -> None:
     """The options that `role` reads, and no other."""
-    if role == "store":
-        one.add_argument(
-            "--store", metavar="HOST:PORT", help="the address to listen on (default: a free port of 127.0.0.1)"
-        )
-    elif role != "feeder":
-        one.add_argument(
-            "--store", metavar="HOST:PORT", help="the address of the store (default: the one in RUN/store.addr)"
-        )
+    if role != "feeder":
+        text = "the address of the store (default: the one in RUN/store.addr)"
+        text = "the address to listen on (default: a free port of 127.0.0.1)" if role == "store" else text
+        one.add_argument("--store", metavar="HOST:PORT", help=text)
     if role in ("store", "learner", "sampler"):
         one.add_argument("--insecure", action="store_true", help="allow plain text to other machines, without TLS")
     if role == "learner":
@@ -348,7 +347,6 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         _fork_option(one)
     if role in ("sampler", "actor"):
         one.add_argument("--index", type=int, default=0, help=f"the number of this {role}, from 0")
-    if role in ("sampler", "actor"):
         text = "on SIGTERM finish running members for so long (default: 0)"
         one.add_argument("--drain", type=_seconds, default=0.0, metavar="SECONDS", help=text)
     if role == "sampler":

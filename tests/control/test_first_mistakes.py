@@ -68,6 +68,13 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train", ("--config", "configs/demo.py"), "train --config=configs/demo.py"),
     # configs
     ("train --config=smoke.py", ("smoke.py", "no such file", "configs/"), "train --config=configs/smoke.py"),
+    ("train --config=configs", ("'configs': is a folder", "Python file"), "train --config=configs/smoke.py"),
+    ("train --config=", ("--config = '': is empty", "Name one"), "train --config=configs/smoke.py"),
+    ("train --config=configs/smoke.py --run=", ("--run = '': is empty", "leave it out"),
+     "train --config=configs/smoke.py"),
+    ("eval trained --config=", ("--config = '': is empty", "leave it out"), "eval trained"),
+    ("env check mistaken_env:Mistaken --config=", ("--config = '': is empty", "leave it out"),
+     "env check mistaken_env:Mistaken"),
     ("train --config=configs/smoke.py --config.learner.lr=1e-4", ("learner.lr", "learner.learning_rate"),
      "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
     ("train --config=configs/smoke.py --config.lerner.learning_rate=1e-4", ("lerner", "learner"),
