@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -24,6 +25,8 @@ import psutil
 import pytest
 
 from jaxroll import wire
+from jaxroll.errors import ConfigError
+from jaxroll.rpc import tls
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import schema
 
@@ -291,12 +294,17 @@ def test_the_first_step_may_take_longer_than_later_ones(load, step: int, goes_on
     ("code", "words", "before", "violations"),
     [(130, "", "clock_back", 0), (64, "supervisor: gave up: learner refused", "tls_expired", 0),
      (64, "supervisor: gave up: learner refused", "clock_back", 1), (64, "", "tls_expired", 1),
-     (1, "Fatal Python error: init_import_site: Failed to import the site module", "", 0), (1, "Error", "", 1)],
+     (1, "Fatal Python error: init_import_site: Failed to import the site module", "", 0), (1, "Error", "", 1),
+     (1, "Fatal Python error: init_import_site: it was not the first process", "clock_back", 1),
+     (-signal.SIGINT, "", "", 0), (-signal.SIGINT, "", "clock_back", 1)],
 )  # fmt: skip
 def test_a_signal_to_a_run_that_is_ending_is_judged_by_the_faults_before_it(
     load, tmp_path: Path, code: int, words: str, before: str, violations: int
 ) -> None:
-    """SIGINT came while the supervisor gave up for expired certificates, and before Python ran a line of JaxRoll."""
+    """SIGINT came while the supervisor gave up for expired certificates, and before Python ran a line of JaxRoll.
+
+    Without a fault before it (""), no role has started.
+    """
     chaos, process = load("benchmarks.faults.chaos"), SimpleNamespace(returncode=None)
     run = SimpleNamespace(
         look=list, lock=threading.RLock(), alive=True, step=5, moved_s=time.monotonic(), process=process,
@@ -344,13 +352,17 @@ def connect():
 def write(size):
     (folder / "file").write_bytes(bytes(size))
 
-import threading
-filling = threading.Thread(target=machine.fill, args=(folder, 2.0))
+import threading, types
+now_s = 0.0
+machine.time = types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+filling = threading.Thread(target=machine.fill, args=(folder, 1.0))
 filling.start()
 while filling.is_alive() and os.statvfs(folder).f_bavail:
     time.sleep(0.01)
 seen["full"] = refusal(lambda: write(1 << 20))
+now_s = 1.0
 filling.join()
+machine.time = time
 seen["freed"] = refusal(lambda: write(1 << 20))
 with machine.read_only(folder):
     seen["read_only"] = refusal(lambda: write(1))
@@ -487,8 +499,20 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
     assert not (tmp_path / "attack").exists(), "its files stay behind"
 
 
-@pytest.mark.parametrize(("words", "wrong"), [("expired", 0), ("client-key.pem does not belong to client-cert.pem", 1)])
-def test_half_replaced_certificates_explain_no_end_of_a_run(load, tmp_path: Path, words: str, wrong: int) -> None:
+def half_replaced(certified: SimpleNamespace, folder: Path) -> str:
+    """The refusal of a new certificate with the old key."""
+    shutil.copytree(certified.server.folder, folder)
+    shutil.copy(certified.root / "other" / "tls" / "cert.pem", folder)
+    with pytest.raises(ConfigError) as refused:
+        tls.Material(folder).server_context(mutual=False)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_half_replaced_certificates_explain_no_end_of_a_run(
+    load, tmp_path: Path, certified: SimpleNamespace, torn: bool
+) -> None:
+    words, wrong = (half_replaced(certified, tmp_path / "tls"), 1) if torn else ("expired", 0)
     (tmp_path / "err").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "sampler-0.log").write_text(words)  # the supervisor's output may be gone

@@ -326,6 +326,10 @@ def test_eval_of_a_run_takes_other_sets_from_a_config(
     assert cli.main(["eval", "r", f"--config={SMOKE}"]) == 64 and "names no held-out sets" in capsys.readouterr().err
     assert cli.main([*words, "--config.evaluator.every=9", "--config.schedule.alpha=2"]) == 64
     assert "schedule.alpha = 'r': the run has its own" in capsys.readouterr().err
+    best = ["learner.keep_best=accuracy", "learner.checkpoint_every=4", "evaluator.every=4"]
+    run_dir.create(here / "best", configs.load(SMOKE, best), [])
+    assert cli.main(["eval", "best", "--config=sets.py", "--config.evaluator.every=3"]) == 64
+    assert "evaluator.every = 3: with learner.keep_best" in capsys.readouterr().err, "valid in the file, not in the run"
     assert cli.main(words) == 64 and "neither checkpoints nor a warm start" in capsys.readouterr().err
     (path / "warm").mkdir()
     assert cli.main(words) == 64 and "evaluator.sets.file.path = " in capsys.readouterr().err
