@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import InfraError
+from jaxroll.records import Task
 from jaxroll.roles.store import FeederProcess
 
 pytestmark = pytest.mark.process
+DEADLINE_S = 60.0
 
 CHILD = """
 import pathlib, struct, sys, time
@@ -32,62 +34,84 @@ life = len(starts.read_text())
 """
 SLOW = """
 for part in range(8):
-    send(FeedReply(progress=f"part {part}"))
-    time.sleep(0.5)
+    send(FeedReply(progress="a part"))
 send(FeedReply(((Task(0, (), "e", "{}", 0, "q"), b"1"),)))
 time.sleep(60)
 """
 HANGS = """
-send(FeedReply(progress="it opens the data"))
+send(FeedReply(progress="it hangs"))
 time.sleep(600)
 """
 HANGS_ONCE = (
     """
 if life == 1:
+    send(FeedReply(progress="it hangs"))
     time.sleep(600)
 """
     + SLOW
 )
 
 
-def feeder(tmp_path: Path, body: str, deadline_s: float) -> FeederProcess:
+class Clocked(FeederProcess):
+    """Its loop's clock jumps forward by DEADLINE_S / 3 at each part, and by five times DEADLINE_S soon after the child
+    says that it hangs."""
+
+    later_s = 0.0
+
+    async def next(self, count: int) -> list[tuple[Task, bytes]]:
+        loop = asyncio.get_running_loop()
+        real_s = loop.time
+        loop.time = lambda: real_s() + self.later_s  # type: ignore[method-assign]
+        return await super().next(count)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_doing" and value == "a part":
+            self._jump(DEADLINE_S / 3)
+        if name == "_doing" and value == "it hangs":
+            asyncio.get_running_loop().call_later(0.2, self._jump, 5 * DEADLINE_S)
+
+    def _jump(self, seconds: float) -> None:
+        self.later_s += seconds
+
+
+def feeder(tmp_path: Path, body: str) -> FeederProcess:
     (tmp_path / "child.py").write_text(CHILD + body)
     command = [sys.executable, str(tmp_path / "child.py"), str(tmp_path / "starts")]
-    return FeederProcess(tmp_path, deadline_s=deadline_s, command=command)
+    return Clocked(tmp_path, deadline_s=DEADLINE_S, command=command)
 
 
-def asked(tmp_path: Path, body: str, deadline_s: float):
+def asked(tmp_path: Path, body: str):
     async def ask():
-        one = feeder(tmp_path, body, deadline_s)
+        one = feeder(tmp_path, body)
         try:
             return await one.next(1)
         finally:
             await one.close()
 
-    return asyncio.run(asyncio.wait_for(ask(), 120.0))
+    return asyncio.run(ask())
 
 
 def test_a_child_that_makes_progress_may_take_longer_than_the_deadline(tmp_path: Path) -> None:
-    """Its answer takes 4 s with a sign of progress every half second; the first sign has a longer way to come."""
-    assert [task.index for task, _ in asked(tmp_path, SLOW, deadline_s=3.0)] == [0]
-    assert len((tmp_path / "starts").read_text()) <= 2, "a machine under load may start the first one too slowly"
+    """Its answer takes 2.7 times as long, with a sign of progress in each third of it."""
+    assert [task.index for task, _ in asked(tmp_path, SLOW)] == [0]
+    assert len((tmp_path / "starts").read_text()) == 1
 
 
 def test_a_child_without_progress_is_started_again(tmp_path: Path) -> None:
-    assert [task.index for task, _ in asked(tmp_path, HANGS_ONCE, deadline_s=3.0)] == [0]
+    assert [task.index for task, _ in asked(tmp_path, HANGS_ONCE)] == [0]
     assert len((tmp_path / "starts").read_text()) >= 2
 
 
-@pytest.mark.soak
 def test_three_children_without_progress_end_it_with_what_they_were_at(tmp_path: Path) -> None:
-    with pytest.raises(InfraError, match=r"no progress for .*opens the data.*store's log"):
-        asked(tmp_path, HANGS, deadline_s=2.0)
+    with pytest.raises(InfraError, match=r"no progress for .*it hangs.*store's log"):
+        asked(tmp_path, HANGS)
     assert len((tmp_path / "starts").read_text()) == 3
 
 
 def test_three_children_that_end_are_named(tmp_path: Path) -> None:
     with pytest.raises(InfraError, match="it ended"):
-        asked(tmp_path, "sys.exit(1)", deadline_s=20.0)
+        asked(tmp_path, "sys.exit(1)")
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel has no descriptors of processes")
@@ -101,4 +125,4 @@ def test_a_child_needs_no_thread_that_waits_for_it(tmp_path: Path, monkeypatch: 
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    assert [task.index for task, _ in asked(tmp_path, SLOW, deadline_s=20.0)] == [0]
+    assert [task.index for task, _ in asked(tmp_path, SLOW)] == [0]
