@@ -231,6 +231,7 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
 ) -> None:
     """Half of the questions are ordinary, and all of these are answered."""
     monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.5)
+    monkeypatch.setattr(episode, "CLOSE_LIMIT_S", 1.0)
     ways = [*ON_THE_LOOP, *CLOSES]
     feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
     groups = 2 * len(ways)
@@ -246,13 +247,17 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     assert len(closes) == len(CLOSES) and set(closes.values()) == {2}, found["env_faults"]
     capsys.readouterr()
     assert cli.main(["inspect", str(tmp_path)]) == 0
-    assert re.search(r"2\s+close: .*SystemExit", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"2\s+close: .*SystemExit", shown) and re.search(r"2\s+close: .*longer than", shown), shown
     assert seen["env_calls_abandoned"] >= 1
     assert sum(times for cause, times in found["env_faults"].items() if "blocked the event loop at" in cause) >= 6
 
 
-def test_failures_in_an_evaluation_are_counted_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_in_an_evaluation_are_counted_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The evaluator's environments misbehave, in two sets of items. The evaluation counts the other items."""
+    monkeypatch.setattr(episode, "CLOSE_LIMIT_S", 1.0)
     failing = ["raises", "exit", "part none", "infra"]
     name = NAME.format("misbehaving")
     sets = {"heldout": Feed(name, [*failing, "fair", *CLOSES]).tasks(), "other": Feed(name, ["raises"]).tasks()}
@@ -260,7 +265,7 @@ def test_failures_in_an_evaluation_are_counted_by_cause(tmp_path: Path, capsys: 
     role = functools.partial(evaluate, sets=sets)
     found, _ = run(tmp_path, configured(name, 0), Feed(name, []), lambda _: bool(evaluations(tmp_path)), role)
     (row,) = evaluations(tmp_path)
-    assert (row["correct"], row["n"], row["sets"]["other"]["n"]) == ("----1111", 4, 0)
+    assert (row["correct"], row["n"], row["sets"]["other"]["n"]) == ("----11111", 5, 0)
     causes = found["evaluation_failures"]
     assert [(cause["failures"], cause["evaluations"]) for cause in causes] == [(2, 1), (1, 1), (1, 1), (1, 1)]
     for way in failing:

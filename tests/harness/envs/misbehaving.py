@@ -152,7 +152,10 @@ WAYS: dict[str, tuple[Act, str]] = {
 }
 ON_THE_LOOP = [way for way in WAYS if way != "dies"]
 IN_A_PROCESS = ["reward none", "part none", "message surrogate", "raises surrogate", "exit", "cancelled", "dies"]
-CLOSES = {"close raises": ValueError, "close exits": SystemExit, "close cancelled": asyncio.CancelledError}
+CLOSES = {
+    "close raises": raises(ValueError), "close exits": raises(SystemExit), "close hangs": _hangs,
+    "close cancelled": raises(asyncio.CancelledError),
+}  # fmt: skip
 
 
 class _Misbehaving:
@@ -173,8 +176,8 @@ class _Misbehaving:
         return await found if isinstance(found, Awaitable) else found
 
     async def close(self) -> None:
-        if self._way in CLOSES:
-            raise CLOSES[self._way]
+        found = CLOSES[self._way]() if self._way in CLOSES else None
+        return await found if isinstance(found, Awaitable) else found
 
 
 @register("misbehaving")
