@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 import sqlite3
 import statistics
 import sys
@@ -42,6 +43,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 NORMAL = statistics.NormalDist()
 _FILE_BYTES = 1 << 20
+_DEEP_KEY = re.compile(r"(?<![^\s.])(?:[^\s.]++\s*+\.\s*+){64}")  # tomllib's time is quadratic in the parts of a key
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,9 @@ C = TypeVar("C", bound=Cluster)
 def load(path: Path, kind: type[C] = Cluster, remedy: str = "docs/simulation.md lists the keys of a cluster.") -> C:
     """The cluster that a TOML file describes. ConfigError if it cannot be read or has an unknown or wrong value."""
     try:
-        values = tomllib.loads(disk.read_text(path, _FILE_BYTES))
+        if _DEEP_KEY.search(text := disk.read_text(path, _FILE_BYTES)):
+            raise DataError("a key has 64 parts or more")
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError("--cluster", str(path), f"cannot be read ({error.strerror})", "Name a TOML file.") from error
     except (DataError, ValueError, RecursionError) as error:

@@ -138,6 +138,18 @@ def test_readers_of_a_damaged_file(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("text", [b"a." * 300_000 + b"a = 1", b"[" + b"a . " * 200_000 + b"a]"], ids=["key", "table"])
+@pytest.mark.parametrize("command", ["sim", "place"])
+def test_a_key_of_many_parts_takes_no_time(
+    command: str, text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parser needs 1 s for 8,000 parts, and four times that for twice as many."""
+    (tmp_path / "cluster.toml").write_bytes(text)
+    with bounded(None, 60.0):
+        code, err = outcome([command, SMOKE, f"--cluster={tmp_path / 'cluster.toml'}"], capsys)
+    assert code == EXIT_CONFIG and "a key has 64 parts or more" in err and err.count("\n") == 1, err
+
+
 def test_every_command_is_in_a_table() -> None:
     named = {param if isinstance(param, str) else str(param.values[0]) for param in test_bad_input.NAMING_CONFIGS}
     typed = {words[0] for words, *_ in READERS.values()} | {words[0] for words in test_bad_input.READERS.values()}
