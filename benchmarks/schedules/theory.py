@@ -56,6 +56,7 @@ Bound = Callable[[Sequence[Sequence[float]], int, int, float], float]
 EULER = 0.5772156649
 DRAWS, PRECISION = 20_000, 0.015
 LOADS = (0.3, 0.5, 0.6)
+DRAWN = 2_000_000  # rollouts of the recursion alone
 INSTANT_S = 1e-9  # of a decode step whose time does not count
 
 
@@ -252,6 +253,10 @@ def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
 
     `deviation` is the standard error of `simulated`, from the means of twenty blocks of each seed. `recursion` is the
     same figure of Lindley's recursion over the realised ends and training times: a queue that is one has the same.
+
+    The mean of a queue converges slowly, so `controlled` is the error with the recursion as control variate: that of
+    the simulation less the recursion over the same times, plus the recursion over `DRAWN` other ones. Its standard
+    error is `controlled_deviation`.
     """
     found = [_queued(load, steps, seed) for seed in range(seeds)]
     lags, recursion = (np.concatenate([each[name] for each in found]) for name in ("lags", "recursion"))
@@ -259,6 +264,15 @@ def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
     formula, mean = real / (1 - real), float(lags.mean())
     blocks = [float(block.mean()) for each in found for block in np.array_split(each["lags"], 20)]
     alone = [each["busy_s"] / each["lasting_s"] for each in found]
+    apart = [
+        float(block.mean() - ideal.mean()) / formula
+        for each in found
+        for block, ideal in zip(np.array_split(each["lags"], 20), np.array_split(each["recursion"], 20), strict=True)
+    ]
+    drawn = np.random.default_rng(0)
+    long = _recursion(np.cumsum(drawn.exponential(1.0, DRAWN)), drawn.exponential(load, DRAWN)) * (1 - load) / load
+    of_long = [float(block.mean()) for block in np.array_split(long, 100)]
+    errors = [statistics.stdev(values) / math.sqrt(len(values)) for values in (apart, of_long)]
     of_seeds = [float(each["lags"].mean()) / (rho / (1 - rho)) - 1 for each, rho in zip(found, alone, strict=True)]
     return {
         "load": real,
@@ -267,9 +281,18 @@ def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
         "error": mean / formula - 1,
         "deviation": statistics.stdev(blocks) / math.sqrt(len(blocks)),
         "recursion": float(recursion.mean()),
+        "controlled": statistics.mean(apart) + statistics.mean(of_long) - 1,
+        "controlled_deviation": math.hypot(*errors),
         "seeds": of_seeds,
         "rollouts": len(lags),
     }
+
+
+def _recursion(arrivals: np.ndarray, trains_s: np.ndarray) -> np.ndarray:
+    """The updates between arrival and training of each rollout, in a queue with these times (Lindley)."""
+    worked_s = np.cumsum(trains_s)
+    ends = worked_s + np.maximum.accumulate(arrivals - (worked_s - trains_s))
+    return np.arange(len(ends)) - np.searchsorted(ends, arrivals)
 
 
 def _queued(load: float, steps: int, seed: int) -> dict[str, Any]:
@@ -289,10 +312,7 @@ def _queued(load: float, steps: int, seed: int) -> dict[str, Any]:
     ends, trains_s = (np.array([row[name] for row in trained]) for name in ("t1", "train_s"))
     arrivals = np.array([ended[row["groups"][0]] for row in trained])
     lags = np.searchsorted(ends, ends - 1e-6) - np.searchsorted(ends, arrivals)
-    free_s, ideal = -math.inf, []
-    for arrival, train_s in zip(np.sort(arrivals), trains_s, strict=True):
-        ideal.append(free_s := max(free_s, arrival) + train_s)
-    recursion = np.arange(len(ideal)) - np.searchsorted(ideal, np.sort(arrivals))
+    recursion = _recursion(np.sort(arrivals), trains_s)
     skipped = max(1, steps // 20)
     return {
         "lags": lags[skipped:],
