@@ -197,6 +197,9 @@ def paged_on_gpu(
 _BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
 _LONG = 2048  # tokens of a row from which padding to the largest block costs less than small blocks
 _TPU_KEYS = 512  # keys per block
+# The fused backward kernel writes the queries' gradient once per block of keys, and their sum is taken behind it. So a
+# block has as many keys as fit the vector memory at 128 numbers per head, and rows of more blocks have two kernels.
+_BACKWARD_KEYS, _COPIES = 2048, 12
 
 
 def splash(
@@ -218,7 +221,7 @@ def splash(
     _, T, N, H = q.shape
     block = block_tokens(T)
     q, k, v = (lengthened(x, block).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
-    kernel = _splash_kernel(N, q.shape[2], block, window, interpret)
+    kernel = _splash_kernel(N, q.shape[2], block, backward_keys(q.shape[2], block, H), window, interpret)
     if segments is None:
         out = jax.vmap(kernel)(q, k, v)
     else:
@@ -235,7 +238,20 @@ def block_tokens(tokens: int) -> int:
     return next(size for size in _BLOCKS if padded % size == 0)
 
 
-def _splash_kernel(heads: int, tokens: int, block: int, window: int, interpret: bool) -> Callable[..., Any]:
+def backward_keys(tokens: int, block: int, head: int) -> int | None:
+    """The keys of a block in the fused backward kernel, for padded rows of `tokens`; None if two kernels are better.
+
+    Two kernels compute the gradients of queries and of keys and values from two computations of the scores; the fused
+    one computes them once, and needs memory for as many copies of the queries' gradient as a row has blocks of keys.
+    """
+    most = max(block, _BACKWARD_KEYS * 128 // max(head, 128))
+    keys = max(size for size in range(block, min(most, tokens) + 1, block) if tokens % size == 0)
+    return keys if tokens <= _COPIES * keys else None
+
+
+def _splash_kernel(
+    heads: int, tokens: int, block: int, keys: int | None, window: int, interpret: bool
+) -> Callable[..., Any]:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -244,10 +260,11 @@ def _splash_kernel(heads: int, tokens: int, block: int, window: int, interpret: 
         block_kv=block,
         block_kv_compute=block,
         block_q_dkv=block,
-        block_kv_dkv=block,
+        block_kv_dkv=keys or block,
         block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
+        block_q_dq=None if keys else block,
+        block_kv_dq=None if keys else block,
+        use_fused_bwd_kernel=keys is not None,
     )
     shape = tokens, tokens
     one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)

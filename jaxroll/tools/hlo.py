@@ -448,8 +448,9 @@ def _pairs(size: int, window: int, out: int, low: int, stride: int, lhs_dilate: 
 def _kernel_flops(one: Operation, shapes: Sequence[str], context_tokens: float) -> float:
     """FLOPs of a fused attention kernel, by its name: products of queries with the keys that a causal mask leaves.
 
-    2 products forward, 3 for the gradient of the queries, 4 for those of keys and values, 5 for all of them; a decoding
-    kernel has one query per sequence and `context_tokens` keys.
+    2 products forward, 3 for the gradient of the queries, 4 for those of keys and values, 5 for all of them (splash
+    attention's `dkv` then has a result with one more axis); a decoding kernel has one query per sequence and
+    `context_tokens` keys.
     """
     arrays = [_shape_of(text) for text in shapes if len(_shape_of(text)) >= 3 and not text.startswith("s")]
     if not arrays:
@@ -458,9 +459,10 @@ def _kernel_flops(one: Operation, shapes: Sequence[str], context_tokens: float) 
         return 4.0 * math.prod(arrays[0]) * context_tokens
     if len(arrays) < 2:
         return 0.0
+    fused = "dkv" in one.name and any(len(_shape_of(text)) > len(arrays[0]) for text in _elements(one.shape))
     products = (
         5
-        if "bwd" in one.name or "fused" in one.name
+        if fused or "bwd" in one.name or "fused" in one.name
         else next((n for key, n in (("dkv", 4), ("dq", 3), ("fwd", 2)) if key in one.name), 2)
     )
     return 2.0 * products * math.prod(arrays[0]) * arrays[1][-2] / 2

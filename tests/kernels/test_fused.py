@@ -1,5 +1,6 @@
 """The fused kernels, interpreted on the CPU over a mesh, against the XLA forms: packed rows, prompts, pages."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -57,6 +58,48 @@ def test_packed_rows_equal_the_masked_form_in_value_and_gradient(name: str, wind
 )
 def test_long_rows_on_a_tpu_have_large_blocks(tokens: int, block: int) -> None:
     assert placed.block_tokens(tokens) == block
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "head", "keys"),
+    [
+        (128, 128, 128, 128), (1152, 128, 128, 1152), (4096, 512, 128, 2048), (16_896, 512, 128, 1536),
+        (8192, 512, 256, 1024), (15_872, 512, 128, None), (33_792, 512, 128, None),
+    ],
+)  # fmt: skip
+def test_the_backward_kernel_has_few_large_blocks_of_keys(tokens: int, block: int, head: int, keys: int | None) -> None:
+    assert placed.backward_keys(tokens, block, head) == keys
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(4096, True), (15_872, False)])
+def test_the_backward_pass_on_a_tpu_is_one_fused_kernel(tokens: int, fused: bool) -> None:
+    """By the names in the program for a TPU: jax gives the fused kernel the name of that for keys and values."""
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(placed.splash(q, k, v, ids).astype(jnp.float32))
+
+    shape = jax.ShapeDtypeStruct((1, tokens, 2, 128), jnp.bfloat16)
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(
+        shape, shape, shape, jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    )
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    names = re.findall(r'kernel_name = "splash_mha_(fwd|dq|dkv)', text)
+    assert sorted(names) == (["dkv", "fwd"] if fused else ["dkv", "dq", "fwd"])
+
+
+def test_the_gradient_of_queries_is_the_sum_over_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placed, "_BACKWARD_KEYS", 384)
+    tokens, rng = 1100, np.random.default_rng(4)
+    assert placed.backward_keys(1152, 128, H) == 384, "three blocks of three parts"
+    q, k, v = (jnp.asarray(rng.normal(size=(1, tokens, 1, H)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(np.repeat([1, 2], [700, 400])[None], jnp.int32)
+
+    def gradient(attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, ...]:
+        return jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(attend(*given))), argnums=(0, 1, 2)))(q, k, v)
+
+    got = gradient(lambda q, k, v: placed.splash(q, k, v, ids, interpret=True))
+    for one, other in zip(got, gradient(placed.rows("xla", tokens, ids, LAYOUT)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def test_a_long_row_that_its_blocks_do_not_divide_equals_the_masked_form() -> None:

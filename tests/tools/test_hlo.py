@@ -167,6 +167,15 @@ def test_attention_kernels_count_half_the_square(name: str, products: int):
     assert found.flops == products * 2 * 4 * 512 * 512 * 128 / 2
 
 
+def test_a_kernel_with_all_gradients_counts_five_products():
+    """Splash attention's fused kernel also returns the queries' gradient, once per block of keys."""
+    query, keys = "bf16[4,512,128]{2,1,0}", "bf16[2,512,128]{2,1,0}"
+    text = kernel("splash_mha_dkv.1", query, keys)
+    fused = text.replace(f"%splash_mha_dkv.1 = {query}", f"%splash_mha_dkv.1 = (bf16[2,4,512,128]{{3,2,1,0}}, {keys})")
+    assert fused != text
+    assert hlo.statistics(fused).flops == 5 * 2 * 4 * 512 * 512 * 128 / 2
+
+
 def test_a_decoding_kernel_reads_the_context_not_the_pool():
     text = kernel("paged_attention.3", "f32[16,4,1,128]{3,2,1,0}", "bf16[2,1000,64,128]{3,2,1,0}")
     found = hlo.statistics(text, context_tokens=100)

@@ -29,8 +29,8 @@ def costs() -> Costs:
     return by_fusion("v5e:2x2", "lean", 240)
 
 
-# Forward, the same again for the backward pass (remat), dq, and dk with dv; elsewhere one kernel for the one layer.
-@pytest.mark.parametrize(("name", "kernels"), [("accumulate", 4), ("prefill_192", 1), ("decode", 1)])
+# Forward, the same again for the backward pass (remat), and all gradients; elsewhere one kernel for the one layer.
+@pytest.mark.parametrize(("name", "kernels"), [("accumulate", 3), ("prefill_192", 1), ("decode", 1)])
 def test_the_kernels_are_in_the_programs(costs: Costs, name: str, kernels: int) -> None:
     assert costs[name, True]["custom_calls"] == kernels
     assert costs[name, False]["custom_calls"] == 0
@@ -57,7 +57,7 @@ def test_long_rows_of_qwen3_fit_sixteen_chips(capsys: pytest.CaptureFixture[str]
     found = by_fusion("v5e:4x4", "qwen3_0p6b", 1700)
     fused = {name: row for (name, fused), row in found.items() if fused}
     assert {name: row["custom_calls"] for name, row in fused.items()} == {
-        "accumulate": 4 * 28,
+        "accumulate": 3 * 28,
         "prefill_1024": 28,
         "decode": 28,
     }
