@@ -187,6 +187,9 @@ def _typed(keys: Keys) -> Key[Array, ...]:
 
 
 # --- log-probability of a token: one function for the engine and the learner
+#
+# `axis` names the mesh axis over which the vocabulary is divided, for the slice of one device (in `shard_map`); None if
+# the logits are those of the whole vocabulary. Tokens and supports hold ids of the whole vocabulary.
 
 
 def token_logprobs(
@@ -194,6 +197,7 @@ def token_logprobs(
     tokens: Int[Array, "*rows"],
     temperature: float | Float[Array, " ..."],
     support: Int[Array, "*rows K"] | None = None,
+    axis: str | None = None,
 ) -> Float[Array, "*rows"]:
     """log softmax(logits / τ)[token], in float32.
 
@@ -201,18 +205,18 @@ def token_logprobs(
     A logit of -inf means a token outside of the support. With `support`, the softmax is over those ids (negative
     entries are none) and over the whole vocabulary in rows without any.
     """
-    scaled = tempered(logits, temperature)
-    shifted = scaled - jax.lax.stop_gradient(jnp.max(scaled, axis=-1, keepdims=True))
+    shifted = _shifted(tempered(logits, temperature), axis)
     # A comparison and a sum instead of a gather: it works on a sharded vocabulary, and its gradient needs no scatter.
-    indices = jax.lax.broadcasted_iota(tokens.dtype, shifted.shape, shifted.ndim - 1)
-    chosen = jnp.sum(jnp.where(indices == tokens[..., None], shifted, 0.0), axis=-1)
+    indices = jax.lax.broadcasted_iota(tokens.dtype, shifted.shape, shifted.ndim - 1) + _first(shifted, axis)
+    chosen = _total(jnp.where(indices == tokens[..., None], shifted, 0.0), axis)
     if support is None:
-        return chosen - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+        return chosen - jnp.log(_total(jnp.exp(shifted), axis))
     whole = jnp.all(support < 0, axis=-1)
-    kept = _at(shifted, support)
+    kept = _at(shifted, support, axis)
     top = jax.lax.stop_gradient(jnp.max(kept, axis=-1, initial=_LEAST))
     inside = jnp.sum(jnp.exp(kept - top[..., None]), axis=-1)
-    over = jnp.where(whole, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)), top + jnp.log(jnp.where(whole, 1.0, inside)))
+    every = jnp.log(_total(jnp.exp(shifted), axis))
+    over = jnp.where(whole, every, top + jnp.log(jnp.where(whole, 1.0, inside)))
     return chosen - over
 
 
@@ -220,24 +224,54 @@ def entropies(
     logits: Float[Array, "*rows V"],
     temperature: float | Float[Array, " ..."],
     support: Int[Array, "*rows K"] | None = None,
+    axis: str | None = None,
 ) -> Float[Array, "*rows"]:
     """The entropy in nats of softmax(logits / τ), over `support` as in `token_logprobs`."""
     scaled = tempered(logits, temperature)
-    over_all = _entropy(jax.nn.log_softmax(scaled))
+    shifted = _shifted(scaled, axis)
+    over_all = _entropy(shifted - jnp.log(_total(jnp.exp(shifted), axis))[..., None], axis)
     if support is None:
         return over_all
     whole = jnp.all(support < 0, axis=-1)
-    kept = jnp.where(whole[..., None], 0.0, _at(scaled, support))
-    return jnp.where(whole, over_all, _entropy(jax.nn.log_softmax(kept)))
+    kept = jnp.where(whole[..., None], 0.0, _at(scaled, support, axis))
+    return jnp.where(whole, over_all, _entropy(jax.nn.log_softmax(kept), None))
 
 
-def _entropy(log_all: Float[Array, "*rows N"]) -> Float[Array, "*rows"]:
-    return -jnp.sum(jnp.exp(log_all) * jnp.maximum(log_all, _LEAST), axis=-1)  # a finite factor, since 0 · -inf is NaN
+def variances(logits: Float[Array, "*rows V"], axis: str | None = None) -> Float[Array, "*rows"]:
+    """The variance of each row's logits."""
+    count = logits.shape[-1] * (jax.lax.axis_size(axis) if axis else 1)
+    mean = _total(logits, axis) / count
+    return _total(jnp.square(logits - mean[..., None]), axis) / count
 
 
-def _at(scaled: Float[Array, "*rows V"], support: Int[Array, "*rows K"]) -> Float[Array, "*rows K"]:
+def _entropy(log_all: Float[Array, "*rows N"], axis: str | None) -> Float[Array, "*rows"]:
+    return -_total(jnp.exp(log_all) * jnp.maximum(log_all, _LEAST), axis)  # a finite factor, since 0 · -inf is NaN
+
+
+def _shifted(scaled: Float[Array, "*rows V"], axis: str | None) -> Float[Array, "*rows V"]:
+    """`scaled` less each row's largest entry."""
+    largest = jax.lax.stop_gradient(jnp.max(scaled, axis=-1, keepdims=True))
+    return scaled - (jax.lax.pmax(largest, axis) if axis else largest)
+
+
+def _total(x: Float[Array, "*rows V"], axis: str | None) -> Float[Array, "*rows"]:
+    """The sum over the vocabulary."""
+    own = jnp.sum(x, axis=-1)
+    return jax.lax.psum(own, axis) if axis else own
+
+
+def _first(own: Float[Array, "*rows V"], axis: str | None) -> Int[Array, ""] | int:
+    """The id of the first entry of this device's slice."""
+    return jax.lax.axis_index(axis) * own.shape[-1] if axis else 0
+
+
+def _at(scaled: Float[Array, "*rows V"], support: Int[Array, "*rows K"], axis: str | None) -> Float[Array, "*rows K"]:
     """The entries of `scaled` at the ids of `support`, -inf at negative ids."""
-    return jnp.where(support >= 0, jnp.take_along_axis(scaled, support, axis=-1, mode="clip"), -jnp.inf)
+    here = support - _first(scaled, axis)
+    found = jnp.take_along_axis(scaled, here, axis=-1, mode="clip")
+    if axis:  # each id is in the slice of one device
+        found = jax.lax.psum(jnp.where((here >= 0) & (here < scaled.shape[-1]), found, 0.0), axis)
+    return jnp.where(support >= 0, found, -jnp.inf)
 
 
 def tempered(logits: Float[Array, "*rows V"], temperature: float | Float[Array, " ..."]) -> Float[Array, "*rows V"]:

@@ -9,6 +9,7 @@ token of a segment has no log-prob and never carries loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -41,6 +42,7 @@ from jaxroll.learner.state import Accumulator, Optimizer, Params
 from jaxroll.models import families, moe, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.layers import head_logits
 from jaxroll.models.moe import Load
 from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
@@ -344,6 +346,11 @@ def sharded_like(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Sh
 # R rows, T tokens of a row, D width, V vocabulary. The logits of all tokens, [R, T, V], would be by far the largest
 # array of a step (2.5 GB for 4,096 tokens of Qwen3). So they are computed for `part_tokens` tokens of each row at a
 # time, and recomputed in the backward pass.
+#
+# The head is divided over the devices. The compiler would gather it, and sum its gradient, in each turn of the loop
+# over parts. So each device runs the loop over its own tokens, with all of the head, or its slice of the vocabulary
+# where the mesh has an axis tensor: gathered once before the loop, in the dtype that the model computes in, and kept
+# for the backward loop. That adds up this device's gradient, in float32, and the devices reduce it once behind it.
 
 
 class TokenTerms(NamedTuple):
@@ -369,31 +376,76 @@ def token_terms(
     With `support`, log-probs and entropies are those of the distribution over these ids (see `token_logprobs`). At most
     `logits_mb` MiB of float32 logits exist on a device at a time.
     """
-    R, T = tokens.shape
-    part = part_tokens(spec, layout, (R, T), logits_mb)
 
-    @jax.checkpoint
-    def terms(params: transformer.Params, before: Array, tokens: Array, support: Array | None) -> TokenTerms:
-        logits = transformer.logits(spec, params, before)
+    weight, tied = params["embed" if spec.tied_embeddings else "head"], spec.tied_embeddings
+    head = layout.sharding(("vocab", "embed") if tied else ("embed", "vocab"), weight.shape).spec
+    over = "tensor" if "tensor" in jax.tree.leaves(tuple(head)) else None
+
+    def terms(weight: Array, before: Array, tokens: Array, support: Array | None) -> TokenTerms:
+        logits = head_logits(before, weight, tied=tied, softcap=spec.logit_softcap)
         constant = jax.lax.stop_gradient(logits)
-        entropy = logprob.entropies(constant, temperature, support)
-        return TokenTerms(logprob.token_logprobs(logits, tokens, temperature, support), entropy, constant.var(axis=-1))
+        return TokenTerms(
+            logprob.token_logprobs(logits, tokens, temperature, support, over),
+            logprob.entropies(constant, temperature, support, over),
+            logprob.variances(constant, over),
+        )
 
+    R, T = tokens.shape
+    part = part_tokens(spec, layout, (R, T), logits_mb) // _token_shards(layout, T)
+    rows = layout.sharding(("rows", "tokens"), tokens.shape).spec
+    run = functools.partial(_in_parts, terms, part, axes=head[int(tied)] or (), at=int(tied))
     given = jnp.roll(hidden, 1, axis=1), tokens, support
-    if part == T:
-        return terms(params, *given)
-    S = _token_shards(layout, T)  # a part has as many tokens of each shard
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=(head, rows), out_specs=rows, check_vma=False)(weight, given)
+
+
+def _in_parts(
+    terms: Callable[..., TokenTerms],
+    part: int,
+    weight: Array,
+    given: tuple[Array, Array, Array | None],
+    *,
+    axes: str | tuple[str, ...],
+    at: int,
+) -> TokenTerms:
+    """`terms` of one device's tokens, of `part` tokens of each row at a time.
+
+    `weight` is the device's part of the head, whose axis `at` is divided over the mesh `axes`.
+    """
+    R, T = given[1].shape
 
     def cut(x: Array) -> Array:
-        own = lengthened(x.reshape(R * S, T // S, *x.shape[2:]), part // S)
-        return jnp.moveaxis(own.reshape(R, S, -1, part // S, *x.shape[2:]), 2, 0).reshape(-1, R, part, *x.shape[2:])
+        return jnp.moveaxis(lengthened(x, part).reshape(R, -1, part, *x.shape[2:]), 1, 0)
 
     def whole(x: Array) -> Array:
-        own = jnp.moveaxis(x.reshape(-1, R, S, part // S), 0, 2).reshape(R, S, -1)
-        return own[:, :, : T // S].reshape(R, T)
+        return jnp.moveaxis(x, 0, 1).reshape(R, -1, *x.shape[3:])[:, :T]
 
-    _, parts = jax.lax.scan(lambda _, x: (None, terms(params, *x)), None, jax.tree.map(cut, given))
-    return jax.tree.map(whole, parts)
+    @jax.custom_vjp
+    def run(weight: Array, before: Array, *fixed: Array | None) -> TokenTerms:
+        return forwards(weight, before, *fixed)[0]
+
+    def forwards(weight: Array, before: Array, *fixed: Array | None) -> tuple[TokenTerms, Any]:
+        head = weight.astype(before.dtype)
+        head = jax.lax.all_gather(head, axes, axis=at, tiled=True) if axes else head
+        given = jax.tree.map(cut, (before, *fixed))
+        _, parts = jax.lax.scan(lambda _, x: (None, terms(head, *x)), None, given)
+        return jax.tree.map(whole, parts), (head, given)
+
+    def backwards(kept: Any, cotangents: TokenTerms) -> tuple[Any, ...]:
+        head, given = kept
+
+        def one(total: Array, x: tuple[Any, TokenTerms]) -> tuple[Array, Array]:
+            (before, *fixed), cotangent = x
+            back = jax.vjp(lambda head, before: terms(head, before, *fixed), head, before)[1]
+            of_head, of_hidden = back(cotangent)
+            return total + of_head.astype(jnp.float32), of_hidden
+
+        none = jnp.zeros_like(head, jnp.float32)
+        total, of_hidden = jax.lax.scan(one, none, (given, jax.tree.map(cut, cotangents)))
+        total = jax.lax.psum_scatter(total, axes, scatter_dimension=at, tiled=True) if axes else total
+        return total, whole(of_hidden), None, None
+
+    run.defvjp(forwards, backwards)
+    return run(weight, *given)
 
 
 def part_tokens(spec: ModelSpec, layout: Layout, shape: tuple[int, int], logits_mb: float) -> int:

@@ -248,15 +248,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """The logits of the next token, float32 for every compute dtype."""
-        equation, weight = ("...d,vd->...v", self.embed) if self.tied else ("...d,dv->...v", self.head)
-        found = jnp.einsum(
-            equation,
-            hidden,
-            weight[...].astype(hidden.dtype),
-            precision=exact_precision(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return self.softcap * jnp.tanh(found / self.softcap) if self.softcap else found
+        return head_logits(hidden, (self.embed if self.tied else self.head)[...], tied=self.tied, softcap=self.softcap)
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
         """A critic's value of every hidden state, float32 for every compute dtype."""
@@ -269,6 +261,20 @@ class Decoder(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         return product[..., 0]
+
+
+def head_logits(
+    hidden: Float[Array, "*rows D"], weight: Float[Array, ...], *, tied: bool, softcap: float
+) -> Float[Array, "*rows V"]:
+    """`Decoder.logits` by the head's own parameter, [V, D] if it is `tied` to the embedding and [D, V] otherwise."""
+    found = jnp.einsum(
+        "...d,vd->...v" if tied else "...d,dv->...v",
+        hidden,
+        weight.astype(hidden.dtype),
+        precision=exact_precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return softcap * jnp.tanh(found / softcap) if softcap else found
 
 
 def summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:

@@ -1,8 +1,9 @@
-"""The logits of a step in parts: the same numbers, and never the whole array."""
+"""The logits of a step in parts: the same numbers, never the whole array, and the head is gathered once."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 
 from jaxroll import sharding as layouts
+from jaxroll.algorithms import sampling
 from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner.trainer import Programs
 from jaxroll.models import families, params, transformer
 from jaxroll.sharding import Layout
+from jaxroll.tools import hlo
 
 ROWS, TOKENS = 4, 64
 SPEC = families.spec("nano", vocab_size=1024)
@@ -120,3 +123,80 @@ def test_supports_give_the_gradients_of_masked_logits_in_parts_on_a_sharded_voca
     for name, want in jax.device_get(jax.jit(jax.grad(plain))(jax.device_get(weights))).items():
         scale = max(1e-6, float(np.abs(want).max()))
         np.testing.assert_allclose(out.grads[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)
+
+
+def head_problem(tied: bool, dtype: str, support: bool) -> tuple[families.ModelSpec, dict[str, np.ndarray]]:
+    """A head with hidden states and tokens of rows, supports, and the cotangents of log-probs."""
+    spec = families.spec("nano", vocab_size=8192, compute_dtype=dtype)
+    spec = dataclasses.replace(spec, tied_embeddings=tied, width=16, logit_softcap=30.0)
+    chance, rows = np.random.default_rng(2), (8, 30)
+    tokens = chance.integers(0, spec.vocab_size, rows).astype(np.int32)
+    given = {
+        "weight": chance.normal(size=(spec.vocab_size, 16) if tied else (16, spec.vocab_size)).astype(np.float32),
+        "hidden": chance.normal(size=(*rows, 16)).astype(jnp.dtype(dtype)),
+        "tokens": tokens,
+        "cotangent": chance.normal(size=rows).astype(np.float32),
+    }
+    if support:
+        given["support"] = ((tokens[..., None] + 7 * np.arange(6)) % spec.vocab_size).astype(np.int32)
+        given["support"][::3] = -1
+    return spec, given
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied", "dtype", "support"),
+    [
+        (CUBE, False, "float32", True),
+        (MeshConfig(fsdp=4, sequence=2), True, "float32", False),
+        pytest.param(MeshConfig(fsdp=2, sequence=2, tensor=2), True, "bfloat16", False, marks=pytest.mark.soak),
+        pytest.param(MeshConfig(data=8), True, "float32", True, marks=pytest.mark.soak),
+        pytest.param(MeshConfig(tensor=8), False, "float32", False, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_the_head_is_gathered_once_and_its_gradient_reduced_once(mesh, tied, dtype, support):
+    spec, given = head_problem(tied, dtype, support)
+    layout = Layout(layouts.build(mesh), layouts.LEARNER)
+    logical = {"weight": ("vocab", "embed") if tied else ("embed", "vocab"), "hidden": ("rows", "stream", "width")}
+    where = {
+        name: layout.sharding(logical.get(name, ("rows", "tokens", None)[: x.ndim]), x.shape)
+        for name, x in given.items()
+    }
+
+    def total(terms, weight: jax.Array, hidden: jax.Array, rest: dict[str, jax.Array]) -> tuple:
+        found = terms(weight, hidden, rest["tokens"], rest.get("support"))
+        return jnp.sum(jnp.where(jnp.arange(30) > 0, found[0] * rest["cotangent"], 0.0)), found
+
+    def in_parts(weight, hidden, tokens, support):
+        params, most_mb = {"embed" if tied else "head": weight}, 0.125  # four tokens of each row on a device
+        return step.token_terms(spec, layout, 0.7, params, hidden, tokens, most_mb, support)
+
+    def whole(weight, hidden, tokens, support):
+        before = jnp.roll(hidden, 1, axis=1).astype(jnp.float32)
+        logits = before @ (weight.T if tied else weight).astype(hidden.dtype).astype(jnp.float32)
+        logits = 30.0 * jnp.tanh(logits / 30.0)
+        terms = sampling.token_logprobs(logits, tokens, 0.7, support), sampling.entropies(logits, 0.7, support)
+        return *terms, logits.var(axis=-1)
+
+    def gradient(terms, arrays, **where):
+        rest = {name: x for name, x in arrays.items() if name not in ("weight", "hidden")}
+        found = jax.jit(jax.grad(functools.partial(total, terms), argnums=(0, 1), has_aux=True), **where)
+        lowered = found.lower(arrays["weight"], arrays["hidden"], rest)
+        compiled = lowered.compile()
+        return compiled, jax.device_get(compiled(arrays["weight"], arrays["hidden"], rest))
+
+    out = ((where["weight"], where["hidden"]), where["tokens"])
+    compiled, got = gradient(in_parts, jax.device_put(given, where), out_shardings=out)
+    with jax.default_matmul_precision("highest"):
+        _, want = gradient(whole, jax.tree.map(jnp.asarray, given))
+    limit = 1e-5 if dtype == "float32" else 2e-2
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(tuple(want)), strict=True):
+        one, other = (np.asarray(x, np.float32)[:, 1:] if x.shape[:2] == (8, 30) else x for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit * float(np.abs(other).max()))
+    found = hlo.statistics(compiled.as_text() or "").transfers
+    vocabulary = [one for one in found if one.sent_bytes / one.trips > 4 * spec.vocab_size]  # others are by token
+    assert mesh.tensor == 1 or max(one.trips for one in found) > 1, "sums over tensor are in the loops"
+    assert [one for one in vocabulary if one.trips > 1] == []
+    divided = mesh.devices > mesh.data * mesh.tensor
+    kinds = ["all-gather", "reduce-scatter"] * divided + ["all-reduce"] * (mesh.data > 1)
+    assert sorted(one.kind for one in vocabulary) == sorted(kinds)
