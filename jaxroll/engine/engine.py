@@ -62,9 +62,11 @@ class EngineConfig:
 
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
-    (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`). With
-    `scan_layers`, every program has one layer (of each kind), which it runs in a loop. With `kv_dtype` or
-    `weight_dtype`, "int8" or "fp8", the cache or the matrices of the layers are quantised (`kernels.quantised`).
+    (`Completion.support`). Otherwise requests may truncate only with `truncation`: the programs that sample then have a
+    second variant, which sorts the vocabulary, and which runs only while a request needs it. `prefill_attention` and
+    `paged_attention` name implementations (`kernels.choice`). With `scan_layers`, every program has one layer (of each
+    kind), which it runs in a loop. With `kv_dtype` or `weight_dtype`, "int8" or "fp8", the cache or the matrices of the
+    layers are quantised (`kernels.quantised`).
     """
 
     slots: int
@@ -86,6 +88,7 @@ class EngineConfig:
     support_tokens: int = 0
     experts: bool = False
     draft_tokens: int = 0
+    truncation: bool = False
     scan_layers: bool = False
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
@@ -112,7 +115,8 @@ class EngineConfig:
             page_tokens=sampler.page_tokens,
             cache_pages=sampler.cache_pages if samples else 0,
             memory_fraction=sampler.memory_fraction if samples else 0.0,
-            support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are greedy
+            support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are not truncated
+            truncation=role == "requests",
             prefill_attention=sampler.prefill_attention,
             paged_attention=sampler.paged_attention,
             kv_dtype=sampler.kv_dtype if samples else "",
@@ -149,6 +153,7 @@ class EngineConfig:
             self.support_tokens,
             self.experts,
             self.draft_tokens,
+            truncation=self.truncation,
         )
 
     def limits(self, sizes: Sizes) -> Limits:
@@ -201,7 +206,7 @@ class Engine:
             sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
         )
         self._work = Work(self._device, self._scheduler, sizes, clock, decode)
-        self._able = requests.Capabilities(config.penalties, config.masks, decode is not None, config.support_tokens)
+        self._decodes = decode is not None
         self._params: Held | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
@@ -225,14 +230,7 @@ class Engine:
 
     def add(self, request: Request, on_done: OnDone) -> None:
         """Queue `request`; `on_done` gets its `Result`. Raises DataError at once if it can never be served."""
-        sizes = self._sizes
-        requests.check(
-            request,
-            max_tokens=sizes.max_tokens,
-            max_stops=sizes.max_stops,
-            vocab_size=self._vocab_size,
-            able=self._able,
-        )
+        requests.check(request, self._sizes, vocab_size=self._vocab_size, decodes=self._decodes)
         with self._ids_lock:
             if request.id in self._ids:
                 raise DataError(f"request {request.id} is in the engine already: an id is unique while it is in use")
@@ -416,7 +414,7 @@ class Engine:
         steps = self._work.steps()
         if self._refuse() and not self._scheduler.running:
             return True
-        dispatch = self._device.decode(params, steps, self._scheduler.until_idle())
+        dispatch = self._device.decode(params, steps, self._scheduler.until_idle(), sorts=self._work.sorts())
         self._deliver()  # requests that ended in the previous dispatch, while this one runs
         asked_s = self._clock()
         report = dispatch.report()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -131,18 +131,11 @@ def next_mask(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarra
 Command = Add | Abort | Suspend | Resume | Swap
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """Optional abilities of an engine, which need memory or a tokenizer."""
+def check(request: Request, sizes: Sizes, *, vocab_size: int, decodes: bool) -> None:
+    """Raise DataError, with the reason and a remedy, if an engine of these sizes cannot serve `request`.
 
-    penalties: bool = False
-    masks: bool = False
-    text: bool = False
-    support_tokens: int = 0
-
-
-def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Capabilities) -> None:
-    """Raise DataError, with the reason and a remedy, if an engine with these sizes cannot serve `request`."""
+    It serves stop strings only if it `decodes` tokens.
+    """
     prompt, params, name = request.prompt, request.params, f"request {request.id}"
     if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         raise DataError(f"{name}: the prompt must be a one-dimensional integer array of token ids")
@@ -152,20 +145,20 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
         raise DataError(f"{name}: the prompt is empty: generation needs at least one token to start from")
     if params.max_tokens < 1:
         raise DataError(f"{name}: max_tokens = {params.max_tokens}; it must be at least 1")
-    if len(prompt) + params.max_tokens > max_tokens:
+    if len(prompt) + params.max_tokens > sizes.max_tokens:
         raise DataError(
             f"{name}: {len(prompt)} prompt tokens and max_tokens = {params.max_tokens} exceed the cache of "
-            f"{max_tokens} tokens a slot: lower max_tokens or give the engine a longer cache"
+            f"{sizes.max_tokens} tokens a slot: lower max_tokens or give the engine a longer cache"
         )
-    if len(params.stop_tokens) > max_stops:
-        raise DataError(f"{name}: {len(params.stop_tokens)} stop tokens, but this engine is compiled for {max_stops}")
+    if len(params.stop_tokens) > (most := sizes.max_stops):
+        raise DataError(f"{name}: {len(params.stop_tokens)} stop tokens, but this engine is compiled for {most}")
     if params.temperature < 0 or params.top_k < 0 or not 0 < params.top_p <= 1:
         raise DataError(f"{name}: temperature and top_k must be >= 0 and top_p in (0, 1]; got {params}")
     if not 0 <= params.min_p <= 1 or params.repetition_penalty <= 0:
         raise DataError(f"{name}: min_p must lie in [0, 1] and repetition_penalty be > 0; got {params}")
-    if able.support_tokens and (params.top_k > able.support_tokens or params.untruncated_logprobs):
+    if sizes.support and (params.top_k > sizes.support or params.untruncated_logprobs):
         raise DataError(
-            f"{name}: this engine records supports of at most {able.support_tokens} tokens (sampling.support_tokens): "
+            f"{name}: this engine records supports of at most {sizes.support} tokens (sampling.support_tokens): "
             f"top_k must not exceed that, and untruncated_logprobs must be False; got {params}"
         )
     if (before := request.before) is not None:
@@ -181,9 +174,10 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
     if params.seed is not None and not 0 <= params.seed < _KEY_LIMIT:
         raise DataError(f"{name}: a seed must lie in 0..2^31-1; got {params.seed}")
     for wanted, can, what in (
-        (params.repetition_penalty != 1, able.penalties, "penalties=True, for a repetition penalty"),
-        (request.allowed is not None, able.masks, "masks=True, for a request with a token mask (`allowed`)"),
-        (bool(params.stop_strings), able.text, "decode=, for stop strings"),
+        (params.repetition_penalty != 1, sizes.penalties, "penalties=True, for a repetition penalty"),
+        (request.allowed is not None, sizes.masks, "masks=True, for a request with a token mask (`allowed`)"),
+        (bool(params.stop_strings), decodes, "decode=, for stop strings"),
+        (_truncates(params), sizes.truncation or sizes.support > 0, "truncation=True, for top_k, top_p and min_p"),
     ):
         if wanted and not can:
             raise DataError(f"{name}: this engine was not made with {what}")
@@ -228,6 +222,15 @@ class Sizes:
     experts: bool = False  # the device stores the chosen experts of every token
     draft: int = 0  # tokens that a decode step may draft per slot; 0: no speculative decoding
     window: int = 0  # of the layers with rings (`models.cache`), at most; 0: no rings
+    truncation: bool = False  # requests may truncate, also without `support`
+
+    @property
+    def sorts(self) -> tuple[bool, ...]:
+        """The variants of programs that sample: one without a sort and, if requests may truncate, one that sorts.
+
+        Supports need no sort.
+        """
+        return (False, True) if self.truncation and not self.support else (False,)
 
     @property
     def columns(self) -> int:
@@ -296,6 +299,15 @@ class Sizes:
 
 def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
+
+
+def some_truncate(among: Iterable[Request], sizes: Sizes) -> bool:
+    """True if a program that sorts is needed to sample for these requests."""
+    return True in sizes.sorts and any(_truncates(request.params) for request in among)
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def request_row(request: Request, sizes: Sizes) -> list[int]:

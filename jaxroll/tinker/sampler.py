@@ -14,6 +14,7 @@ import functools
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -152,7 +153,8 @@ class Models:
         self._where = model_params.shardings(self.spec, mesh, layouts.SAMPLER)
         self._served = {name: leaf.dtype for name, leaf in model_params.served(self.spec).items()}
         self._base = trainer.initial(config, args.run_dir, self.layout)
-        engine_config = EngineConfig.of(config, "sampler", weight_swap="drain")
+        # Requests choose their own truncation.
+        engine_config = replace(EngineConfig.of(config, "sampler", weight_swap="drain"), truncation=True)
         self.engine = Engine(self.spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
         self.host = EngineHost(self.engine)
         self._receiver = Receiver(config.transfer, token=token)

@@ -65,6 +65,7 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
         "prefill_buckets": (8, 16),
         "decode_chunk": 4,
         "seed": SEED,
+        "truncation": True,
     }
     config = EngineConfig(**(sizes | overrides))
     with pytest.MonkeyPatch.context() as patch:

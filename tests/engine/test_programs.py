@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.engine import programs, requests
 from jaxroll.models import families
+from jaxroll.tools import hlo
 
 SIZES = requests.Sizes(
     slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4, shards=2
@@ -25,6 +27,22 @@ def test_programs_of_a_large_model_are_lowered_without_allocating():
     assert sorted(lowered) == ["decode", "extend_2048", "extend_512", "insert", "prefill_2048", "prefill_512"]
     text = lowered["decode"].as_text()
     assert "stablehlo.while" in text and "sdy.mesh" in text
+
+
+@pytest.mark.parametrize("support", [0, pytest.param(8, marks=pytest.mark.soak)])
+def test_only_the_programs_for_requests_that_truncate_sort_the_vocabulary(support):
+    sizes = requests.Sizes(4, 32, 2, 2, (8,), 4, 4, truncation=True, support=support)
+    spec = families.spec("nano", vocab_size=96)
+    lowered = programs.lowered(spec, sharding.build(MeshConfig()), sharding.SAMPLER, sizes)
+    sorting = {
+        name
+        for name, program in lowered.items()
+        for operations in hlo.parsed(program.compile().as_text() or "")[0].values()
+        for one in operations.values()
+        if one.kind == "sort" and re.search(r"\b96\b", one.shape)
+    }
+    assert sorting == (set() if support else {"decode_sorting", "insert_sorting"})
+    assert {"decode", "insert"} <= lowered.keys()
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=str)

@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
-from jaxroll.engine.requests import Request
+from jaxroll.engine.requests import Request, Sizes, check
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
@@ -86,6 +87,42 @@ def test_rows_that_ask_for_nothing_are_not_touched_by_those_that_do(able):
         one, other = alone[request.id].completion, mixed[request.id].completion
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_only_dispatches_with_a_request_that_truncates_sort(bench, monkeypatch):
+    """The variants give the same bits, and the one that sorts is left when the last such request ends."""
+    b, sorted_ = bench(slots=3), []
+    decode = b.engine._device.decode
+
+    def seen(*args, sorts):
+        sorted_.append(sorts)
+        return decode(*args, sorts=sorts)
+
+    monkeypatch.setattr(b.engine._device, "decode", seen)
+    plain = requests_of(SamplingParams(12), 2)
+    alone = dict(b.run(plain))
+    assert sorted_ and not any(sorted_)
+    sorted_.clear()
+    again = [dataclasses.replace(request, id=100 + request.id) for request in plain]
+    mixed = b.run([*again, dataclasses.replace(plain[0], id=9, params=SamplingParams(3, top_p=0.5))])
+    assert sorted_[0] and not sorted_[-1]
+    for request in plain:
+        one, other = alone[request.id].completion, mixed[100 + request.id].completion
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(4, top_k=3), SamplingParams(4, top_p=0.9), SamplingParams(4, min_p=0.1)]
+)
+def test_an_engine_without_programs_that_sort_refuses_truncation(params):
+    sizes = Sizes(slots=2, max_tokens=32, rows=1, inserts=1, buckets=(16,), chunk=4, max_stops=4)
+    (request,) = requests_of(params, 1)
+    with pytest.raises(DataError, match="truncation=True"):
+        check(request, sizes, vocab_size=64, decodes=False)
+    greedy = dataclasses.replace(request, params=msgspec.structs.replace(params, temperature=0.0))
+    for served, able in ((request, {"truncation": True}), (request, {"support": 4}), (greedy, {})):
+        check(served, dataclasses.replace(sizes, **able), vocab_size=64, decodes=False)
 
 
 def rising(drawn: np.ndarray) -> np.ndarray:

@@ -107,8 +107,10 @@ def test_an_optimizer_step_gathers_no_parameters(costs: Costs) -> None:
 
 def test_the_learner_gathers_over_fsdp_and_every_forward_reduces_over_tensor(costs: Costs) -> None:
     assert costs["accumulate"]["collectives"]["all-gather"] > 0
-    gather = ("accumulate", "prefill_16", "extend_16", "insert", "decode")
+    gather = ("accumulate", "prefill_16", "extend_16")
     assert all(0 < costs[name]["gathered_bytes"] <= costs[name]["largest_bytes"] for name in gather)
+    for name in ("insert", "decode"):  # without a sort, no chip needs the logits of the whole vocabulary
+        assert costs[name]["gathered_bytes"] < 8 * SPEC.vocab_size * 4
     forward = ("accumulate", "prefill_16", "extend_16", "decode")
     assert all(costs[name]["collectives"]["all-reduce"] > 0 for name in forward)
 
