@@ -433,7 +433,7 @@ class HolderIndex:
     def from_mean(self, least_s: float) -> tuple[int, Iterator[str]]:
         """The number of holders in `quickest` whose mean is below `least_s`, and the names of the others."""
         self._settle()
-        below = bisect_left(self._means, (least_s,))
+        below = bisect_left(self._means, (least_s, ""))
         return below, (self._means[place][1] for place in range(below, len(self._means)))
 
     def with_room(self, but: str, now_s: float) -> Iterator[str]:
