@@ -32,6 +32,7 @@ SPECS = {
     "a pattern and a rest": dataclasses.replace(NANO, layers=5, windows=(4, 0, 4, 0, 4)),
     "experts": dataclasses.replace(families.spec("tiny_moe", vocab_size=24), router_bias=True),
 }
+ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0}
 
 
 @pytest.fixture
@@ -104,7 +105,15 @@ def test_programs_of_adapters_and_of_a_critic_do_not_grow_with_the_number_of_lay
     assert operations(4) == operations(2)
 
 
-@pytest.mark.parametrize("options", [{"lora_rank": 3, "lora_alpha": 6.0}, PPO], ids=["adapters", "critic"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ADAPTERS | PPO,
+        pytest.param(ADAPTERS, marks=pytest.mark.soak),
+        pytest.param(PPO, marks=pytest.mark.soak),
+    ],
+    ids=["both", "adapters", "critic"],
+)
 def test_adapters_and_a_critic_are_trained_as_with_single_layers(
     small_config, make_trainer, make_claim, options: dict
 ) -> None:
