@@ -12,9 +12,12 @@ import ast
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import sqlite3
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +276,75 @@ def test_readers_of_a_damaged_run(
             wrong.append(f"{name}: wrote {err[:300]!r}")
         if command in CONNECTED and name in MUST_REFUSE and code != EXIT_CONFIG:
             wrong.append(f"{name}: was not refused ({code}: {err[:300]!r})")
+    assert not wrong, "\n".join(wrong)
+
+
+OTHER_USER = 65534
+# Files that the user may not read, "" for the folder itself; with "-w" it may not be written.
+FORBIDDEN = ("", "run.json", "store.db", "metrics.jsonl", "heldout.json", "alphabet.json", "checkpoints", "token", "-w")
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """Permissions count: root, which may read everything, acts as another user meanwhile."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(OTHER_USER)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def given_away(run: Path, forbidden: str) -> None:
+    """Give the run to the other user, without the permission to read `forbidden`."""
+    if forbidden not in ("", "-w") and not (run / forbidden).exists():
+        (run / forbidden).mkdir()
+    for path in (run, *run.rglob("*")) if os.geteuid() == 0 else ():
+        os.chown(path, OTHER_USER, -1)
+    (run if forbidden == "-w" else run / forbidden).chmod(0o500 if forbidden == "-w" else 0)
+
+
+SAY_IT = {"report", "inspect", "export", "checkpoints", "list", "config", "resume", "fork", "generate"}
+NOT_SOAK = {"report", "inspect", "checkpoints", "list", "resume"}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[] if name in NOT_SOAK else [pytest.mark.soak]) for name in READERS]
+)
+def test_readers_of_a_run_that_the_user_may_not_read(
+    command: str, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    wrong = []
+    with tempfile.TemporaryDirectory() as made:  # the folders of pytest are those of the user who runs it
+        home = Path(made)
+        home.chmod(0o777)
+        monkeypatch.chdir(home)
+        for name in ("nothing", *FORBIDDEN):
+            run = home / (name or "folder") / "run"
+            shutil.copytree(whole, run)
+            words = [word.replace("RUN", str(run)).replace("OUT", str(home / "out")) for word in READERS[command]]
+            try:
+                if name == "nothing":  # it loads the modules, which may be files of root
+                    outcome(words, capsys)
+                    continue
+                given_away(run, name)
+                with as_another_user():
+                    code, err = outcome(words, capsys)
+            except Exception as error:  # noqa: BLE001  # all of them are listed
+                wrong.append(f"{name}: raised {type(error).__name__}: {error}")
+                continue
+            finally:
+                run.chmod(0o700)
+            if code not in (0, EXIT_FAILURE, EXIT_CONFIG):
+                wrong.append(f"{name}: ended with {code}")
+            refused = code == EXIT_CONFIG or (code == EXIT_FAILURE and bool(err))
+            if refused and (err.count("\n") != 1 or not err.startswith("error: ")):
+                wrong.append(f"{name}: wrote {err[:300]!r}")
+            if name in ("", "run.json") and command in SAY_IT and "ermission" not in err:
+                wrong.append(f"{name}: was not refused for that ({code}: {err[:300]!r})")
     assert not wrong, "\n".join(wrong)
 
 
