@@ -68,7 +68,7 @@ def sample(
     else:
         kept = sorted_out() if sorts else logits
     judged = kept if sorts is False else jnp.where((untruncated & truncated)[:, None], logits, kept)
-    # A barrier: the operations after it are compiled by themselves, so that a program that sorts computes the same bits.
+    # A barrier: what comes after it is compiled by itself, so that a program that sorts computes the same bits.
     kept, judged = jax.lax.optimization_barrier((kept, judged))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(_typed(keys))
     perturbed = tempered(kept, temperature) + jnp.where(greedy[:, None], 0.0, noise)
