@@ -385,7 +385,8 @@ def refreshed(
         pages, to = jnp.take_along_axis(tables, at[..., None], axis=1), jnp.where(mine, at, B)
         far = jnp.max(known)
 
-        def laid(pool: Float[Array, "D K P U H"], old: Levels, axis: int) -> Levels:
+        def laid(pool: Pool, old: Levels, axis: int) -> Levels:
+            assert not isinstance(pool, Quantised), "`kernels.choice` allows no contiguous copy of quantised pages"
             found, begin = [], 0
             for level in old:
                 C = level.shape[axis]

@@ -265,7 +265,7 @@ def in_loop(spec: ModelSpec, number: int, names: Iterable[str] | None = None) ->
     )
 
 
-def of_cycles(spec: ModelSpec, stacks: Mapping[str, jax.Array]) -> list[Params]:
+def of_cycles(spec: ModelSpec, stacks: Mapping[str, jax.Array | Quantised]) -> list[Held]:
     """The stacks by name in a layer ("attn.q"), for every layer of a period."""
     return [{name: stacks[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(spec.period)]
 
@@ -282,7 +282,7 @@ def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None
     """
     found = outside_loop(spec, params) | stacked(spec, params, layout) if spec.scan else dict(params)
     if not spec.weight_dtype:
-        return found
+        return dict(found)
     return {
         name: quantised.columns(value, spec.weight_dtype, inputs) if (inputs := _inputs(name)) else value
         for name, value in found.items()

@@ -19,7 +19,7 @@ from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
 from jaxroll.kernels.attention import SharedRows, blocks, paged, reach, within
 from jaxroll.kernels.choice import XLA
-from jaxroll.kernels.quantised import Pool, as_read
+from jaxroll.kernels.quantised import Pool, Quantised, as_read
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, extended, filled
@@ -30,6 +30,7 @@ from jaxroll.models.params import block, in_loop, layers_in_loop, module, of_cyc
 from jaxroll.sharding import Layout
 
 Params = Mapping[str, jax.Array]
+Weights = Mapping[str, jax.Array | Quantised]  # the parameters as an engine holds them
 _KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
 Layers = tuple[Float[Array, "R T K H"], ...]
 Layer = int | Array  # the number of a layer: traced in a loop
@@ -165,7 +166,7 @@ def _scanned(
 
     given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
 
-    def cycle(x: Array, of_cycle: tuple[Sequence[Params], Array | None]) -> tuple[Array, Load | None]:
+    def cycle(x: Array, of_cycle: tuple[Sequence[Weights], Array | None]) -> tuple[Array, Load | None]:
         values, given = of_cycle
         loads = []
         for at, step in enumerate(steps):
@@ -224,7 +225,7 @@ def prefill_with_experts(
 
 def prefill_into(
     spec: ModelSpec,
-    params: Params,
+    params: Weights,
     held: Any,
     keep: Callable[[Any, Layer, int, Array, Array], Any],
     tokens: Int[Array, "R T"],
@@ -253,7 +254,7 @@ def prefill_into(
 
 def extend(
     spec: ModelSpec,
-    params: Params,
+    params: Weights,
     cache: KVCache,
     tokens: Int[Array, "R T"],
     pages: Pages,
@@ -299,7 +300,7 @@ def extend(
 
 def decode(
     spec: ModelSpec,
-    params: Params,
+    params: Weights,
     cache: KVCache,
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
@@ -348,7 +349,7 @@ def decode(
 
 def decode_contiguous(
     spec: ModelSpec,
-    params: Params,
+    params: Weights,
     cache: KVCache,
     side: ContiguousCache,
     tokens: Int[Array, " S"],
@@ -384,7 +385,7 @@ def decode_contiguous(
 
 def _with_record(
     pool: Array | None, chosen: Array | None, split: Callable[[Array], Array], tables: Array, positions: Array
-) -> Array | None:
+) -> Pool | None:
     """The pool of recorded choices with those of one more token in every slot; None if nothing is recorded."""
     if pool is None or chosen is None:
         return pool
@@ -415,14 +416,14 @@ def _rotation(spec: ModelSpec, positions: Int[Array, "*rows"], window: int) -> R
     return rotation(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling)
 
 
-def outer(spec: ModelSpec, params: Params) -> Decoder:
+def outer(spec: ModelSpec, params: Weights) -> Decoder:
     """The decoder of an engine's program: without its layers if they are in a loop (`params.held`)."""
     return outside(spec, params) if spec.scan else module(spec, params)
 
 
 def through(
     spec: ModelSpec,
-    params: Params,
+    params: Weights,
     decoder: Decoder,
     x: Array,
     positions: Int[Array, "*rows"],
@@ -456,7 +457,7 @@ def through(
     if spec.scan:
         first = layers_in_loop(spec)
 
-        def cycle(carry: tuple[Array, Held], of_cycle: tuple[Sequence[Params], Array]) -> tuple[Any, list[Array]]:
+        def cycle(carry: tuple[Array, Held], of_cycle: tuple[Sequence[Weights], Array]) -> tuple[Any, list[Array]]:
             (x, held), (values, index), found = carry, of_cycle, []
             for at, weights in enumerate(values):
                 x, held, chosen = one(block(spec, weights), index * period + at, windows[at], x, held)

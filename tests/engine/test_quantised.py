@@ -247,5 +247,5 @@ def test_every_form_of_an_engine_has_the_quantised_policy(variant: str, override
     results = played(engine, requests)
     got = sampled(results, requests)
     off = np.abs(got - log_probs(variant, requests, results, dtype, how["weight_dtype"]))
-    assert np.mean(off < 2e-5) > 0.8 and off.max() < 0.02
-    assert np.mean(np.abs(got - log_probs(variant, requests, results, "", ""))) > 1e-3
+    plain = np.abs(got - log_probs(variant, requests, results, "", ""))
+    assert np.median(off) < 1e-5 and off.mean() < 0.05 * plain.mean() and plain.mean() > 1e-3, (off.mean(), off.max())
