@@ -190,7 +190,7 @@ def shares(folder: Path, seconds: float | None, steps: int) -> Shares:
 def shares_of(trace: Any, seconds: float | None, steps: int) -> Shares:
     """The table of `trace` (`jax.profiler.ProfileData`) over `seconds`; None: from its first event to its last."""
     devices: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    operations, calls, threads = Counter[str](), Counter[str](), Counter[str]()
+    operations, calls, threads = (defaultdict[str, float](float) for _ in range(3))
     counts, bounds = Counter[str](), [float("inf"), 0.0]
     for plane in trace.planes:
         is_device = plane.name.startswith("/device:") and "CUSTOM" not in plane.name
@@ -222,14 +222,18 @@ def shares_of(trace: Any, seconds: float | None, steps: int) -> Shares:
         steps,
         seconds,
         {name: union_ns(spans) / 1e9 for name, spans in sorted(devices.items())},
-        {name: own / 1e9 for name, own in threads.most_common()},
+        {name: own / 1e9 for name, own in _longest(threads)},
         _top(operations, counts),
         _top(calls, counts),
     )
 
 
-def _top(own: Counter[str], counts: Mapping[str, int]) -> list[Operation]:
-    return [Operation(name, value / 1e9, counts[name]) for name, value in own.most_common(SHOWN)]
+def _longest(own: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(own.items(), key=lambda item: item[1], reverse=True)
+
+
+def _top(own: Mapping[str, float], counts: Mapping[str, int]) -> list[Operation]:
+    return [Operation(name, value / 1e9, counts[name]) for name, value in _longest(own)[:SHOWN]]
 
 
 def _lines_of(plane: Any) -> list[Any]:
