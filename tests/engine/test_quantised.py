@@ -139,7 +139,7 @@ def sampled(results: dict[int, Result], requests: list[Request]) -> np.ndarray:
     return np.concatenate([results[one.id].completion.logprobs for one in requests])
 
 
-MODES = [("int8", "fp8"), ("fp8", "int8")]
+MODES = [("int8", "fp8"), pytest.param("fp8", "int8", marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize(("kv_dtype", "weight_dtype"), MODES)
