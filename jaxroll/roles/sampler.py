@@ -20,22 +20,18 @@ from typing import Any
 
 import msgspec
 
-from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import episode_tokens, flush_tokens, one_version, renewal_s, sampler_members
+from jaxroll.config.derived import flush_tokens, one_version, renewal_s, sampler_members
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.session import EngineSession, Session, until_one_ends
+from jaxroll.roles.session import Serving, Session, until_one_ends
 from jaxroll.roles.weights import Progress, SwapGate, suspended
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.rpc import protocol, tls
-from jaxroll.rpc.server import RawServer
-from jaxroll.serving import service
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
 #
@@ -326,64 +322,6 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
         return row
     failed = {f"{label} {kind}": n for label, of in sources.items() for kind, n in of.failed.items()}
     return row | {"sources": {label: of.means() for label, of in sources.items()}, "failed_by_source": failed}
-
-
-# --- Sampler role: the service for actors
-
-STATUS_EVERY_S = 2.0  # between two checks if the run is closed
-_GRACE_S = 0.5
-_TOKEN_BYTES = 4  # of a prompt on the wire
-
-
-class Serving:
-    """Generation service for actors over the engine of `session`."""
-
-    def __init__(self, session: EngineSession) -> None:
-        self._session, self._args, self._config = session, session.args, session.config
-        self._service = service.Serving(
-            session.proxy,
-            session.parts.follower,
-            run_id=session.store.welcome.run_id,
-            config_digest=session.args.config_digest,
-        )
-
-    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """The tasks to run concurrently until the run is closed."""
-        return (self._serve(), self._until_closed(), self._drained())
-
-    def counts(self) -> dict[str, int]:
-        """Requests of actors: open now, and answered since the start."""
-        return {"requests_in_flight": self._service.open, "requests_served": self._service.served}
-
-    async def give_back(self) -> None:
-        """Do nothing: actors hold the leases."""
-
-    async def _serve(self) -> None:
-        args, kept = self._args, self._config.store
-        server = RawServer(
-            service.SERVICE, self._service.methods(), secret=protocol.load_secret(args.run_dir),
-            max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
-            calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
-            held_bytes=service.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
-        )  # fmt: skip
-        port = server.bind(args.host, args.port, insecure=args.insecure)
-        await server.start()
-        try:
-            address = protocol.address(args.host, port)
-            disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
-            self._session.parts.follower.serves_on = address
-            self._session.progress(f"serves actors on {address}")
-            await asyncio.Event().wait()
-        finally:
-            await server.stop(_GRACE_S)
-
-    async def _drained(self) -> None:
-        await self._session.stopping.wait()
-        await self._service.drain()
-
-    async def _until_closed(self) -> None:
-        while not (await self._session.store.status())["closed"]:
-            await asyncio.sleep(STATUS_EVERY_S)
 
 
 # --- The role

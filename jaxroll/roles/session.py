@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll import disk, lifeline
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
-from jaxroll.config.derived import actor_names, cache_tokens
+from jaxroll.config.derived import actor_names, cache_tokens, episode_tokens
 from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors, Threads
@@ -37,6 +37,8 @@ from jaxroll.rollout import episode
 from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
+from jaxroll.rpc.server import RawServer
+from jaxroll.serving import service
 from jaxroll.serving.agents import Agents
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 
@@ -425,3 +427,61 @@ async def serve_http(session: EngineSession, slots: int) -> None:
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")
     await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)
+
+
+# --- Generation service of a sampler's engine, for actors
+
+STATUS_EVERY_S = 2.0  # between two checks if the run is closed
+_GRACE_S = 0.5
+_TOKEN_BYTES = 4  # of a prompt on the wire
+
+
+class Serving:
+    """Generation service for actors over the engine of `session`."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session, self._args, self._config = session, session.args, session.config
+        self._service = service.Serving(
+            session.proxy,
+            session.parts.follower,
+            run_id=session.store.welcome.run_id,
+            config_digest=session.args.config_digest,
+        )
+
+    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """The tasks to run concurrently until the run is closed."""
+        return (self._serve(), self._until_closed(), self._drained())
+
+    def counts(self) -> dict[str, int]:
+        """Requests of actors: open now, and answered since the start."""
+        return {"requests_in_flight": self._service.open, "requests_served": self._service.served}
+
+    async def give_back(self) -> None:
+        """Do nothing: actors hold the leases."""
+
+    async def _serve(self) -> None:
+        args, kept = self._args, self._config.store
+        server = RawServer(
+            service.SERVICE, self._service.methods(), secret=protocol.load_secret(args.run_dir),
+            max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
+            calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
+            held_bytes=service.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
+        )  # fmt: skip
+        port = server.bind(args.host, args.port, insecure=args.insecure)
+        await server.start()
+        try:
+            address = protocol.address(args.host, port)
+            disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
+            self._session.parts.follower.serves_on = address
+            self._session.progress(f"serves actors on {address}")
+            await asyncio.Event().wait()
+        finally:
+            await server.stop(_GRACE_S)
+
+    async def _drained(self) -> None:
+        await self._session.stopping.wait()
+        await self._service.drain()
+
+    async def _until_closed(self) -> None:
+        while not (await self._session.store.status())["closed"]:
+            await asyncio.sleep(STATUS_EVERY_S)
