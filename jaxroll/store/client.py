@@ -110,12 +110,17 @@ class StoreClient:
         """The newest position of the store's log in any reply."""
         return self._raw.position
 
-    async def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
-        """Grants for at most `max_members` members. Raises NoCredit if there were none within `wait_s`."""
+    async def lease(
+        self, version: Version, max_members: int, wait_s: float = 0.0, *, reserved: bool = False
+    ) -> list[Grant]:
+        """Grants for at most `max_members` members. Raises NoCredit if there were none within `wait_s`.
+
+        `reserved`: only those that are reserved for this sampler, which may be none.
+        """
         request = uuid.uuid4().hex
 
         async def ask(left_s: float) -> list[Grant]:
-            call = msg.LeaseCall(version, max_members, left_s, request)
+            call = msg.LeaseCall(version, max_members, left_s, request, reserved)
             reply = await self._call("Lease", call, msg.LeaseReply, left_s)
             self.holders = reply.holders
             if reply.surplus:
@@ -165,9 +170,13 @@ class StoreClient:
         """End all leases of this process, granted ones whose reply was lost included, as its last call."""
         await self._call("Leave", None, msg.Done)
 
-    async def release(self, grants: Sequence[Key]) -> None:
-        """Return leases."""
-        await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants)), msg.Members)
+    async def release(self, grants: Sequence[Key], to: str = "") -> None:
+        """Return leases; `to` is the sampler for which they are reserved for a while."""
+        await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants), to), msg.Members)
+
+    async def repack(self, version: Version, members: int, tokens: int, wait_s: float) -> msg.RepackReply:
+        """Report members whose end new weights wait for; the reply says within `wait_s` if some are to move."""
+        return await self._call("Repack", msg.RepackCall(version, members, tokens, wait_s), msg.RepackReply, wait_s)
 
     async def claim(
         self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None, *, ahead: bool = False

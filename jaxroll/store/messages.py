@@ -47,12 +47,16 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class LeaseCall(msgspec.Struct, frozen=True):
-    """Request for leases. A retry carries the same `request` id and gets the same grants."""
+    """Request for leases. A retry carries the same `request` id and gets the same grants.
+
+    `reserved`: only members that are reserved for the caller, without a wait.
+    """
 
     version: Version
     max_members: Count
     wait_s: float
     request: Label
+    reserved: bool = False
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
@@ -64,9 +68,29 @@ class LeaseReply(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """Keys of leases: those to renew or release in a call, those lost or ended in a reply."""
+    """Keys of leases: those to renew or release in a call, those lost or ended in a reply.
+
+    `to`: released members are reserved for this sampler.
+    """
 
     members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+    to: Label = ""
+
+
+class RepackCall(msgspec.Struct, frozen=True):
+    """Report of a sampler whose new weights wait for its `members`, which have `tokens` in the KV cache."""
+
+    version: Version
+    members: Count
+    tokens: Count
+    wait_s: float
+
+
+class RepackReply(msgspec.Struct, frozen=True):
+    """The sampler to which the caller gives its members, or True if members are reserved for the caller."""
+
+    to: str = ""
+    coming: bool = False
 
 
 class EndedCall(msgspec.Struct, frozen=True):

@@ -200,7 +200,7 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
     for other, at_s in state.idle_s.items():
         if other == name or now_s - at_s > IDLE_S or not is_present(settings, state, other, now_s):
             continue
-        if are_peers(state, name, other) and not is_unreliable(state, other) and not _is_on_trial(state, other):
+        if are_peers(state, name, other) and not is_unreliable(state, other) and not on_trial(state, other):
             return other
     return ""
 
@@ -215,16 +215,10 @@ def is_present(settings: Settings, state: State, name: str, now_s: float) -> boo
     return now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
 
 
-def _is_on_trial(state: State, name: str) -> bool:
-    return name in state.holders and state.holders[name].on_trial
-
-
 def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
     """True if `name` is on trial and its last rest began less than `LONGEST_S` ago, so that idle others come first."""
-    health = state.holders.get(name)
-    if health is None or not health.on_trial or health.rested_at_s is None:
-        return False
-    return now_s - health.rested_at_s < LONGEST_S
+    rested_at_s = state.holders[name].rested_at_s if on_trial(state, name) else None
+    return rested_at_s is not None and now_s - rested_at_s < LONGEST_S
 
 
 def over(settings: Settings, state: State) -> str:
@@ -255,6 +249,7 @@ def checkpoint_wanted(settings: Settings, state: State) -> bool:
 # most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.limiter`).
 
 AVOIDED_S = 60.0
+RESERVED_S = 5.0  # after a release for another holder only that one may lease the member
 SEEN_EVERY_S = 1.0
 
 
@@ -354,11 +349,15 @@ class MemberChooser:
     def __init__(self, settings: Settings, state: State, name: str, version: Version, now_s: float) -> None:
         self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
         self.groups: Callable[[Group], bool] = lambda group: True  # those whose members it may lease
+        self.reserved = False  # it leases members that are reserved for it, and no others
         # Where weights change only between members or intervals, a member starts again instead of waiting.
         self._version = None if settings.one_version or settings.limiter.intervals else version
 
     def takes(self, slot: Slot) -> bool:
-        """True unless the member waits for newer weights, or is reserved for a holder that has not failed it."""
+        """True unless the member rests, waits for newer weights, or is left to a holder that has not failed it."""
+        rests = slot.rests_until_s > self._now_s
+        if rests != self.reserved or (rests and slot.reserved_for != self._name):
+            return False
         if slot.flushed is not None and self._version is not None and slot.flushed.runs[-1].version > self._version:
             return False
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
@@ -375,8 +374,8 @@ def free_members(group: Group, now_s: float, taker: MemberChooser | None = None)
     """The members of a group that can be leased now to `taker`; None: to any holder."""
     if taker is not None and not taker.groups(group):
         return []
-    free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s]
-    return free if taker is None else [(m, s) for m, s in free if taker.takes(s)]
+    takes = taker.takes if taker is not None else lambda slot: slot.rests_until_s <= now_s
+    return [(m, s) for m, s in group.missing() if s.status == FREE and takes(s)]
 
 
 def is_awaited(settings: Settings, state: State, place: int) -> bool:

@@ -1,7 +1,6 @@
 """Requests to the state machine, its answers, and the events that it logs; `machine` defines their effects.
 
-Events hold durations, never clock readings. `Awaited`, `Hungry`, `Seen`, `Renewed` and `Extended` change only times
-on the store's clock and are not logged, because a restart renews every open lease anyway.
+Events hold durations, never clock readings. `NOT_LOGGED` ones change only times: a restart renews all leases anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from jaxroll.policy.selection import Pace
 from jaxroll.records import Grant, Task, Version, VersionRef, VersionRun
 
 # --- Requests to the state machine, and its answers other than refusals (`jaxroll.errors`)
-
 Key = tuple[int, int, int]  # (group, member, attempt)
 
 
@@ -39,7 +37,7 @@ class Leave:
 class Lease:
     """Request for up to `max_members` leases by a sampler at `version`. `prompts` are those that the feeder has ready.
 
-    A retry with the same `request` id (after a lost reply) gets the same grants.
+    A retry with the same `request` id (after a lost reply) gets the same grants. `reserved`: only those kept for it.
     """
 
     name: str
@@ -48,6 +46,7 @@ class Lease:
     max_members: int
     request: str
     prompts: tuple[tuple[Task, bytes], ...] = ()
+    reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,10 @@ class Renew:
 
 @dataclass(frozen=True)
 class Release:
-    """Return of leases."""
+    """Return of leases. For a while only the holder `to` may lease them, if it is not '' and present."""
 
     members: tuple[Key, ...]
+    to: str = ""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):
-    """Leases ended without a put: they expired, were released or too slow, or their holder restarted.
+    """Leases ended without a put: they expired, were too slow or released (for a holder), or their holder restarted.
 
     `holder_rest_s` is the rest imposed on a slow holder (0: none); None: the end does not count against the holder.
     """
@@ -269,6 +269,7 @@ class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"
     members: tuple[int, ...]
     reason: str
     holder_rest_s: float | None = None
+    reserved_for: str = ""
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):

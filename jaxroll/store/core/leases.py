@@ -97,8 +97,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
     refusal = _lease_refusal(settings, state, r)
     if refusal is not None:
         return refuse(refusal)
-    receipt = state.receipts.get(r.session)
-    if receipt is not None and receipt.request == r.request:
+    if (receipt := state.receipts.get(r.session)) is not None and receipt.request == r.request:
         return Decision(reply=ev.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if why := admission.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
@@ -107,6 +106,10 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
     if admission.on_trial(state, r.name):
         r = replace(r, max_members=1)
     taker = admission.MemberChooser(settings, state, r.name, r.version, now_s)
+    if r.reserved:
+        taker.reserved = True
+        events, grants, _, _ = _lease_open(settings, state, r, Share(r.max_members), taker, now_s)
+        return Decision(events, ev.Leases(tuple(grants), 0))
     taker.groups = lambda group: _serves(settings, state, r.name, group.task)
     share = share_of(settings, state, r, now_s, taker)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
@@ -263,8 +266,7 @@ def _lease_prompts(
         spare_bytes = budget_bytes - issued * size * state.member_bytes
         why = _issue_refusal(settings, state, unclaimed + issued, claimed, r.version.step, spare_bytes)
         # Not while no group may be issued: until then, the results of the questions may change.
-        passed = _passed(state, r, used, Curriculum() if why else settings.curriculum)
-        if passed is not None:
+        if (passed := _passed(state, r, used, Curriculum() if why else settings.curriculum)) is not None:
             events.append(passed)
             used = passed.ordinal - state.next_ordinal + 1
         if why or used == len(r.prompts):
@@ -443,13 +445,14 @@ def renew(settings: Settings, state: State, r: ev.Renew, now_s: float) -> Decisi
 
 
 def release(settings: Settings, state: State, r: ev.Release, now_s: float) -> Decision:
-    """Free members that their holder gives back."""
+    """Free members that their holder gives back, for another one if that is present."""
+    to = r.to if state.sessions.get(r.to) else ""
     given: dict[int, list[int]] = {}
     for group, member, attempt in r.members:
         slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt:
             given.setdefault(group, []).append(member)
-    return Decision([ev.LeaseEnded(group, tuple(members), "released") for group, members in given.items()])
+    return Decision([ev.LeaseEnded(group, tuple(some), "released", reserved_for=to) for group, some in given.items()])
 
 
 def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision:
@@ -458,8 +461,7 @@ def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision
         return Decision([ev.Extended(r.stalled_s)])
     events: list[ev.Event] = []
     for group in state.index.lacking.values():
-        late = [m for m, s in group.missing() if s.status == LEASED and s.deadline_s <= now_s]
-        if late:
+        if late := [m for m, s in group.missing() if s.status == LEASED and s.deadline_s <= now_s]:
             events.append(ev.LeaseEnded(group.id, tuple(late), "expired"))
     return Decision(events + _too_slow(settings, state, now_s))
 
@@ -477,8 +479,7 @@ def _too_slow(settings: Settings, state: State, now_s: float) -> list[ev.Event]:
             if slot.status != LEASED or slot.deadline_s <= now_s or not _takes_long(settings, state, slot, now_s):
                 continue
             health = known.setdefault(slot.holder, msgspec.structs.replace(state.holders[slot.holder]))
-            rest_s = health.next_rest_s(slot.leased_at_s, now_s)
-            if rest_s is not None:
+            if (rest_s := health.next_rest_s(slot.leased_at_s, now_s)) is not None:
                 health.note_failure(rest_s, health.error, now_s)
             events.append(ev.LeaseEnded(group.id, (member,), "too slow", rest_s))
     return events

@@ -13,7 +13,7 @@ from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, 
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
-from jaxroll.store.core.admission import FILTERED, Settings
+from jaxroll.store.core.admission import FILTERED, RESERVED_S, Settings
 from jaxroll.store.core.events import Key
 from jaxroll.store.core.leases import Decision
 from jaxroll.store.core.state import (
@@ -88,7 +88,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
             group.leased_at_s = now_s
         for slot in group.slots:
             slot.rests_until_s = slot.avoided_until_s = 0.0
-            slot.leased_at_s = None
+            slot.reserved_for, slot.leased_at_s = "", None
             if slot.status == LEASED:
                 slot.deadline_s = now_s + lease_s
     state.moved_at_s = now_s
@@ -187,6 +187,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot.flushed = slot.flushed if member in resumed else None
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
+        slot.reserved_for = ""
     note_seen(state, e.holder, now_s)
     state.index.changed(group)
     no_room(state, e.holder)
@@ -199,9 +200,11 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
 def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
     group = state.open[e.group]
     for member in e.members:
-        group.slots[member].status = FREE
+        slot = group.slots[member]
+        slot.status, slot.reserved_for = FREE, e.reserved_for
+        slot.rests_until_s = now_s + RESERVED_S if e.reserved_for else 0.0
         if e.holder_rest_s is not None:
-            puts.note_too_slow(state, group.slots[member].holder, e.holder_rest_s, now_s)
+            puts.note_too_slow(state, slot.holder, e.holder_rest_s, now_s)
     state.index.changed(group)
 
 

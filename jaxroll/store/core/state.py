@@ -42,6 +42,7 @@ class Slot(msgspec.Struct, gc=False):
     deadline_s: float = 0.0
     leased_at_s: float | None = None  # None: the store has restarted since
     rests_until_s: float = 0.0
+    reserved_for: str = ""  # the holder that may lease it while it rests
     digest: str = ""
     size_bytes: int = 0
     runs: tuple[VersionRun, ...] = ()
@@ -67,17 +68,14 @@ class Slot(msgspec.Struct, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """G members of one task. `step` is the claim that took it; `leased_at_s` the time of its first lease.
-
-    `ordinal` is the position of its prompt in the prompt stream.
-    """
+    """G members of one task. `step` is the claim that took it; `leased_at_s` the time of its first lease."""
 
     id: int
     task: Task
     slots: list[Slot]
     reissue_of: int | None = None
     reissues: int = 0
-    ordinal: int = 0
+    ordinal: int = 0  # the position of its prompt in the prompt stream
     wanted: int = 0  # the first `wanted` members to finish count; 0: all
     leased_at_s: float | None = None
     ready_place: int | None = None

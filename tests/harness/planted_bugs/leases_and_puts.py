@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.store.core import admission, leases, machine, puts, state
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import leases, machine, puts, state
 from tests.harness.store_model.checked_store import Store
 
 Patch = pytest.MonkeyPatch
@@ -285,3 +285,21 @@ def window_adapts_to_a_deadlock(patch: Patch) -> None:
         "window_in_force",
         lambda window, rules, now: 1 if rules.window == "adaptive" else window(rules, now),
     )
+
+
+@breaks("2 reserved members")
+def reserved_members_go_to_anyone(patch: Patch) -> None:
+    patch.setattr(machine, "RESERVED_S", 0.0)
+
+
+@breaks("2 re-leased")
+def reservation_that_never_ends(patch: Patch) -> None:
+    patch.setattr(machine, "RESERVED_S", 1e9)
+
+
+@breaks("2 reserved members")
+def reservation_for_whoever_asks(patch: Patch) -> None:
+    def takes(original: Any, self: admission.MemberChooser, slot: state.Slot) -> bool:
+        return original(self, msgspec.structs.replace(slot, reserved_for=self._name))
+
+    wrap(patch, admission.MemberChooser, "takes", takes)

@@ -103,6 +103,7 @@ class Books:
         self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
         self.avoided = 0  # how often a member was left to another holder
         self.ended_as_slow = 0  # leases
+        self.moved = 0  # members leased by the sampler for which they were reserved
         self.awaited = False  # the learner waits for a claim
         self.learner = self.closed = ""
         self.data_ended = False
@@ -228,7 +229,7 @@ class Books:
             broken("conservation", f"group {gid} is issued twice")
         self.next_group = gid + 1
         fields = {"status": FREE, "attempt": 0, "fenced": 0, "session": "", "name": "", "deadline": 0.0, "rest": 0.0}
-        fields |= {"avoid": 0.0, "leased": None, "digest": "", "bytes": 0, "runs": ()}
+        fields |= {"for": "", "avoid": 0.0, "leased": None, "digest": "", "bytes": 0, "runs": ()}
         fields |= {"INFRA": 0, "DATA": 0, "salt": 0, "reward": 0.0}
         members = [fields | {"failed": {}, "failed_by": set()} for _ in range(self.rules.members)]
         group = {"prompt": prompt, "reissues": reissues, "members": members, "leased_at": None, "place": None}

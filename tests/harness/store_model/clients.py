@@ -58,12 +58,13 @@ class Sampler:
             for key in rng.sample(list(self.holding), rng.randint(1, min(4, len(self.holding)))):
                 if key in self.holding:  # an answer may have taken it away meanwhile
                     self.sample(world, key)
-        elif roll < 0.92 and self.holding:
+        elif roll < (0.87 if world.moves else 0.92) and self.holding:
             self.renew(world)
         elif roll < 0.94 and self.holding:
             key = rng.choice(list(self.holding))
             self.holding.pop(key)
-            world.ask(self, ev.Release((key,)), ignore)
+            to = rng.choice(world.samplers).name if world.moves else ""
+            world.ask(self, ev.Release((key,), to), ignore)
         elif world.sent:
             put = rng.choice(world.sent)
             world.ask(self, replace(put, digest="other") if rng.random() < 0.3 else put, ignore)
@@ -97,7 +98,8 @@ class Sampler:
                 self.holding |= {key: [] for key in keys}
                 world.granted = [*world.granted[-20:], *keys]
 
-        request = ev.Lease(self.name, self.session, self.version, room, world.name("r"))
+        reserved = world.moves and world.faults > 0 and world.rng.random() < 0.4
+        request = ev.Lease(self.name, self.session, self.version, room, world.name("r"), reserved=reserved)
         world.ask(self, request, heard, world.ready(room // world.rules.size + 1))
 
     def sample(self, world: World, key: ev.Key) -> None:

@@ -8,6 +8,7 @@ the answer must be the only allowed one. A refusal must have one of the reasons 
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from jaxroll.store.core import events as ev
@@ -16,6 +17,7 @@ from tests.harness.store_model.holders import AVOID_S, SEEN_S
 from tests.harness.store_model.shares import Deal, Sharing
 
 FIRST_GUESS_BYTES = 4096  # what may be reserved for a member before any was seen
+RESERVED_S = 5.0  # after a release for another sampler that one alone may lease the member
 BACKOFF_S = (0.5, 30.0)  # the first rest after an INFRA failure, doubled each time, and the longest
 
 
@@ -66,6 +68,8 @@ class Reference(Sharing):
             member = self.open[gid]["members"][number]
             if member["status"] == LEASED and member["attempt"] == keys[gid, number]:
                 member["status"] = FREE
+                if self.sessions.get(r.to):
+                    member |= {"rest": now + RESERVED_S, "for": r.to}
 
     def on_Tick(self, r: ev.Tick, reply: Any, now: float) -> None:
         if not r.stalled_s:
@@ -104,6 +108,8 @@ class Reference(Sharing):
             return None if grants == still else broken("2 asked again", f"{grants} where {r.session} holds {still}")
         if grants:
             self.asked[r.session] = (r.request, tuple((*key, attempt) for key, attempt in grants.items()))
+        if r.reserved:
+            return self.grant_reserved(r, grants, now)
         deal = self.deal(r, now)
         was_seen = self.seen.get(r.name)
         left = self.grant_retries(r, dict(grants), deal, now)
@@ -114,6 +120,16 @@ class Reference(Sharing):
         if any(self.open[g.group]["members"][m]["salt"] != g.key_salt for g in given for m, _ in g.members):
             broken("failures", f"{given}: a DATA failure would repeat itself with the same key")
         return None
+
+    def grant_reserved(self, r: ev.Lease, grants: dict, now: float) -> None:
+        """Follow the grants of members that are reserved for the caller, and of no others."""
+        self.moved += len(grants)
+        self.note_room(r, grants, "Leases", now)
+        self.note_seen(r, grants, None, None, now)
+        whole = Deal(r.max_members, r.max_members, Fraction(1), False, False, self.rules.batch, True)
+        left, _, _ = self.grant_retries(r, dict(grants), whole, now)
+        if left:
+            broken("2 reserved members", f"{left} are not reserved for {r.name}")
 
     def note_seen(self, r: ev.Lease, grants: dict, reply: Any, before: float | None, now: float) -> None:
         """Note the presence of a sampler that gets work, or could do some and gets none."""
@@ -159,7 +175,7 @@ class Reference(Sharing):
         least, most = self.window(self.base() - r.version.step)
         room, goes_on, unpublished = deal.most, True, self.unpublished()
         for place, (gid, group) in enumerate(self.open.items()):
-            free = self.free_now(group, r.name, now)
+            free = self.free_now(group, r.name, now, r.reserved)
             if not free:
                 continue
             ahead = unpublished + (place if self.rules.order == "lease_order" else len(self.open) - 1)

@@ -41,9 +41,10 @@ class Deal:
 class Sharing(Holders):
     """Samplers with room, as the reference model knows them."""
 
-    def free_now(self, group: dict, name: str, now: float) -> list[int]:
-        """Members that can be leased to `name`."""
-        free = [n for n, m in enumerate(group["members"]) if m["status"] == FREE and m["rest"] <= now]
+    def free_now(self, group: dict, name: str, now: float, reserved: bool = False) -> list[int]:
+        """Members that can be leased to `name`; `reserved`: those that wait for it, and for no others."""
+        free = [n for n, m in enumerate(group["members"]) if m["status"] == FREE and (m["rest"] > now) == reserved]
+        free = [n for n in free if not reserved or group["members"][n]["for"] == name]
         mine = [n for n in free if not self.is_left_to_another(group["members"][n], name, now)]
         self.avoided += len(mine) < len(free)
         return mine

@@ -14,10 +14,10 @@ from jaxroll.errors import Conflict, Fenced, NoCredit, NotReady, StaleClient, St
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.admission import Settings
+from jaxroll.store.core.admission import RESERVED_S, Settings
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.state import Index, State, conservation_residual, held_bytes
+from jaxroll.store.core.state import Index, State, conservation_residual, held_bytes, next_deadline_s
 from jaxroll.store.log import replay
 from tests.harness.store.machine import V0, Machine, offer
 
@@ -51,6 +51,46 @@ def test_the_next_holder_continues_after_the_flushed_tokens(machine: Machine) ->
     assert found is not None and found.tokens == 20
     machine.put(again)
     assert machine.state.open[0].slots[0].flushed is None
+
+
+def test_a_member_released_for_a_sampler_waits_for_it_with_its_tokens_and_then_for_any(machine: Machine) -> None:
+    for name in ("T", "U"):
+        machine.ask(ev.Arrive(name, f"{name}-1"))
+    keys = machine.lease(4)
+    for key in keys[:2]:
+        flush(machine, key, 0, (V0, 8))
+    machine.ask(ev.Release(tuple(keys[:2]), "T"))
+    machine.ask(ev.Release(tuple(keys[2:3])))
+    others = {key[:2] for key in machine.lease(8, name="U")}
+    assert others == {keys[2][:2], (2, 0), (2, 1), (3, 0), (3, 1)}, "others get all but what is reserved"
+    assert reserved(machine, "U", 4) == {}
+    assert reserved(machine, "T", 1) == {keys[0][:2]: 8}
+    machine.now += RESERVED_S - 0.1
+    assert next_deadline_s(machine.state, machine.now) == RESERVED_S, "the store wakes those that wait for it"
+    with pytest.raises(NoCredit):
+        machine.lease(4, name="U")
+    machine.now += 0.2
+    assert reserved(machine, "T", 4) == {}, "T is too late"
+    assert machine.lease(4, name="U") == [(*keys[1][:2], 2)] and resumed(machine) == {keys[1][1]: 8}
+
+
+def test_a_restart_ends_reservations_and_there_are_none_for_samplers_that_are_gone(machine: Machine) -> None:
+    machine.ask(ev.Arrive("T", "T-1"))
+    keys = machine.lease(2)
+    machine.ask(ev.Release((keys[0],), "T"))
+    machine.restart()
+    assert machine.lease(1, name="U") == [(*keys[0][:2], 2)]
+    machine.ask(ev.Leave("T", "T-1"))
+    machine.ask(ev.Release((keys[1],), "T"))
+    assert machine.lease(1, name="U") == [(*keys[1][:2], 2)]
+
+
+def reserved(machine: Machine, name: str, members: int) -> dict[tuple[int, int], int]:
+    """The members that are reserved for `name` and that it leases, with their flushed tokens."""
+    machine.requests += 1
+    reply = machine.ask(ev.Lease(name, f"{name}-1", V0, members, f"r{machine.requests}", offer(90, 94), reserved=True))
+    assert reply.prompts_used == 0
+    return {(grant.group, m): dict(grant.resumed)[m] for grant in reply.grants for m, _ in grant.members}
 
 
 def test_a_flush_that_does_not_follow_is_answered_with_what_the_store_has(machine: Machine) -> None:

@@ -52,7 +52,7 @@ RARE = {  # the first seed, counted from 0, whose run shows the bug; if it no lo
 REACHED = """
     trimmed, stale, lineage, surplus, dead, last_batch, rewinds, forks, crashes, shrunk, masked, narrowed, slow,
     resting, on trial, avoided, unreliable,
-    filtered, stopped by the filter, aborted, shared,
+    filtered, stopped by the filter, aborted, shared, moved,
     Lease Leases, Lease NoCredit, Lease StaleClient, Lease Closed, Renew tuple, Release None, Tick None,
     PutMember OK, PutMember SURPLUS, PutMember Fenced, PutMember Conflict, PutMember StaleClient,
     failed PutMember OK, failed PutMember SURPLUS, failed PutMember Fenced, failed PutMember Conflict,
@@ -85,7 +85,7 @@ def what_happened(world: World) -> Counter[str]:
     found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)
     found.update(crashes=sum(operation[0] == "crash" for operation in world.operations))
     found.update({"stopped by the filter": ref.stopped, "aborted": core.aborted_members, "shared": ref.dealt})
-    found.update({"avoided": ref.avoided, "ended as slow": ref.ended_as_slow})
+    found.update({"moved": ref.moved, "avoided": ref.avoided, "ended as slow": ref.ended_as_slow})
     found.update(narrowed=world.store.narrowed)
     return found
 
