@@ -15,14 +15,19 @@
                 `schedule.lease_first=longest` a step starts with those that are predicted to be long; without it, in
                 the order of the prompts. `null`: all answers have 1,000 tokens
 
+    repack      α = 2, one version per trajectory (`schedule.weight_swap=trajectory`), the lengths of `migration`,
+                flushes of 64 tokens. With `schedule.repack_s=5` samplers that wait for their last members before they
+                take new weights give these to one another. `null`: all answers have 2,000 tokens
+
 The store, the loops of samplers and learner and their decisions are the real ones, on a virtual clock; engine, trainer
 and network are cost models: a model of 8·10⁹ parameters in bfloat16 on one H100 (3.35 TB/s, 989 TFLOP/s at 40 %) per
 sampler and eight for the learner, 0.5 ms a call of the store and 10 Gbit/s to it. A re-prefill is paid for.
 
 A run gives the time of its steps, the tokens that its samplers decoded over those that were stored (`decoded_ratio`; 1
 without waste), and the tokens that were continued after; of `affinity` also the share of members that their own pool
-sampled. `ratio` is that of the step time without the mechanism over
-the one with it, per seed: median and range. Class S. The last line is one JSON object with a key for each case.
+sampled, of `repack` the samplers that were emptied and the members that moved. `ratio` is that of the step time
+without the mechanism over the one with it, per seed: median and range. Class S. The last line is one JSON object with
+a key for each case.
 """
 
 from __future__ import annotations
@@ -55,6 +60,7 @@ from jaxroll.sim.simulate import EPOCH_S, SimulatedRun, figures
 from jaxroll.sim.world import Feed, VirtualStore
 
 SAMPLERS, KILLS_EVERY_S, DOWN_S, FLUSH = 4, 60.0, 20.0, 256
+REPACK_S, REPACK_FLUSH = 5.0, 64
 LENGTHS = Law("lognormal", mean=2000, deviation=2000, least=16, most=8192)
 SHORT = Law("lognormal", mean=100, deviation=60, least=16, most=256)
 PARAMETERS, FLOPS = 8e9, 0.4 * 989e12
@@ -186,10 +192,17 @@ def run(made: Config, on: Cluster, kinds: Sequence[Kind] = ()) -> dict[str, floa
             "members_resumed": status["members_resumed"],
             "tokens_flushed": status["tokens_flushed"],
             "expired": sum(status["expired"].values()),
+            **_moved(at.store.metrics.written()),
             **({"own_pool": sum(own) / len(own)} if given else {}),
         }
 
     return virtual_time.run(job(), 365 * 86400.0)
+
+
+def _moved(rows: Sequence[Any]) -> dict[str, int]:
+    """The samplers that were emptied by a plan, and the members that moved; from the last row of each."""
+    last = {row["role"]: row for row in rows if row.get("kind") == "stats" and "repacks" in row}
+    return {name: sum(row[name] for row in last.values()) for name in ("repacks", "members_moved")}
 
 
 _SAMPLED = "SELECT m.holder, g.prompt_index FROM members m JOIN groups g ON g.id = m.group_id WHERE m.tokens > 0"
@@ -289,10 +302,33 @@ def order(rounds: int, steps: int) -> dict[str, Any]:
     return found
 
 
+def repack(rounds: int, steps: int) -> dict[str, Any]:
+    """The case `repack`, with its null case."""
+    found = {}
+    for name, lengths in (("unequal", LENGTHS), ("null", Law(mean=2000))):
+
+        def pair(seed: int) -> tuple[Figures, Figures]:
+            made = config(seed, REPACK_FLUSH, steps)
+            one_version = replace(made.schedule, alpha=2.0, weight_swap="trajectory")
+            sampler = replace(made.sampler, concurrent_episodes=made.sampler.slots)
+            off, with_ = (
+                run(
+                    replace(made, schedule=replace(one_version, repack_s=period_s), sampler=sampler),
+                    cluster(seed, lengths, False),  # noqa: B023 - called within this round of the loop
+                )
+                for period_s in (0.0, REPACK_S)
+            )
+            return off, with_
+
+        found[name] = compared(range(rounds), f"repack, {name}", pair)
+    return found
+
+
 CASES: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
     "migration": migration,
     "affinity": affinity,
     "order": order,
+    "repack": repack,
 }
 
 

@@ -365,6 +365,12 @@ def limits_cache(config: Config) -> bool:
     return bool(config.sampler.cache_pages or config.sampler.memory_fraction)
 
 
+def pages_tokens(config: Config) -> float:
+    """Tokens in all pages of a sampler's KV cache; infinite if `sampler.cache_pages` does not limit them."""
+    pages = config.sampler.cache_pages
+    return pages * page_size(config.sampler.page_tokens, cache_tokens(config)) if pages else math.inf
+
+
 def check_cache(config: Config, longest: int) -> None:
     """Raise ConfigError if the keys of the KV cache contradict one another, or a request of `longest` tokens does not
     fit the pages of one shard of slots with a copy of its prompt's last page.

@@ -255,6 +255,9 @@ class ScheduleConfig:
     weight_swap: WeightSwap = "keep_kv"
     # Samplers that may swap weights at the same time. 0: all of them.
     rolling_updates: NonNegativeInt = 0
+    # With one version per trajectory: seconds between two plans by which samplers that wait for new weights give their
+    # last members to one another, so that the empty ones go on (docs/scheduling.md). 0: members stay where they are.
+    repack_s: NonNegativeFloat = 0.0
     # Unfinished members of a late group: wait for them, or train the group without them.
     straggler: Literal["wait", "shrink"] = "shrink"
     # Seconds after which a group is late.

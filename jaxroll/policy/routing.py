@@ -124,6 +124,125 @@ def route(samplers: Mapping[str, Load], last: str, placement: str, work: str = "
     return fewest if placement == "auto" and not usual[fewest].conversations else last
 
 
+# --- Repack: samplers that wait for new weights give their last members to one another (Laminar)
+#
+# A sampler with one version per trajectory takes new weights when its last member has ended; until then most of its
+# slots are idle. Members move to another such sampler at the same version as one parcel per sampler, and the empty one
+# goes on with the new weights. A sampler that receives members never gives any away in the same plan, nor until it has
+# reported them: its load would be counted without them.
+
+MOVE_S = 10.0  # a move that is not finished by then has failed
+
+
+@dataclass(frozen=True)
+class Draining:
+    """A sampler that waits for its `members` to end, at `version`; `tokens` are those in their KV caches."""
+
+    version: Any
+    members: int
+    tokens: int = 0
+    pool: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The members that a sampler decodes at once, and the tokens that its KV cache holds."""
+
+    members: int
+    tokens: float = math.inf
+
+
+def repack(
+    samplers: Mapping[str, Draining], room: Room, receiving: Mapping[str, Sequence[Draining]] | None = None
+) -> dict[str, str]:
+    """Moves that empty samplers: source → destination, of the same version and pool.
+
+    Best fit: the smallest load goes first, to the destination that it fills most, and none is filled beyond `room`.
+    `receiving` are the loads on their way to a sampler; it stays a destination.
+    """
+    loads = {name: (one.members, one.tokens) for name, one in samplers.items() if one.members}
+    for name, coming in (receiving or {}).items():
+        if name in loads:
+            loads[name] = _sum(loads[name], *((one.members, one.tokens) for one in coming))
+    received, moves = set(receiving or ()), dict[str, str]()
+    for source in sorted(loads, key=lambda name: (*loads[name], name)):
+        if source in received:
+            continue
+        one, merged = samplers[source], dict[str, tuple[int, int]]()
+        for other in loads.keys() - moves.keys() - {source}:
+            if (samplers[other].version, samplers[other].pool) == (one.version, one.pool):
+                merged[other] = _sum(loads[other], loads[source])
+        fits = [name for name, (members, tokens) in merged.items() if members <= room.members and tokens <= room.tokens]
+        if fits:
+            best = max(fits, key=lambda name: (merged[name], name))
+            moves[source], loads[best] = best, merged[best]
+            received.add(best)
+    return moves
+
+
+def _sum(*loads: tuple[int, int]) -> tuple[int, int]:
+    return sum(members for members, _ in loads), sum(tokens for _, tokens in loads)
+
+
+@dataclass
+class _Move:
+    to: str
+    load: Draining
+    until_s: float
+    is_ordered: bool = False  # the source knows it
+    is_given: bool = False  # the members wait for the destination
+    is_taken: bool = False  # the destination knows
+
+
+class Repacker:
+    """The samplers that drain, and the moves under way. In memory only: a restarted store plans again."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._draining: dict[str, Draining] = {}
+        self._moves: dict[str, _Move] = {}  # by source
+
+    def report(self, name: str, load: Draining, now_s: float) -> bool:
+        """Note a sampler that drains and plan again; True if there are new moves."""
+        self._moves = {
+            source: move
+            for source, move in self._moves.items()
+            if move.until_s > now_s and source != name and not (move.to == name and move.is_taken)
+        }
+        self._draining[name] = load
+        coming: dict[str, list[Draining]] = {}
+        for move in self._moves.values():
+            coming.setdefault(move.to, []).append(move.load)
+        moves = repack(self._draining, self._room, coming)
+        for source, to in moves.items():
+            self._moves[source] = _Move(to, self._draining.pop(source), now_s + MOVE_S)
+        return bool(moves)
+
+    def forget(self, name: str) -> None:
+        """Note that the sampler has new weights or is gone."""
+        self._draining.pop(name, None)
+
+    def order(self, name: str) -> str:
+        """The destination to which `name` has to give its members, once; '' if there is none."""
+        move = self._moves.get(name)
+        if move is None or move.is_ordered:
+            return ""
+        move.is_ordered = True
+        return move.to
+
+    def given(self, source: str, members: int) -> None:
+        """Note that the source has given so many members away."""
+        if (move := self._moves.get(source)) is not None:
+            move.load, move.is_given = replace(move.load, members=members), True
+
+    def coming(self, name: str) -> bool:
+        """True, once, if members wait for `name`."""
+        given = [move for move in self._moves.values() if move.to == name and move.is_given and not move.is_taken]
+        for move in given:
+            move.is_taken = True
+        return bool(given)
+
+
 # --- Relay tree: the peer from which each receiver of weights fetches a version
 #
 # `assign` and `sources` are pure. Every receiver fetches from one that was assigned before it, from one that holds the

@@ -78,6 +78,8 @@ class Members:
         self._group = session.config.schedule.members_per_group
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
         self.playing: dict[Key, Transcript] = {}  # the open ones whose episode has not ended
+        self._begun: set[Key] = set()  # those of them that weights wait for
+        self.moved = self.repacks = 0  # members given to other samplers, and how often
         self.ended: set[Key] = set()  # cancelled before the reply that grants their lease arrived
         self.aborted = self.tokens_let_go = self.refused = self.lost = 0
         self._cancelled: set[Key] = set()  # by this object
@@ -88,7 +90,8 @@ class Members:
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """The tasks to run concurrently, forever."""
-        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure(), self._drained())
+        repack = (self._repack(self.config.schedule.repack_s),) if self._flush_tokens else ()
+        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure(), self._drained(), *repack)
 
     def counts(self) -> dict[str, int]:
         """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
@@ -98,7 +101,8 @@ class Members:
         return {
             "members_in_flight": len(self.open), "members_unstored": unput,
             "members_aborted": self.aborted, "tokens_aborted_done": self.tokens_let_go,
-            "puts_refused": self.refused, "members_lost": self.lost,
+            "puts_refused": self.refused, "members_lost": self.lost, "members_moved": self.moved,
+            "repacks": self.repacks,
         }  # fmt: skip
 
     @property
@@ -127,14 +131,44 @@ class Members:
                     await self.store.release(unplayed)
                 await asyncio.Event().wait()  # it leases no more
             self._plenty = sum(len(grant.members) for grant in grants) == free
-            for grant in grants:
-                play, resumed = self._begin(grant), dict(grant.resumed)
-                for member, attempt in grant.members:
-                    key = (grant.group, member, attempt)
-                    before = await self._partial(key) if member in resumed and self._flush_tokens else ()
-                    if key not in self.ended:
-                        self._start(key, play, before)
+            await self._start_all(grants)
             self.ended.clear()  # later grants are new attempts
+
+    async def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
+        for grant in grants:
+            play, resumed = self._begin(grant), dict(grant.resumed)
+            for member, attempt in grant.members:
+                key = (grant.group, member, attempt)
+                before = await self._partial(key) if member in resumed and self._flush_tokens else ()
+                if key not in self.ended:
+                    self._start(key, play, before, joins)
+
+    async def _repack(self, every_s: float) -> None:
+        """While weights wait for members, report these, and move them or take others as the store plans."""
+        while every_s:
+            await self._gate.drains()
+            version, begun = await self._version(), [self.playing[key] for key in self._begun]
+            tokens = sum(one.length + (one.stream.unended if one.stream else 0) for one in begun)
+            with contextlib.suppress(StoreRefusal, InfraError):
+                reply = await self.store.repack(version, len(begun), tokens, every_s)
+                if reply.to:
+                    await self._give(reply.to)
+                elif reply.coming:
+                    async with self._gate.member(joins=True):  # weights wait until these members have begun
+                        grants = await self.store.lease(await self._version(), self.capacity, reserved=True)
+                        await self._start_all(grants, joins=True)
+        await asyncio.Event().wait()
+
+    async def _give(self, to: str) -> None:
+        """Give the members that have begun, and what they have sampled, to another sampler."""
+        if self._gather is not None:
+            await self._gather()
+        await self.store.flushed()
+        keys = list(self._begun)
+        await self.store.release(keys, to)
+        for key in self.playing.keys() & keys:  # not those that ended meanwhile: their puts are taken
+            self._cancel(key)
+        self.moved, self.repacks = self.moved + len(keys), self.repacks + 1
 
     async def _free(self) -> int:
         """The number of members to request: those of a group or more, or fewer while the store has plenty of work.
@@ -177,9 +211,9 @@ class Members:
         except (StoreRefusal, InfraError):
             return ()
 
-    def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = ()) -> None:
+    def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = (), joins: bool = False) -> None:
         self.playing[key] = Transcript()
-        self.open[key] = task = asyncio.ensure_future(self._produce(key, play, before))
+        self.open[key] = task = asyncio.ensure_future(self._produce(key, play, before, joins))
         task.add_done_callback(lambda task: self._over(key, task))  # also if it is cancelled before it starts
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -209,12 +243,14 @@ class Members:
 
     def _free_capacity(self, key: Key) -> None:
         self.playing.pop(key, None)
+        self._begun.discard(key)
         self.room.set()
 
-    async def _produce(self, key: Key, play: MemberPlayer, before: Sequence[Partial]) -> None:
+    async def _produce(self, key: Key, play: MemberPlayer, before: Sequence[Partial], joins: bool) -> None:
         transcript = self.playing[key]
         try:
-            async with self._gate.member():
+            async with self._gate.member(joins=joins):
+                self._begun.add(key)
                 if self._flush_tokens:
                     before = await self._continued(before)
                     transcript.stream = self.store.stream(key, self._flush_tokens, before)

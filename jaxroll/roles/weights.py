@@ -64,12 +64,13 @@ class SwapGate:
 
     def __init__(self) -> None:
         self._playing, self._changes = 0, 0
+        self._is_changing = False
         self._moved = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def member(self) -> AsyncIterator[None]:
-        """A member that plays from here to the end of the block."""
-        while self._changes:
+    async def member(self, *, joins: bool = False) -> AsyncIterator[None]:
+        """A member that plays from here to the end of the block; `joins`: a change that waits begins after it."""
+        while self._is_changing if joins else self._changes:
             await self._moved.wait()
         self._playing += 1
         try:
@@ -82,13 +83,23 @@ class SwapGate:
     async def change(self) -> AsyncIterator[None]:
         """A change of weights in this block, which begins when no member plays."""
         self._changes += 1
+        self._wake()
         try:
-            while self._playing:
+            while self._playing or self._is_changing:
                 await self._moved.wait()
-            yield
+            self._is_changing = True
+            try:
+                yield
+            finally:
+                self._is_changing = False
         finally:
             self._changes -= 1
             self._wake()
+
+    async def drains(self) -> None:
+        """Wait until a change waits for members that play."""
+        while not (self._changes and self._playing):
+            await self._moved.wait()
 
     def _wake(self) -> None:
         self._moved.set()  # wakes all current waiters; later ones wait for the next move

@@ -238,7 +238,6 @@ def _noticed(task: asyncio.Task[Any]) -> None:
 
 
 # --- One episode
-
 GENERATION_LIMIT_S = 600.0
 
 
@@ -250,6 +249,7 @@ class AnswerStream(Protocol):
     """The conversation on its way to the store, the tokens of an answer `piece_tokens` at a time."""
 
     piece_tokens: int
+    unended: int  # sampled tokens of the current answer that have come
 
     def turns(self, prompt: np.ndarray) -> Sequence[Partial]:
         """The completed turns after the first prompt (int32 [P]) of another process; at a second call none."""

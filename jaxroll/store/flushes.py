@@ -112,6 +112,11 @@ class Stream:
         self._end += len(tokens)
         self._flushes.due(self)
 
+    @property
+    def unended(self) -> int:
+        """Sampled tokens of the current answer that have come."""
+        return self._end - self._answer
+
     def unsent(self) -> list[Partial]:
         """The pieces that the store does not have."""
         return [piece for piece in self._pieces if piece.start >= self.sent]

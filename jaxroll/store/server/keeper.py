@@ -308,7 +308,7 @@ class Keeper:
 
 # --- waiting for a change by topic: long polls sleep until an event wakes them
 
-LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
+LEASE, CLAIM, PUBLISHED, ENDED, REPACK = "lease", "claim", "published", "ended", "repack"
 _Futures = dict[asyncio.Future[None], None]  # in the order of arrival
 _WAKEN_AT_ONCE = 64  # woken calls decide again, so thousands of them must leave time for other calls
 

@@ -18,9 +18,10 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
-from jaxroll.config.derived import max_message_bytes, rollouts_at_once, rollouts_per_step, update_slot_s
+from jaxroll.config.derived import max_message_bytes, pages_tokens, rollouts_at_once, rollouts_per_step, update_slot_s
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
+from jaxroll.policy.routing import Room
 from jaxroll.policy.step_times import Load, Replanner
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
@@ -154,6 +155,7 @@ class _Store:
             workers=self._workers,
             vocab_size=vocab_size,
             keep_best=config.learner.keep_best,
+            room=Room(config.sampler.slots, pages_tokens(config)),
         )
         self._row_at_s = self._named_at_s = keeper.now_s()
         self._paused_at_s = -math.inf

@@ -17,7 +17,7 @@ from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
-from jaxroll.policy.routing import RelayTree
+from jaxroll.policy.routing import Draining, RelayTree, Repacker, Room
 from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
@@ -32,6 +32,7 @@ from jaxroll.store.server.keeper import (
     LEASE,
     NAMES_KEPT,
     PUBLISHED,
+    REPACK,
     WITH_LEASES,
     HandshakeCheck,
     Keeper,
@@ -144,7 +145,7 @@ WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
 ADMINS = frozenset({"admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
-_HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # long polls
+_HELD = frozenset({"Lease", "Ended", "Claim", "Published", "Repack"})  # long polls
 MAX_MEMBERS_PER_LEASE = 4096
 _NEXT: Literal["next"] = "next"  # the next claim that is delivered
 _PAUSED_ASK_S = 1.0
@@ -176,6 +177,7 @@ class StoreService:
         workers: Workers,
         vocab_size: Callable[[], int],
         keep_best: str = "",
+        room: Room = Room(0),  # noqa: B008 - a frozen value
     ) -> None:
         self._keep_best = keep_best
         self._measured = selection.measured(metrics.written() if keep_best else (), keep_best)
@@ -190,6 +192,7 @@ class StoreService:
         self._callers: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session of those that report
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
+        self._repacker = Repacker(room)
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
 
     def methods(self) -> dict[str, Method]:
@@ -205,6 +208,7 @@ class StoreService:
             "Flush": (self._put.flush, WORKERS),
             "Partial": (self._put.partial, WORKERS),
             "Release": (self._release, WORKERS),
+            "Repack": (self._repack, WORKERS),
             "Claim": (self._claim, LEARNERS),
             "Begin": (self._begin, LEARNERS),
             "Publish": (self._publish, LEARNERS),
@@ -262,7 +266,7 @@ class StoreService:
             version = max(call.version, self.holders.get(caller.name) or call.version)
             while True:
                 offered = tuple(itertools.islice(self._prompts.ready, count))
-                request = ev.Lease(caller.name, caller.session, version, members, call.request, offered)
+                request = ev.Lease(caller.name, caller.session, version, members, call.request, offered, call.reserved)
                 reply = self._keeper.decide(request)
                 if isinstance(reply, ev.Leases):
                     self._prompts.take(reply.prompts_used)
@@ -289,8 +293,24 @@ class StoreService:
         return msg.Members(ended)
 
     async def _release(self, caller: Caller, body: bytes) -> msg.Members:
-        await self._keeper.answer(ev.Release(wire.decode(body, msg.Members).members))
+        call = wire.decode(body, msg.Members)
+        await self._keeper.answer(ev.Release(call.members, call.to))
+        if call.to:
+            self._repacker.given(caller.name, len(call.members))
+            self._keeper.wakeups.notify(REPACK)
         return msg.Members(())
+
+    async def _repack(self, caller: Caller, body: bytes) -> msg.RepackReply:
+        call, keeper, repacker = wire.decode(body, msg.RepackCall), self._keeper, self._repacker
+        load = Draining(call.version, call.members, call.tokens, keeper.state.pools.get(caller.name, ""))
+        if repacker.report(caller.name, load, keeper.now_s()):
+            keeper.wakeups.notify(REPACK)
+        deadline_s = keeper.now_s() + self._wait_s(caller, call.wait_s)
+        while True:
+            to, coming = repacker.order(caller.name), repacker.coming(caller.name)
+            if to or coming or (left_s := deadline_s - keeper.now_s()) <= 0:
+                return msg.RepackReply(to, coming)
+            await keeper.wakeups.wait(REPACK, left_s)
 
     def close(self) -> None:
         """Stop the thread that decodes large members."""
@@ -374,6 +394,7 @@ class StoreService:
         self._workers.serves(caller, call.serves_on)
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
+            self._repacker.forget(caller.name)
             self._keeper.wakeups.notify(LEASE)  # a lease call that was refused for its older weights may be granted now
         if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)

@@ -38,7 +38,7 @@ ALL = {"sampler", "learner", "admin", "observer"}
 RIGHTS = {
     "Hello": ALL, "Published": ALL, "Report": ALL, "Status": ALL,
     "Join": WORK, "Leave": WORK, "Lease": WORK, "Renew": WORK,
-    "Put": WORK, "Flush": WORK, "Partial": WORK, "Release": WORK, "Ended": WORK,
+    "Put": WORK, "Flush": WORK, "Partial": WORK, "Release": WORK, "Repack": WORK, "Ended": WORK,
     "Claim": TRAIN, "Begin": TRAIN, "Publish": TRAIN, "Ack": TRAIN, "Durable": TRAIN, "Close": TRAIN,
     "Control": {"admin"},
 }  # fmt: skip
