@@ -336,7 +336,7 @@ def main() -> int:
     parser = arguments("mechanisms for many samplers, simulated")
     parser.add_argument("--case", action="append", choices=tuple(CASES), help="only these cases")
     args, started = parser.parse_args(), time.monotonic()
-    rounds, steps = (1, 4) if args.quick else (args.rounds or 3, 12)
+    rounds, steps = (args.rounds or 1, 4) if args.quick else (args.rounds or 3, 12)
     found = {name: CASES[name](rounds, steps) for name in args.case or CASES}
     finish({"class": "S", **found}, command=" ".join(["python", *sys.orig_argv[1:]]), started=started)
     return 0

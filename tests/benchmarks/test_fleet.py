@@ -12,17 +12,20 @@ from jaxroll.sim.costs import Law
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["affinity", "order"])
+@pytest.mark.parametrize("case", ["affinity", "order", "repack"])
 def test_a_mechanism_changes_runs_where_it_should_and_nothing_in_its_null_case(case: str) -> None:
     """The quick form of the benchmark. Whether there is a gain is a result, not a test."""
     found = fleet.CASES[case](1, 4)
     (name,) = set(found) - {"null"}
     assert found[name]["without"] != found[name]["with"]
-    if case == "order":
+    if case != "affinity":
         assert found["null"]["without"] == found["null"]["with"]
-    else:
+    if case == "repack":
+        assert found[name]["with"][0]["repacks"] > 3 and not found[name]["without"][0]["repacks"]
+    if case == "affinity":
         assert found[name]["with"][0]["own_pool"] > 0.8
-    assert all(one["age_max"] <= 1 for runs in found.values() for one in (*runs["without"], *runs["with"]))
+    most = 2 if case == "repack" else 1
+    assert all(one["age_max"] <= most for runs in found.values() for one in (*runs["without"], *runs["with"]))
 
 
 LENGTHS = Law("lognormal", mean=100, deviation=60, least=16, most=256)
