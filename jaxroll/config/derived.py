@@ -365,10 +365,10 @@ def limits_cache(config: Config) -> bool:
     return bool(config.sampler.cache_pages or config.sampler.memory_fraction)
 
 
-def pages_tokens(config: Config) -> float:
-    """Tokens in all pages of a sampler's KV cache; infinite if `sampler.cache_pages` does not limit them."""
-    pages = config.sampler.cache_pages
-    return pages * page_size(config.sampler.page_tokens, cache_tokens(config)) if pages else math.inf
+def room_of_sampler(config: Config) -> tuple[int, float]:
+    """Slots of a sampler, and tokens in all its pages; infinite if `sampler.cache_pages` does not limit them."""
+    sampler, pages = config.sampler, config.sampler.cache_pages
+    return sampler.slots, pages * page_size(sampler.page_tokens, cache_tokens(config)) if pages else math.inf
 
 
 def check_cache(config: Config, longest: int) -> None:

@@ -200,10 +200,17 @@ class Repacker:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._draining: dict[str, Draining] = {}
+        self._valid_until_s: dict[str, float] = {}
         self._moves: dict[str, _Move] = {}  # by source
 
-    def report(self, name: str, load: Draining, now_s: float) -> bool:
-        """Note a sampler that drains and plan again; True if there are new moves."""
+    def report(self, name: str, load: Draining, now_s: float, again_s: float = 0.0) -> bool:
+        """Note a sampler that drains and plan again; True if there are new moves.
+
+        Its next report is due within `again_s`; one that is overdue by `MOVE_S` takes no part any more.
+        """
+        self._valid_until_s[name] = now_s + again_s + MOVE_S
+        for gone in [other for other in self._draining if self._valid_until_s[other] < now_s]:
+            self.forget(gone)
         self._moves = {
             source: move
             for source, move in self._moves.items()
@@ -221,6 +228,7 @@ class Repacker:
     def forget(self, name: str) -> None:
         """Note that the sampler has new weights or is gone."""
         self._draining.pop(name, None)
+        self._valid_until_s.pop(name, None)
 
     def order(self, name: str) -> str:
         """The destination to which `name` has to give its members, once; '' if there is none."""

@@ -100,3 +100,10 @@ def test_a_move_that_does_not_happen_ends_and_samplers_with_new_weights_take_no_
     assert not repacker.report("a", Draining(0, 2), 1.0 + 2 * MOVE_S)
     repacker.report("b", Draining(1, 5), 2.0 + 2 * MOVE_S)
     assert repacker.order("a") == repacker.order("b") == ""
+
+
+def test_a_sampler_that_reports_no_more_takes_no_part() -> None:
+    repacker = Repacker(ROOM)
+    repacker.report("a", Draining(0, 3), 0.0, again_s=5.0)
+    assert not repacker.report("b", Draining(0, 5), 5.1 + MOVE_S)
+    assert repacker.report("c", Draining(0, 5), 5.2 + MOVE_S) and repacker.order("b") == "c"

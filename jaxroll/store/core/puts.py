@@ -284,7 +284,7 @@ def apply_put(state: State, e: ev.Put, now_s: float) -> None:
     slot = group.slots[e.member]
     slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
     slot.runs, slot.reward = e.runs, e.reward
-    slot.rests_until_s, slot.failed_by, slot.flushed = 0.0, (), None
+    slot.rests_until_s, slot.reserved_for, slot.failed_by, slot.flushed = 0.0, "", (), None
     note_seen(state, slot.holder, now_s)
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
     _note_end(state, slot.holder, failed=False)
@@ -309,7 +309,7 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     group = state.open[e.group]
     slot = group.slots[e.member]
     slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
-    slot.flushed = None
+    slot.flushed, slot.reserved_for = None, ""
     slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
     if e.kind == "DATA":
         slot.data_failures, slot.data_spared = slot.data_failures + (not e.spared), slot.data_spared + e.spared

@@ -18,7 +18,13 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
-from jaxroll.config.derived import max_message_bytes, pages_tokens, rollouts_at_once, rollouts_per_step, update_slot_s
+from jaxroll.config.derived import (
+    max_message_bytes,
+    rollouts_at_once,
+    rollouts_per_step,
+    room_of_sampler,
+    update_slot_s,
+)
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy.routing import Room
@@ -155,7 +161,7 @@ class _Store:
             workers=self._workers,
             vocab_size=vocab_size,
             keep_best=config.learner.keep_best,
-            room=Room(config.sampler.slots, pages_tokens(config)),
+            room=Room(*room_of_sampler(config)),
         )
         self._row_at_s = self._named_at_s = keeper.now_s()
         self._paused_at_s = -math.inf

@@ -303,7 +303,7 @@ class StoreService:
     async def _repack(self, caller: Caller, body: bytes) -> msg.RepackReply:
         call, keeper, repacker = wire.decode(body, msg.RepackCall), self._keeper, self._repacker
         load = Draining(call.version, call.members, call.tokens, keeper.state.pools.get(caller.name, ""))
-        if repacker.report(caller.name, load, keeper.now_s()):
+        if repacker.report(caller.name, load, keeper.now_s(), call.wait_s):
             keeper.wakeups.notify(REPACK)
         deadline_s = keeper.now_s() + self._wait_s(caller, call.wait_s)
         while True:

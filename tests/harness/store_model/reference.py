@@ -332,7 +332,7 @@ class Reference(Sharing):
         rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" and not spared else 0.0
         if member["INFRA"] == 1 and elsewhere:
             rest = 0.0  # another holder has it at once
-        member |= {"status": FREE, "rest": now + rest if rest else 0.0}
+        member |= {"status": FREE, "rest": now + rest if rest else 0.0, "for": ""}
         over = member[kind] > (self.rules.infra_retries if kind == "INFRA" else self.rules.data_retries)
         if over and len(self.missing(group := self.open[r.group])) > self.rules.size - sum(
             m["status"] == DONE for m in group["members"]

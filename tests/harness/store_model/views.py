@@ -99,7 +99,7 @@ def timeless(state: st.State) -> st.State:
         group.leased_at_s = None if group.leased_at_s is None else 0.0
         for slot in group.slots:
             slot.deadline_s, slot.rests_until_s, slot.leased_at_s = 0.0, 0.0, None
-            slot.avoided_until_s = 0.0
+            slot.avoided_until_s, slot.reserved_for = 0.0, ""
     return state
 
 
