@@ -140,8 +140,7 @@ def _check_schedule(config: Config) -> None:
             "schedule.rolling_updates",
             schedule.rolling_updates,
             f"with alpha = {schedule.alpha:g} samplers run out of work during rolling updates",
-            f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
-            "schedule.rolling_updates to 0.",
+            f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1}, or set rolling_updates to 0.",
         )
     if schedule.rolling_updates and config.placement.actors:
         raise ConfigError(

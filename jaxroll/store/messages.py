@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 
+from jaxroll.errors import StoreRefusal
 from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, Relay, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Refusal
 from jaxroll.store.core.state import Lineage
@@ -258,6 +260,25 @@ class ProfileOrder(msgspec.Struct, frozen=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)]
     limit_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_PROFILE_S)]
     python: bool = False
+
+
+class ProfileOrders(dict[str, tuple[ProfileOrder, float]]):
+    """The profile that is wanted of each role, and until when."""
+
+    def place(self, order: ProfileOrder | None, callers: Iterable[str], now_s: float) -> StoreRefusal | None:
+        """Keep the order for its role; the refusal if that role is none of the callers, or busy with another one."""
+        known = sorted(name for name in callers if name.startswith(("learner", "sampler", "evaluator")))
+        if order is None or order.role not in known:
+            return StoreRefusal(f"there is no such role in this run; there are {', '.join(known) or 'none yet'}")
+        if self.of(order.role, now_s):
+            return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
+        self[order.role] = order, now_s + order.limit_s
+        return None
+
+    def of(self, name: str, now_s: float) -> ProfileOrder | None:
+        """The profile that is wanted of this role, as long as it is wanted."""
+        order, until_s = self.get(name, (None, 0.0))
+        return order if now_s < until_s else None
 
 
 class Reported(msgspec.Struct, frozen=True):

@@ -107,6 +107,7 @@ class HandshakeCheck:
     def __init__(self, keeper: Keeper, config_digest: str, called: Callable[[Caller], None]) -> None:
         self._keeper, self._run_id, self._config_digest, self._called = keeper, keeper.run_id, config_digest, called
         self.last_call_s = keeper.now_s()
+        self.callers: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session of the last ones
         self._arrivals = Credit(_ARRIVALS, _ARRIVALS_PER_S)
 
     def answering(self, method: str, handler: _Handler) -> Callable[[Caller, bytes], Awaitable[bytes]]:
@@ -115,6 +116,7 @@ class HandshakeCheck:
         async def answer(caller: Caller, body: bytes) -> bytes:
             self.last_call_s = self._keeper.now_s()
             if method not in ("Hello", "Join"):
+                self.callers[caller.name] = caller.session
                 self.check_call(caller, caller.right not in WITH_LEASES or self._greeted(caller.name))
                 self._called(caller)
             return wire.encode(await handler(caller, body))

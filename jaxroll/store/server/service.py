@@ -149,7 +149,6 @@ _HELD = frozenset({"Lease", "Ended", "Claim", "Published", "Repack"})  # long po
 MAX_MEMBERS_PER_LEASE = 4096
 _NEXT: Literal["next"] = "next"  # the next claim that is delivered
 _PAUSED_ASK_S = 1.0
-_PROFILED = ("learner", "sampler", "evaluator")  # roles with devices
 MAX_REPORT_BYTES = 4 * 2**20
 _MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
 _LARGE = {
@@ -188,8 +187,7 @@ class StoreService:
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
-        self._profiles: dict[str, tuple[msg.ProfileOrder, float]] = {}  # role → the one that is wanted, until this time
-        self._callers: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session of those that report
+        self._profiles = msg.ProfileOrders()  # empty unless a person has asked for one
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self._repacker = Repacker(room)
@@ -464,17 +462,17 @@ class StoreService:
             if any(row.get("kind") == "profile" and row["state"] != "started" for row in rows):
                 self._profiles.pop(caller.name, None)
             self._last_report[caller.session] = call.request
-        return msg.Reported(self._profile_of(caller))
+        profile = self._profiles.of(caller.name, self._keeper.now_s()) if self._profiles else None
+        return msg.Reported(profile)
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
-        holders = {who: str(version) for who, version in self.holders.items()}
-        keeper = self._keeper
+        keeper, holders = self._keeper, {who: str(version) for who, version in self.holders.items()}
         report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
-        report["paused"] = self.paused
-        report["serving"] = self._workers.serving
+        report |= {"paused": self.paused, "serving": self._workers.serving}
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
-        return msg.StatusReply(json.dumps(report).encode(), self._profile_of(caller))
+        profile = self._profiles.of(caller.name, keeper.now_s()) if self._profiles else None
+        return msg.StatusReply(json.dumps(report).encode(), profile)
 
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]
@@ -486,28 +484,12 @@ class StoreService:
         if call.action == "checkpoint":
             self._checkpoint_at = _NEXT
         elif call.action == "profile":
-            refusal = self._order_profile(call.profile)
+            refusal = self._profiles.place(call.profile, self.handshake.callers, self._keeper.now_s())
         else:
             self.paused = call.action == "pause"
             self._keeper.wakeups.notify(LEASE)
         await self._recorded(caller, "Control", call.action, refusal)
         return msg.Done()
-
-    def _order_profile(self, order: msg.ProfileOrder | None) -> StoreRefusal | None:
-        """Keep the order for its role; the refusal if that role is unknown or busy with another one."""
-        known = sorted(name for name in self._callers if name.startswith(_PROFILED))
-        if order is None or order.role not in known:
-            return StoreRefusal(f"there is no such role in this run; there are {', '.join(known) or 'none yet'}")
-        if self._keeper.now_s() < self._profiles.get(order.role, (order, 0.0))[1]:
-            return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
-        self._profiles[order.role] = order, self._keeper.now_s() + order.limit_s
-        return None
-
-    def _profile_of(self, caller: Caller) -> msg.ProfileOrder | None:
-        """The profile that is wanted of the caller, who is there, as long as it is wanted."""
-        self._callers[caller.name] = caller.session
-        order, until_s = self._profiles.get(caller.name, (None, 0.0))
-        return order if self._keeper.now_s() < until_s else None
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:
         """Record the decision in the audit, wait for the disk, then return `reply` or raise it if it is a refusal."""
