@@ -91,6 +91,11 @@ def weights(spec: ModelSpec, dtype: str = "", seed: int = 0) -> params.Params:
     return made
 
 
+def engine_weights(spec: ModelSpec) -> params.Held:
+    """`weights` as an engine holds them."""
+    return params.held(spec, weights(spec), None)
+
+
 # --- decode
 
 
@@ -109,7 +114,7 @@ class Decoder:
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
         self.attention = device.choose_kernels(spec, mesh, sizes)
         self._programs = programs.build(spec, mesh, sharding.SAMPLER, sizes, self.attention)
-        self._state, self._params, self._chunk, self._sizes = self._programs.empty(), weights(spec), chunk, sizes
+        self._state, self._params, self._chunk, self._sizes = self._programs.empty(), engine_weights(spec), chunk, sizes
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
         tables = np.arange(slots * sizes.table, dtype=np.int32).reshape(slots, sizes.table)
         self._tables = jax.device_put(tables, self._programs.tables)
@@ -266,7 +271,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
         attention = str(chosen.prefill)
         made = programs.build(model, mesh, sharding.SAMPLER, sizes, chosen)
         held, words = (
-            weights(model),
+            engine_weights(model),
             np.random.default_rng(0).integers(1, spec.vocab_size, (rows, tokens)).astype(np.int32),
         )
         packed = requests.pack_prefill(
@@ -280,7 +285,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
         state = [made.empty()]
 
         def once(
-            made: programs.Programs = made, held: params.Params = held, packed: np.ndarray = packed, state: list = state
+            made: programs.Programs = made, held: params.Held = held, packed: np.ndarray = packed, state: list = state
         ) -> jax.Array:
             state[0] = made.prefill[True, tokens](held, state[0], packed)
             return state[0].logits

@@ -148,7 +148,7 @@ class Members:
         while every_s:
             await self._gate.drains()
             version, begun = await self._version(), [self.playing[key] for key in self._begun]
-            tokens = sum(one.length + (one.stream.unended if one.stream else 0) for one in begun)
+            tokens = sum(one.length + (one.stream.unended() if one.stream else 0) for one in begun)
             with contextlib.suppress(StoreRefusal, InfraError):
                 reply = await self.store.repack(version, len(begun), tokens, every_s)
                 if reply.to:

@@ -47,8 +47,7 @@ from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Part
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
-CLOSE_LIMIT_S = 10.0
-CANCEL_GRACE_S = 5.0  # for a cancelled call to end; after that it is abandoned
+CLOSE_LIMIT_S, CANCEL_GRACE_S = 10.0, 5.0  # for a close; for a cancelled call to end, before it is abandoned
 CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
 
@@ -249,7 +248,8 @@ class AnswerStream(Protocol):
     """The conversation on its way to the store, the tokens of an answer `piece_tokens` at a time."""
 
     piece_tokens: int
-    unended: int  # sampled tokens of the current answer that have come
+
+    def unended(self) -> int: ...  # sampled tokens of the current answer that have come
 
     def turns(self, prompt: np.ndarray) -> Sequence[Partial]:
         """The completed turns after the first prompt (int32 [P]) of another process; at a second call none."""

@@ -112,7 +112,6 @@ class Stream:
         self._end += len(tokens)
         self._flushes.due(self)
 
-    @property
     def unended(self) -> int:
         """Sampled tokens of the current answer that have come."""
         return self._end - self._answer
