@@ -83,7 +83,12 @@ class Session:
 
         Callable from any thread and from a signal handler.
         """
-        self.loop.call_soon_threadsafe(self._stop, at_once)
+        self.soon(self._stop, at_once)
+
+    def soon(self, callback: Callable[..., object], *args: object) -> None:
+        """Call it on the session's loop; callable from any thread. Once the session has ended nothing happens."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(callback, *args)
 
     def _stop(self, at_once: bool) -> None:
         if at_once or self.stopping.is_set():
@@ -97,7 +102,7 @@ class Session:
 
     def add_row(self, row: dict) -> None:
         """Send one metrics row soon; callable from any thread."""
-        self.loop.call_soon_threadsafe(self._add_row, row)
+        self.soon(self._add_row, row)
 
     def _add_row(self, row: dict) -> None:
         self._rows.append(row)
@@ -275,7 +280,7 @@ def print_stacks_on_signal(*sessions: Session) -> None:
 
     def show(*_: object) -> None:
         for session in sessions:
-            session.loop.call_soon_threadsafe(print_stacks, session.loop)
+            session.soon(print_stacks, session.loop)
 
     signal.signal(signal.SIGUSR1, show)
     # in C, so that it prints the threads also while one hangs in XLA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
 from jaxroll.learner import multihost
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import colocated, learner
 from jaxroll.roles import session as sessions
 
@@ -49,6 +51,18 @@ def test_a_session_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch, signum: sig
     monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
     interrupted = sessions.install_signal_handlers(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
     assert sent(signum, interrupted.is_set) and asked == [1]
+
+
+def test_signals_to_a_session_that_has_ended_change_nothing(tmp_path: Path) -> None:
+    """A role whose certificate was refused ended with a traceback and exit code 1: SIGTERM came after its loop."""
+    loop = asyncio.new_event_loop()
+    session = sessions.Session("actor-0", RoleArgs(Config(), tmp_path), ScoringPool(1), loop)
+    interrupted = sessions.install_signal_handlers(session)
+    loop.close()
+    assert sent(signal.SIGTERM, interrupted.is_set)
+    session.add_row({"kind": "stats"})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    session.pool.close()
 
 
 @pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
