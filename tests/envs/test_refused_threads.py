@@ -35,7 +35,7 @@ def test_a_process_of_environments_needs_no_thread_that_waits_for_it(no_thread_w
     """If a thread were needed and refused, the process would run without being waited for, and never end."""
 
     async def started() -> None:
-        process = await asyncio.wait_for(EnvProcess.start(TaskConfig()), 60)
+        process = await asyncio.wait_for(EnvProcess.start({"single_turn": TaskConfig()}), 60)
         await asyncio.wait_for(process.kill(), 60)
         assert not process.is_alive
 
@@ -52,6 +52,6 @@ def test_a_refused_thread_is_a_failure_of_the_machine(monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match="can't start new thread"):
             await lifeline.child(sys.executable, "-c", "")
         with pytest.raises(InfraError, match="can't start new thread"):
-            await EnvProcess.start(TaskConfig())
+            await EnvProcess.start({"single_turn": TaskConfig()})
 
     asyncio.run(started())
