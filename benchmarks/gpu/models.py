@@ -136,9 +136,7 @@ class Decoder:
             state = dataclasses.replace(self._state, **placed)
             jax.block_until_ready(placed)
             started = time.perf_counter()
-            self._state, report = self._programs.decode[False](
-                self._params, self._seed, state, self._tables, self._limits
-            )
+            self._state, report = self._programs.decode(self._params, self._seed, state, self._tables, self._limits)
             steps = requests.read_report(np.asarray(report), self._sizes).steps
             found.append((time.perf_counter() - started) / self._chunk)
             if steps != self._chunk:

@@ -43,33 +43,31 @@ def sample(
     top_p: Float[Array, " S"],
     min_p: Float[Array, " S"] | float = 0.0,
     untruncated: Bool[Array, " S"] | bool = False,
-    sorts: bool | None = None,
+    some_truncate: Bool[Array, ""] | bool | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Tokens, int32 [S], and their log-probs, float32 [S], under the sampling distribution.
 
     Row s samples from softmax(logits / τ) restricted to `support`. τ = 0 takes the token with the largest logit (the
     first of equals); its log-prob is that of the untempered, untruncated distribution. Log-probs of an `untruncated`
-    row are those before truncation. Rows do not influence each other. Truncation sorts the vocabulary: with `sorts`
-    False no row may truncate, and the program has no sort; with None it sorts only if a row `truncates`, which costs a
-    collective over several devices. Tokens and log-probs are the same in each case.
+    row are those before truncation. Rows do not influence each other. Truncation sorts the vocabulary, which is done
+    only if `some_truncate`: with False no row may truncate, and the program has no sort; with None it is whether any
+    row `truncates`, which costs a collective over several devices.
     """
     logits = logits.astype(jnp.float32)
     rows = temperature.shape
     min_p, untruncated = jnp.broadcast_to(min_p, rows), jnp.broadcast_to(untruncated, rows)
     greedy = temperature == 0.0
-    truncated = truncates(temperature, top_k, top_p, min_p)
-
-    def sorted_out() -> Array:
-        inside = support(tempered(logits, temperature), top_k, top_p, min_p) | ~truncated[:, None]
-        return jnp.where(inside, logits, -jnp.inf)
-
-    if sorts is None:
-        kept = jax.lax.cond(jnp.any(truncated), sorted_out, lambda: logits)
-    else:
-        kept = sorted_out() if sorts else logits
-    judged = kept if sorts is False else jnp.where((untruncated & truncated)[:, None], logits, kept)
-    # A barrier: what comes after it is compiled by itself, so that a program that sorts computes the same bits.
-    kept, judged = jax.lax.optimization_barrier((kept, judged))
+    kept = judged = logits
+    if some_truncate is not False:
+        truncated = truncates(temperature, top_k, top_p, min_p)
+        kept = jax.lax.cond(
+            jnp.any(truncated) if some_truncate is None else some_truncate,
+            lambda: jnp.where(
+                support(tempered(logits, temperature), top_k, top_p, min_p) | ~truncated[:, None], logits, -jnp.inf
+            ),
+            lambda: logits,
+        )
+        judged = jnp.where((untruncated & truncated)[:, None], logits, kept)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(_typed(keys))
     perturbed = tempered(kept, temperature) + jnp.where(greedy[:, None], 0.0, noise)
     tokens = _first_best(perturbed)

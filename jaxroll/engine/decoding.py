@@ -83,8 +83,8 @@ class SamplingRows:
 
     requests: Int[Array, "N C"]
     keys: Key[Array, " N"]
+    some_truncate: Bool[Array, ""] | None  # None: the engine serves no request that truncates
     penalties: bool = field(metadata={"static": True})
-    sorts: bool = field(metadata={"static": True})  # see `sampling.sample`
 
     def real(self, column: int) -> Float[Array, " N"]:
         """A column of floats."""
@@ -96,12 +96,16 @@ class SamplingRows:
         return replace(self, requests=jnp.repeat(self.requests, times, axis=0), keys=keys)
 
 
-def sampling_rows(sizes: Sizes, sorts: bool, seed: Key[Array, ""], requests: Int[Array, "N C"]) -> SamplingRows:
-    """The sampling data of `requests`, none of which truncates unless the program `sorts`."""
+def sampling_rows(sizes: Sizes, seed: Key[Array, ""], requests: Int[Array, "N C"]) -> SamplingRows:
+    """The sampling data of `requests`."""
     column = requests.T
     run_keys = sampling.seeded(seed, column[inputs.SEED], (column[inputs.FLAGS] & inputs.OWN_SEED) > 0)
     identity = column[inputs.GROUP], column[inputs.MEMBER], column[inputs.SALT]
-    return SamplingRows(requests, jax.vmap(sampling.request_key)(run_keys, *identity), sizes.penalties, sorts)
+    some = None
+    if sizes.sorts:
+        temperature, top_p, min_p = (inputs.floats(column[i]) for i in (inputs.TEMPERATURE, inputs.TOP_P, inputs.MIN_P))
+        some = jnp.any(sampling.truncates(temperature, column[inputs.TOP_K], top_p, min_p))
+    return SamplingRows(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some, sizes.penalties)
 
 
 def draw(
@@ -125,7 +129,8 @@ def draw(
         fill = ((0, 0), (0, size - ids.shape[1]))  # a vocabulary may be smaller than `size`
         return tokens, logprobs, jnp.pad(ids, fill, constant_values=sampling.NO_TOKEN)
     untruncated = (column[inputs.FLAGS] & inputs.UNTRUNCATED) > 0
-    tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, by.sorts)
+    some_truncate = False if by.some_truncate is None else by.some_truncate
+    tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, some_truncate)
     return tokens, logprobs, jnp.zeros((len(tokens), 0), jnp.int32)
 
 
@@ -362,21 +367,17 @@ def _logits_after(
 def decode(
     model: Model,
     sizes: Sizes,
-    sorts: bool,
     params: Held,
     seed: Key[Array, ""],
     state: DecodeState,
     tables: Int[Array, "S J"],
     limits: Int[Array, " 2"],
 ) -> tuple[DecodeState, Int[Array, "R S"]]:
-    """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle.
-
-    No running request truncates unless the program `sorts`.
-    """
+    """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle."""
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
     where = jnp.where(state.status == inputs.RUNNING, state.positions, -1)
-    last, by = jnp.max(where), sampling_rows(sizes, sorts, seed, state.requests)
+    last, by = jnp.max(where), sampling_rows(sizes, seed, state.requests)
     if state.side is not None:
         split = lambda x: x.reshape(state.cache.shards, -1, *x.shape[1:])  # noqa: E731
         state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))

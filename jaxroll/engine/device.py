@@ -82,8 +82,7 @@ class Device:
         """Start requests whose prompts are in the cache; for `entries` see `requests.pack_inserts`."""
         for some in _batches(entries, self._sizes.inserts):
             packed = requests.pack_inserts(some, self._sizes)
-            sorts = requests.some_truncate((entry[-1] for entry in some), self._sizes)
-            self._state = self._programs.insert[sorts](self._seed, self._state, packed)
+            self._state = self._programs.insert(self._seed, self._state, packed)
 
     def restore(self, entries: Sequence[tuple]) -> None:
         """Continue requests whose prompts and tokens are in the cache; for `entries` see `requests.pack_restores`."""
@@ -146,17 +145,14 @@ class Device:
 
     # --- tokens
 
-    def decode(self, params: Held, steps: int, until_idle: int | None, *, sorts: bool = False) -> Dispatch:
-        """Dispatch up to `steps` ≤ `Sizes.chunk` steps; they stop early once `until_idle` (1 … S) slots are idle.
-
-        With `sorts`, running requests may truncate (`requests.some_truncate`).
-        """
+    def decode(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
+        """Dispatch up to `steps` ≤ `Sizes.chunk` steps; they stop early once `until_idle` (1 … S) slots are idle."""
         wanted = steps, _NEVER if until_idle is None else until_idle
         if wanted not in self._limits:
             self._limits[wanted] = self._placed(np.array(wanted, np.int32))
         limits = self._limits[wanted]
         with jax.transfer_guard("disallow"):  # an array on the host would be copied in every dispatch
-            self._state, report = self._programs.decode[sorts](params, self._seed, self._state, self._tables, limits)
+            self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
         return Dispatch(report, self._sizes)
 
     @property
@@ -189,16 +185,13 @@ class Device:
         for fresh, bucket in self._programs.prefill:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
             _timed(progress, what, lambda: self.prefill(held, fresh, bucket, []))  # noqa: B023
-        for sorts in self._sizes.sorts:
-            what = f"decode of {self._sizes.slots} slots{' that sorts' if sorts else ''}"
-            _timed(progress, what, lambda: self.decode(held, 1, 1, sorts=sorts).report())  # noqa: B023
+        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(held, 1, 1).report())
         _timed(progress, "insert, restore and copy", self._run_empty_moves)
         self._warm = self._compiled()
 
     def _run_empty_moves(self) -> None:
         sizes = self._sizes
-        for insert in self._programs.insert.values():
-            self._state = insert(self._seed, self._state, requests.pack_inserts([], sizes))
+        self._state = self._programs.insert(self._seed, self._state, requests.pack_inserts([], sizes))
         self._state = self._programs.restore(self._state, requests.pack_restores([], sizes))
         self._state = self._programs.copy(self._state, requests.pack_copies([], sizes))
         self.cancel([])
@@ -216,11 +209,11 @@ class Device:
         of = self._programs
         every = (
             *of.prefill.values(),
-            *of.insert.values(),
+            of.insert,
             of.restore,
             of.copy,
             of.copy_rings,
-            *of.decode.values(),
+            of.decode,
             of.cancel,
             of.allow,
             of.save,

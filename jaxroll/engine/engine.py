@@ -62,8 +62,8 @@ class EngineConfig:
 
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
-    (`Completion.support`). Otherwise requests may truncate only with `truncation`: the programs that sample then have a
-    second variant, which sorts the vocabulary, and which runs only while a request needs it. `prefill_attention` and
+    (`Completion.support`). Otherwise requests may truncate only with `truncation`: the programs that sample then can
+    sort the vocabulary, which needs memory, and do so while a request truncates. `prefill_attention` and
     `paged_attention` name implementations (`kernels.choice`). With `scan_layers`, every program has one layer (of each
     kind), which it runs in a loop. With `kv_dtype` or `weight_dtype`, "int8" or "fp8", the cache or the matrices of the
     layers are quantised (`kernels.quantised`).
@@ -414,7 +414,7 @@ class Engine:
         steps = self._work.steps()
         if self._refuse() and not self._scheduler.running:
             return True
-        dispatch = self._device.decode(params, steps, self._scheduler.until_idle(), sorts=self._work.sorts())
+        dispatch = self._device.decode(params, steps, self._scheduler.until_idle())
         self._deliver()  # requests that ended in the previous dispatch, while this one runs
         asked_s = self._clock()
         report = dispatch.report()

@@ -47,18 +47,15 @@ Allow = Callable[[DecodeState, ArrayLike, ArrayLike], DecodeState]
 
 @dataclass(frozen=True)
 class Programs:
-    """The jitted functions of one engine, and the shardings of their arguments.
-
-    `insert` and `decode` are chosen by whether a request of the call truncates (`Sizes.sorts`).
-    """
+    """The jitted functions of one engine, and the shardings of their arguments."""
 
     sizes: Sizes
     prefill: dict[tuple[bool, int], Prefill]  # by (fresh, bucket)
-    insert: dict[bool, Insert]
+    insert: Insert
     restore: Update
     copy: Update
     copy_rings: Update
-    decode: dict[bool, Decode]
+    decode: Decode
     cancel: Update
     allow: Allow
     save: Save
@@ -109,27 +106,18 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
             for fresh in (True, False)
             for bucket in sizes.buckets
         },
-        insert={
-            sorts: jax.jit(
-                partial(_insert, sizes, sorts),
-                in_shardings=(whole, state, whole),
-                out_shardings=state,
-                donate_argnums=1,
-            )
-            for sorts in sizes.sorts
-        },
+        insert=jax.jit(
+            partial(_insert, sizes), in_shardings=(whole, state, whole), out_shardings=state, donate_argnums=1
+        ),
         restore=update(partial(_restore, sizes)),
         copy=update(_copy),
         copy_rings=update(partial(_copy_rings, sizes)),
-        decode={
-            sorts: jax.jit(
-                partial(decoding.decode, model, sizes, sorts),
-                in_shardings=(params, whole, state, tables, whole),
-                out_shardings=(state, whole),
-                donate_argnums=2,
-            )
-            for sorts in sizes.sorts
-        },
+        decode=jax.jit(
+            partial(decoding.decode, model, sizes),
+            in_shardings=(params, whole, state, tables, whole),
+            out_shardings=(state, whole),
+            donate_argnums=2,
+        ),
         cancel=update(_cancel),
         allow=jax.jit(partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=saved),
@@ -167,12 +155,10 @@ def lowered(
     }
     if sizes.pages:  # a request may be preempted
         found |= lowered_moves(programs)
-    inserted, limits = whole(sizes.insert_shape, jnp.int32), whole((2,), jnp.int32)
-    for sorts in sizes.sorts:
-        suffix = "_sorting" if sorts else ""
-        found[f"insert{suffix}"] = programs.insert[sorts].lower(seed, programs.state, inserted)  # type: ignore[attr-defined]
-        found[f"decode{suffix}"] = programs.decode[sorts].lower(params, seed, programs.state, tables, limits)  # type: ignore[attr-defined]
-    return found
+    return found | {
+        "insert": programs.insert.lower(seed, programs.state, whole(sizes.insert_shape, jnp.int32)),  # type: ignore[attr-defined]
+        "decode": programs.decode.lower(params, seed, programs.state, tables, whole((2,), jnp.int32)),  # type: ignore[attr-defined]
+    }
 
 
 def lowered_moves(programs: Programs) -> dict[str, jax.stages.Lowered]:
@@ -249,13 +235,11 @@ def _extend(model: Model, bucket: int, params: Held, state: DecodeState, packed:
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
-def _insert(
-    sizes: Sizes, sorts: bool, seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]
-) -> DecodeState:
+def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
     """`state` with new requests in slots: a page is copied for each, and its first token sampled."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    by = decoding.sampling_rows(sizes, sorts, seed, requests)
+    by = decoding.sampling_rows(sizes, seed, requests)
     drawn = decoding.draw(by, state.logits[rows], positions, text, state.allowed[slots], sizes.support)
     state = _with_copies(state, shards, sources, targets)
     text = decoding.with_token(text, drawn[0], positions)

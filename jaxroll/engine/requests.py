@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -225,12 +225,9 @@ class Sizes:
     truncation: bool = False  # requests may truncate, also without `support`
 
     @property
-    def sorts(self) -> tuple[bool, ...]:
-        """The variants of programs that sample: one without a sort and, if requests may truncate, one that sorts.
-
-        Supports need no sort.
-        """
-        return (False, True) if self.truncation and not self.support else (False,)
+    def sorts(self) -> bool:
+        """True if the programs that sample can sort the vocabulary. Supports need no sort."""
+        return self.truncation and not self.support
 
     @property
     def columns(self) -> int:
@@ -299,11 +296,6 @@ class Sizes:
 
 def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
-
-
-def some_truncate(among: Iterable[Request], sizes: Sizes) -> bool:
-    """True if a program that sorts is needed to sample for these requests."""
-    return True in sizes.sorts and any(_truncates(request.params) for request in among)
 
 
 def _truncates(params: SamplingParams) -> bool:

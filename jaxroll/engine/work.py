@@ -11,7 +11,7 @@ import numpy as np
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
-from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask, some_truncate
+from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
 from jaxroll.errors import DataError
@@ -150,10 +150,6 @@ class Work:
         self._set_masks([start.sequence for start in started], reset_others=True)
         self._device.restore(restores)
         self._device.insert(inserts)
-
-    def sorts(self) -> bool:
-        """True if a running request needs a program that sorts the vocabulary."""
-        return some_truncate((self._open[one.id].add.request for one in self._scheduler.running), self._sizes)
 
     def steps(self) -> int:
         """The number of steps of the next dispatch: 1 if a request has a token mask.

@@ -60,6 +60,7 @@ READERS: dict[str, list[str]] = {
     "compile": ["compile", "RUN", "--role=sampler"],
     "weights export": ["weights", "export", "RUN", "OUT"],
     "calibrate": ["sim", "calibrate", "RUN"],
+    "profile": ["profile", "RUN", "--timeout=1"],
     "ui": ["ui", "RUN"],
     "learner": ["learner", "RUN", "--index=7"],  # refused at the latest for this
     "actor": ["actor", "RUN"],
@@ -76,7 +77,7 @@ READERS: dict[str, list[str]] = {
 }
 # Commands that refuse the undamaged run too, for another reason.
 WHOLE = {"resume", "fork", "new run", "token", "generate", "eval", "serve", "weights export", "calibrate"}
-WHOLE |= {"learner", "sampler --join", "sim", "launch"}
+WHOLE |= {"learner", "profile", "sampler --join", "sim", "launch"}
 # Keys of the section `placement` without which a run does not have the role.
 PLACEMENT: dict[str, dict[str, object]] = {"actor": {"actors": 1}, "colocated": {"colocated": True}}
 
@@ -242,7 +243,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 # They are like the others, or slow.
 SOAK = {"eval", "serve", "tinker-serve", "sft", "compile", "calibrate", "ui", "learner", "actor", "store", "feeder"}
 SOAK |= {"sampler --join", "evaluator", "colocated", "tls", "sim", "launch", "launch --dry-run"}
-SOAK |= {"report --json", "inspect --group"}
+SOAK |= {"profile", "report --json", "inspect --group"}
 
 
 @pytest.mark.parametrize(

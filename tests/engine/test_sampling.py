@@ -89,29 +89,6 @@ def test_rows_that_ask_for_nothing_are_not_touched_by_those_that_do(able):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
-def test_only_dispatches_with_a_request_that_truncates_sort(bench, monkeypatch):
-    """The variants give the same bits, and the one that sorts is left when the last such request ends."""
-    b, sorted_ = bench(slots=3), []
-    decode = b.engine._device.decode
-
-    def seen(*args, sorts):
-        sorted_.append(sorts)
-        return decode(*args, sorts=sorts)
-
-    monkeypatch.setattr(b.engine._device, "decode", seen)
-    plain = requests_of(SamplingParams(12), 2)
-    alone = dict(b.run(plain))
-    assert sorted_ and not any(sorted_)
-    sorted_.clear()
-    again = [dataclasses.replace(request, id=100 + request.id) for request in plain]
-    mixed = b.run([*again, dataclasses.replace(plain[0], id=9, params=SamplingParams(3, top_p=0.5))])
-    assert sorted_[0] and not sorted_[-1]
-    for request in plain:
-        one, other = alone[request.id].completion, mixed[100 + request.id].completion
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-
-
 @pytest.mark.parametrize(
     "params", [SamplingParams(4, top_k=3), SamplingParams(4, top_p=0.9), SamplingParams(4, min_p=0.1)]
 )

@@ -139,7 +139,6 @@ def test_warm_up_reports_its_programs(bench, model):
         "compiled extend of 8 tokens",
         "compiled extend of 16 tokens",
         "compiled decode of 4 slots",
-        "compiled decode of 4 slots that sorts",
         "compiled insert",
     ]
 

@@ -141,7 +141,7 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
     assert row["ess"] == pytest.approx(1.0, abs=1e-5)
 
     def planted(original):
-        return lambda logits, tokens, temperature, support=None: original(logits, tokens, temperature)
+        return lambda logits, tokens, temperature, support, over: original(logits, tokens, temperature, None, over)
 
     monkeypatch.setattr(step.logprob, "token_logprobs", planted(step.logprob.token_logprobs))
     plain = dataclasses.replace(TRUNCATED.learner, minibatches=1, reference="none", kl_coef=0.0)
