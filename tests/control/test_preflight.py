@@ -211,6 +211,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "policy/selection.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
+    "kernels/choice.py::check_quantised": ("quantised experts",),
     "models/families.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
     "models/families.py::ModelSpec._check_windows": CODE,
     "models/families.py::ModelSpec._check_experts": ("more experts a token than experts", "biases of no experts"),

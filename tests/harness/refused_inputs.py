@@ -106,6 +106,8 @@ CASES: dict[str, Case] = {
         "sampler.prefill_attention", "cudnn", "blocks of 128"),
     "routing of no experts": (
         None, ["learner.routing_replay=True"], "learner.routing_replay", "True", "has no experts"),
+    "quantised experts": (
+        None, ["model.size=tiny_moe", "sampler.weight_dtype=int8"], "sampler.weight_dtype", "int8", "has experts"),
     "biases of no experts": (None, ["model.router_bias=True"], "model.router_bias", "True", "has no experts"),
     "biases under adapters": (
         None, ["model.size=tiny_moe", "model.router_bias=True", "learner.lora_rank=4"],
