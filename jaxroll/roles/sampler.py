@@ -191,7 +191,8 @@ class Members:
         return free
 
     def _room_left(self) -> int:
-        return min(self.capacity - len(self.playing), 2 * self.capacity - len(self.open))
+        """The number of members that have room; none while members that moved here fill more than the capacity."""
+        return max(0, min(self.capacity - len(self.playing), 2 * self.capacity - len(self.open)))
 
     async def _grants(self, free: int) -> list[Grant]:
         version = await self._version()

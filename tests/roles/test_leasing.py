@@ -12,7 +12,7 @@ from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import sampler
 from jaxroll.roles.sampler import MemberPlayer
 from jaxroll.rollout.episode import Transcript
-from tests.harness.sampler_members import TASK, members
+from tests.harness.sampler_members import TASK, members, settle
 
 
 class Store:
@@ -104,6 +104,28 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_while_work_is_plenty_one_free_slot_requests_one_member() -> None:
     assert asked(Store(), [1, 2, 1]) == [8, 1, 2, 1]
+
+
+def test_members_that_moved_here_fill_more_than_the_capacity_and_nothing_is_leased_before_there_is_room() -> None:
+    """A call for a negative number of members is malformed, which ended the sampler."""
+
+    async def job() -> list[int]:
+        work = members(store := Store(), size=4)
+        leasing = asyncio.ensure_future(work._lease())
+        await settle()
+        moved = Grant(99, TASK, tuple((member, 2) for member in range(4)), 30.0)
+        await work._start_all([moved], joins=True)
+        for ends in (2, 4):
+            for key in list(work.open)[:ends]:
+                work._cancel(key)
+            await settle()
+        leasing.cancel()
+        for task in work.open.values():
+            task.cancel()
+        await asyncio.gather(leasing, *work.open.values(), return_exceptions=True)
+        return store.asked
+
+    assert asyncio.run(asyncio.wait_for(job(), 30)) == [8, 2]
 
 
 def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
