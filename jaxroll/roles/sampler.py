@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -147,27 +147,28 @@ class Members:
         """While weights wait for members, report these, and move them or take others as the store plans."""
         while every_s:
             await self._gate.drains()
-            version, begun = await self._version(), [self.playing[key] for key in self._begun]
-            tokens = sum(one.length + (one.stream.unended() if one.stream else 0) for one in begun)
+            version, begun = await self._version(), {key: self.playing[key] for key in self._begun}
+            tokens = sum(one.length + (one.stream.unended() if one.stream else 0) for one in begun.values())
             with contextlib.suppress(StoreRefusal, InfraError):
                 reply = await self.store.repack(version, len(begun), tokens, every_s)
                 if reply.to:
-                    await self._give(reply.to)
+                    await self._give(reply.to, begun.keys())
                 elif reply.coming:
                     async with self._gate.member(joins=True):  # weights wait until these members have begun
                         grants = await self.store.lease(await self._version(), self.capacity, reserved=True)
                         await self._start_all(grants, joins=True)
         await asyncio.Event().wait()
 
-    async def _give(self, to: str) -> None:
-        """Give the members that have begun, and what they have sampled, to another sampler."""
+    async def _give(self, to: str, reported: Collection[Key]) -> None:
+        """Give the reported members that go on, and what they have sampled, to another sampler."""
         if self._gather is not None:
             await self._gather()
         await self.store.flushed()
-        keys = list(self._begun)
+        keys = [key for key in reported if key in self._begun]  # not those that began since, with newer weights
         await self.store.release(keys, to)
         for key in self.playing.keys() & keys:  # not those that ended meanwhile: their puts are taken
-            self._cancel(key)
+            if not self.open[key].cancelling():
+                self._cancel(key)
         self.moved, self.repacks = self.moved + len(keys), self.repacks + 1
 
     async def _free(self) -> int:
@@ -214,6 +215,8 @@ class Members:
 
     def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = (), joins: bool = False) -> None:
         self.playing[key] = Transcript()
+        if joins:  # its task begins only after the next report
+            self._begun.add(key)
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play, before, joins))
         task.add_done_callback(lambda task: self._over(key, task))  # also if it is cancelled before it starts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 
 from jaxroll import wire
-from jaxroll.records import Finished, Member
+from jaxroll.records import Finished, Grant, Member, Version
+from jaxroll.roles.sampler import Key, Members
 from jaxroll.roles.weights import SwapGate
 from jaxroll.sim.network import run
 from jaxroll.sim.world import MemoryLog
 from jaxroll.store.core import events as ev
 from jaxroll.store.log.replay import replay_log
+from jaxroll.store.messages import RepackReply
+from tests.harness.sampler_members import TASK, members, settle
 from tests.harness.virtual_run import VirtualRun
 from tests.roles.test_migration import FLUSH, Fleet, config, parts, text
 
@@ -110,3 +114,75 @@ def test_weights_that_wait_let_members_that_move_go_first_but_not_while_they_cha
 
     run(job())
     assert seen[:5] == ["a", "drains", "c", "change", "end of change"] and sorted(seen[5:]) == ["b", "d"]
+
+
+class Planner:
+    """A store that answers each report of a sampler that drains when the test says so."""
+
+    def __init__(self) -> None:
+        self.reports = list[int]()
+        self.replies = asyncio.Queue[RepackReply]()
+        self.given = list[tuple[list[Key], str]]()
+        self.jobs = list[asyncio.Future[None]]()
+
+    async def repack(self, version: Version, members: int, tokens: int, wait_s: float) -> RepackReply:
+        self.reports.append(members)
+        return await self.replies.get()
+
+    async def lease(self, version: Version, members: int, *, reserved: bool) -> list[Grant]:
+        assert reserved
+        return [Grant(9, TASK, ((0, 2), (1, 2)), 30.0)]
+
+    async def flushed(self) -> None:
+        pass
+
+    async def release(self, keys: list[Key], to: str) -> None:
+        self.given.append((keys, to))
+
+
+async def draining(store: Planner, gather: Callable[[Members], Awaitable[None]] | None = None) -> Members:
+    """A sampler whose new weights wait for two members; `gather` runs before it gives some away."""
+    work = members(store)
+    if gather is not None:
+        work._gather = lambda: gather(work)
+    await work._start_all([Grant(0, TASK, ((0, 1), (1, 1)), 30.0)])
+    await settle()
+
+    async def change() -> None:
+        async with work._gate.change():
+            pass
+
+    store.jobs = [asyncio.ensure_future(change()), asyncio.ensure_future(work._repack(5.0))]
+    await settle()
+    return work
+
+
+def test_a_sampler_reports_all_members_that_it_received() -> None:
+    """The store would otherwise fill it beyond its slots, or have it give away what it does not count."""
+
+    async def job() -> None:
+        await draining(store := Planner())
+        store.replies.put_nowait(RepackReply(coming=True))
+        await settle()
+        assert store.reports == [2, 4]
+
+    run(job())
+
+
+def test_a_sampler_gives_what_it_reported_and_nothing_that_began_since() -> None:
+    """New members have newer weights than their destination: they would start again there."""
+
+    async def gather(work: Members) -> None:
+        work._cancel((0, 0, 1))
+        await work._start_all([Grant(1, TASK, ((0, 1),), 30.0)], joins=True)
+        await settle()
+
+    async def job() -> None:
+        work = await draining(store := Planner(), gather)
+        store.replies.put_nowait(RepackReply(to="sampler-1"))
+        await settle()
+        await settle()
+        assert store.given == [([(0, 1, 1)], "sampler-1")] and (work.moved, work.repacks) == (1, 1)
+        assert work.open.keys() == {(1, 0, 1)}
+
+    run(job())
