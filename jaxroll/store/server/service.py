@@ -259,7 +259,7 @@ class StoreService:
         def ask() -> Any:
             if self._workers.is_surplus(caller):
                 return ev.Leases((), 0)
-            if self.paused and not over(self._keeper.settings, self._keeper.state):
+            if self.paused and not call.reserved and not over(self._keeper.settings, self._keeper.state):
                 return NoCredit("the run is paused", _PAUSED_ASK_S)
             version = max(call.version, self.holders.get(caller.name) or call.version)
             while True:

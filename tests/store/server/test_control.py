@@ -46,6 +46,28 @@ def test_a_paused_run_grants_no_leases_and_ends_what_it_began(tmp_path: Path, sm
     run(acts())
 
 
+def test_in_a_paused_run_members_on_their_way_to_another_sampler_arrive(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    config = small.configured()
+
+    async def acts() -> None:
+        async with (
+            small.opened(tmp_path, config) as (_, sampler),
+            small.connected(tmp_path, config, "sampler", "sampler-1") as other,
+            small.connected(tmp_path, config, "supervisor") as person,
+        ):
+            keys = small.keys(await sampler.lease(V0, 2, 5.0))
+            await sampler.release(keys, "sampler-1")
+            await person.control("pause")
+            moved = small.keys(await other.lease(V0, 4, reserved=True))
+            assert [key[:2] for key in moved] == [key[:2] for key in keys]
+            with pytest.raises(NoCredit, match="paused"):
+                await other.lease(V0, 4)
+
+    run(acts())
+
+
 def test_a_checkpoint_is_wanted_at_one_claim_until_it_is_durable(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured(alpha=2.0)
 
