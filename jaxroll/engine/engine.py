@@ -116,7 +116,7 @@ class EngineConfig:
             cache_pages=sampler.cache_pages if samples else 0,
             memory_fraction=sampler.memory_fraction if samples else 0.0,
             support_tokens=support_tokens(config.sampling) if samples else 0,  # evaluations are not truncated
-            truncation=role == "requests",
+            truncation=role == "requests" or (samples and sampler.http_port >= 0),  # clients choose their own
             prefill_attention=sampler.prefill_attention,
             paged_attention=sampler.paged_attention,
             kv_dtype=sampler.kv_dtype if samples else "",

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxroll.config import Config, SamplerConfig
+from jaxroll.engine.engine import EngineConfig
 from jaxroll.engine.requests import Request, Sizes, check
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
@@ -100,6 +102,16 @@ def test_an_engine_without_programs_that_sort_refuses_truncation(params):
     greedy = dataclasses.replace(request, params=msgspec.structs.replace(params, temperature=0.0))
     for served, able in ((request, {"truncation": True}), (request, {"support": 4}), (greedy, {})):
         check(served, dataclasses.replace(sizes, **able), vocab_size=64, decodes=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "port", "sorts"),
+    [("sampler", -1, False), ("sampler", 0, True), ("evaluator", 0, False), ("requests", -1, True)],
+)
+def test_engines_with_clients_have_programs_that_sort(role: str, port: int, sorts: bool):
+    """Clients of a sampler (`sampler.http_port`) choose their own truncation; rollouts of a run need no sort."""
+    config = Config(sampler=SamplerConfig(http_port=port))
+    assert EngineConfig.of(config, role, weight_swap="drain").truncation == sorts
 
 
 def rising(drawn: np.ndarray) -> np.ndarray:

@@ -41,6 +41,7 @@ def versions(client: openai.OpenAI) -> list[str]:
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": PROMPT}],
         max_tokens=4,
+        top_p=0.9,  # also where the run does not truncate
         extra_body={"return_token_ids": True},
     )
     extra = answer.choices[0].model_extra
