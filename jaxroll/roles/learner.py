@@ -317,8 +317,11 @@ class LearnerSession:
         return 0
 
     async def close(self) -> None:
-        """End the background tasks, and send the rows that are left."""
+        """End the background tasks and a trace, and send the rows that are left."""
         await self.background.close()
+        if self.profiler.order is not None:
+            await self._on_device(self.profiler.close)
+            await asyncio.sleep(0)  # its row enters the queue
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_ROWS_S):
                 await self._rows.join()

@@ -410,11 +410,17 @@ class Profiler:
         self._trace, self._timer = Path(), threading.Timer(0.0, lambda: None)
 
     def ask(self, order: ProfileOrder) -> None:
-        """Record `order.steps` steps from the next one on, unless this order is known."""
-        with self._lock:
+        """Record `order.steps` steps from the next one on, unless this order is known. Does not wait."""
+        # While a trace begins or is written, the order is dropped, and the store gives it again: a loop that waited
+        # would renew no leases.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if order.request != self._known and self._began_s is None:
                 self._known, self.order, self._left = order.request, order, order.steps
                 self._until_s = time.monotonic() + order.limit_s
+        finally:
+            self._lock.release()
 
     def step(self) -> None:
         """Note that a step begins; call it on the thread that uses JAX."""

@@ -108,6 +108,51 @@ def test_a_trace_ends_with_its_time_or_its_role_though_steps_are_missing(tmp_pat
     assert rows.states[2:] == [("started", 1000), ("ended", 0)]
 
 
+def test_an_order_that_comes_while_a_trace_is_written_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler's loop gets it with every reply of the store; if it waited for the JAX thread, leases would end."""
+    rows, begun, written = Rows(), threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        assert written.wait(60.0)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", write)
+    profiler, order = Profiler("sampler-0", tmp_path, rows), ProfileOrder("sampler-0", "first", 1, 600.0)
+    profiler.ask(order)
+    profiler.step()
+    writes, asks = (threading.Thread(target=job) for job in (profiler.step, lambda: profiler.ask(order)))
+    writes.start()
+    assert begun.wait(60.0)
+    asks.start()
+    asks.join(5.0)
+    waits = asks.is_alive()
+    written.set()
+    writes.join()
+    asks.join()
+    assert not waits and rows.states == [("started", 1), ("ended", 1)] and profiler.order is None
+
+
+def test_a_trace_ends_when_a_person_ends_the_run(tmp_path: Path) -> None:
+    async def acts() -> None:
+        async with VirtualRun(configured(steps=1000), tmp_path) as at:
+            at.sampler()
+            learner, person = at.learner(), await at.client("supervisor", "profile")
+            states = lambda: [row["state"] for row in at.store.metrics.written() if row["kind"] == "profile"]  # noqa: E731
+            while at.store.keeper.state.published is None or at.store.keeper.state.published.version.step < 3:
+                await asyncio.sleep(0.5)
+            await person.profile(ProfileOrder("learner", "first", 1000, 300.0))
+            while not states():
+                await asyncio.sleep(0.5)
+            await person.close_run("a person ended it")
+            await asyncio.gather(learner, return_exceptions=True)
+            assert states() == ["started", "ended"]
+
+    network.run(acts(), 1000.0)
+
+
 def test_the_learner_of_a_run_records_steps_for_the_command(tmp_path: Path) -> None:
     """In virtual time: a trace is cut off by the end of the run, and a sampler without steps is not awaited."""
 
