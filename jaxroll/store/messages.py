@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -274,6 +274,13 @@ class ProfileOrders(dict[str, tuple[ProfileOrder, float]]):
             return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
         self[order.role] = order, now_s + order.limit_s
         return None
+
+    def note(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Forget the order of this role if one of its rows reports the end of that request."""
+        for row in rows:
+            if row.get("kind") == "profile" and row["state"] != "started":
+                if name in self and self[name][0].request == row["request"]:
+                    del self[name]
 
     def of(self, name: str, now_s: float) -> ProfileOrder | None:
         """The profile that is wanted of this role, as long as it is wanted."""

@@ -116,8 +116,8 @@ class HandshakeCheck:
         async def answer(caller: Caller, body: bytes) -> bytes:
             self.last_call_s = self._keeper.now_s()
             if method not in ("Hello", "Join"):
-                self.callers[caller.name] = caller.session
                 self.check_call(caller, caller.right not in WITH_LEASES or self._greeted(caller.name))
+                self.callers[caller.name] = caller.session
                 self._called(caller)
             return wire.encode(await handler(caller, body))
 

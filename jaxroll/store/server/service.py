@@ -459,8 +459,8 @@ class StoreService:
                 self._measured |= selection.measured(rows, self._keep_best)
             if left_out:
                 self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
-            if any(row.get("kind") == "profile" and row["state"] != "started" for row in rows):
-                self._profiles.pop(caller.name, None)
+            if self._profiles:
+                self._profiles.note(caller.name, rows)
             self._last_report[caller.session] = call.request
         profile = self._profiles.of(caller.name, self._keeper.now_s()) if self._profiles else None
         return msg.Reported(profile)

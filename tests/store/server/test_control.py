@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.errors import Closed, NoCredit, StoreRefusal, Unauthorized
+from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Version
 from jaxroll.sim import network
 from jaxroll.store.messages import ProfileOrder
@@ -164,6 +164,10 @@ def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_o
                 await person.profile(first)
             await learner.status()
             await sampler.status()
+            stranger = await at.client("sampler", "sampler-7")
+            stranger._raw.run_id = "another"
+            with pytest.raises(StaleClient):
+                await stranger.status()
             with pytest.raises(StoreRefusal, match=r"there are learner, sampler-0$"):
                 await person.profile(ProfileOrder("profile", "first", 3, 60.0))
             with pytest.raises(Unauthorized):
@@ -184,5 +188,7 @@ def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_o
             await person.profile(second)
             await learner.status()
             assert given["learner"][3:] == ["second"]
+            await learner.report([row("ended")])  # of the first, which took longer than its command waited
+            assert given["learner"][4:] == ["second"]
 
     network.run(acts(), 1000.0)
