@@ -55,8 +55,9 @@ def main(run: Path, options: argparse.Namespace) -> int:
     row = asyncio.run(record(run, order, options.folder))
     folder = Path(row["folder"])
     if not folder.is_dir():
-        print(f"{order.role} runs on {row.get('host')}, and this machine does not see its folder. The trace is there:")
-        print(folder)
+        text = f"{order.role} runs on {row.get('host')}, and this machine does not see its folder. The trace is there:"
+        place = {"role": order.role, "folder": str(folder), "host": row.get("host")}
+        print(json.dumps(place) if options.json else f"{text}\n{folder}")
         return 0
     found = shares(folder, row.get("seconds"), row["steps"])
     print(json.dumps({"role": order.role, "folder": str(folder), **found.values()}) if options.json

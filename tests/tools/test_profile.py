@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.profiler import ProfileData
@@ -73,6 +76,25 @@ def test_operations_of_a_cpu_are_events_of_its_threads() -> None:
     found = profile.shares_of(trace(pool, main), None, 1)
     assert found.devices == pytest.approx({"cpu:0": 50e-6}) and found.seconds == pytest.approx(100e-6)
     assert found.threads == pytest.approx({"python 0": 100e-6}) and found.device_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_trace_on_another_machine_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    row = {"folder": str(tmp_path / "there"), "host": "far", "steps": 3}
+
+    async def recorded(*_: Any) -> dict[str, Any]:
+        return row
+
+    monkeypatch.setattr(profile, "record", recorded)
+    given = argparse.Namespace(role="sampler-0", steps=3, timeout=9.0, python=False, folder="runs/x", json=as_json)
+    assert profile.main(tmp_path, given) == 0
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out) == {"role": "sampler-0", "folder": row["folder"], "host": "far"}
+    else:
+        assert "runs on far" in out and out.splitlines()[-1] == row["folder"]
 
 
 def test_a_folder_without_a_trace_and_a_trace_without_events_are_refused(tmp_path: Path) -> None:
