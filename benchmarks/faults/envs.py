@@ -78,7 +78,7 @@ class Chaos:
         """Show the question, in a process for every third one."""
         if task.index % 3 == 0:
             loop = asyncio.get_running_loop()
-            processes = _processes.setdefault(id(loop), Processes(2, self._config))
+            processes = _processes.setdefault(id(loop), Processes(2, {"": self._config}))
             traits = Traits("process", STEP_LIMIT_S, STEP_LIMIT_S)
             self._inner = InProcess("benchmarks.faults.envs:chaos_process", traits, processes)
             return await self._inner.reset(task, seed)
