@@ -35,9 +35,11 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Arguments on the command line: the parent's process id, and the section `task` of each environment."""
+    """The first message: the section `task` of each environment.
 
-    parent_pid: int
+    It is not on the command line, where an argument may have 128 KiB: the messages before the question are part of it.
+    """
+
     tasks: dict[str, TaskConfig]
 
 
@@ -127,7 +129,7 @@ def answer(body: bytes) -> Answer:
     return _ANSWER.decode(body)
 
 
-# --- An environment process: `python -m jaxroll.envs.processes '{…}'`, orders on stdin, answers on stdout
+# --- An environment process: `python -m jaxroll.envs.processes PARENT`, settings and orders on stdin, answers on stdout
 #
 # It plays one episode at a time and creates a new environment for each. It dies with its parent. Output of an
 # environment goes to stderr, which is the role's log.
@@ -195,11 +197,11 @@ class Player:
 
 
 def main(argument: str) -> int:
-    """Answer orders until stdin ends; return the exit status."""
-    settings = msgspec.json.decode(argument, type=Settings)
-    lifeline.bind(settings.parent_pid)
+    """Answer orders until stdin ends; return the exit status. `argument` is the process id of the parent."""
+    lifeline.bind(int(argument))
     lifeline.lower_session()
     orders, answers = _private_pipes()
+    settings = msgspec.msgpack.decode(_read(orders) or b"", type=Settings)
     answers.write(frame(Ready()))
     with asyncio.Runner() as runner:
         player = Player(settings.tasks, runner)
@@ -244,14 +246,14 @@ class EnvProcess:
     @classmethod
     async def start(cls, tasks: Mapping[str, TaskConfig]) -> EnvProcess:
         """Start a process and wait until it is ready. InfraError when it does not start."""
-        settings = msgspec.json.encode(Settings(os.getpid(), dict(tasks))).decode()
+        settings = frame(Settings(dict(tasks)))
         try:
             process = await lifeline.child(
                 sys.executable,
                 "-P",
                 "-m",
                 "jaxroll.envs.processes",
-                settings,
+                str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=_environment(),
@@ -262,8 +264,9 @@ class EnvProcess:
         made = cls(process)
         try:
             async with asyncio.timeout(_START_LIMIT_S):
+                await made._send(settings)
                 await made._read()
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:  # a TimeoutError is one, too
             await made.kill()
             raise InfraError(f"an environment process does not start ({error or 'it took too long'})") from error
         except BaseException:
@@ -286,18 +289,21 @@ class EnvProcess:
 
         After an error or a cancellation the caller must kill the process.
         """
-        stdin = self._process.stdin
-        assert stdin is not None
         limit = asyncio.timeout(None if math.isinf(limit_s) else limit_s)
         try:
             async with limit:
-                stdin.write(frame(order))
-                await stdin.drain()
+                await self._send(frame(order))
                 return await self._read()
         except TimeoutError as error:
             raise DataError(f"the environment's {what} took longer than {limit_s:g} s; it was killed") from error
         except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
             raise InfraError(f"the environment's process died in {what}: {type(error).__name__}") from error
+
+    async def _send(self, message: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(message)
+        await stdin.drain()
 
     async def _read(self) -> Answer:
         stdout = self._process.stdout

@@ -25,6 +25,7 @@ from jaxroll.rollout.episode import EnvironmentCalls
 NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
 DEADLINE_S = 60.0
+LONG = "x" * (128 << 10)
 
 
 def play(body: Callable[[Executors], Awaitable[object]], *, most: int = 1) -> None:
@@ -109,9 +110,11 @@ def test_an_environment_in_a_process_shows_its_declared_traits() -> None:
 
 @pytest.mark.process
 def test_a_process_plays_each_source_with_its_own_settings() -> None:
+    """They are longer than an argument of a command may be."""
+
     async def job() -> None:
         sources = [{"name": name, "env": NAME.format("in_process")} for name in ("other", "told")]
-        places = Executors(ScoringPool(1), Config(task=TaskConfig(name="another", mixture=sources)))
+        places = Executors(ScoringPool(1), Config(task=TaskConfig(name="another", mixture=sources, system_prompt=LONG)))
         env = places.create(f"{NAME.format('in_process')}@told")
         try:
             async with asyncio.timeout(DEADLINE_S):
