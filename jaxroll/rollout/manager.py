@@ -123,8 +123,9 @@ class RolloutManager:
         assert generator is not None, "without a proxy of its own the manager needs one with every member"
         outcome = await self._outcome(grant, member, generator, transcript)
         self.counts.add(outcome)
-        if self._sources:
-            self.by_source[self._sources[grant.task.index // SOURCE_ITEMS]].add(outcome)
+        number = grant.task.index // SOURCE_ITEMS
+        if number < len(self._sources):  # items of a held-out set may have any index
+            self.by_source[self._sources[number]].add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
     async def _outcome(

@@ -13,15 +13,16 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.config.parsing import SOURCE_ITEMS, labels
 from jaxroll.data.tasks import Candidate, Candidates, evaluated
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
-from jaxroll.records import Finished, Grant, Member, Version, VersionRun
+from jaxroll.records import Finished, Grant, Member, Message, Version, VersionRun
 from jaxroll.roles.sampler import episode_counts
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import RolloutManager, own_bounds
+from jaxroll.rollout.manager import RolloutManager, Score, own_bounds, scores
 from tests.harness.rollout_proxy import LocalPool, run_group
 
 GYM = {"source": "reasoning_gym"}
@@ -122,6 +123,26 @@ def test_limits_of_a_source_are_its_own() -> None:
     assert [(bounds[name].tokens, bounds[name].turns) for name in ("single_turn@bits", "frozen_lake@lake")] == [
         (60, 0), (120, 3),
     ]  # fmt: skip
+
+
+def test_items_of_a_held_out_set_may_have_any_index() -> None:
+    sets = {"far": SET | {"heldout_start": 3 * SOURCE_ITEMS}}
+    made = replace(MIXED, evaluator=replace(MIXED.evaluator, sets=sets))
+    candidates = Candidates(made)
+    (task, *_) = evaluated(made, candidates)["far"]
+    assert task.index >= 3 * SOURCE_ITEMS
+
+    async def job() -> list[Score]:
+        executors = Executors(_Pool(), made)  # type: ignore[arg-type]
+        manager = RolloutManager(
+            Scripted({0: Candidate(task, (Message("assistant", "1"),))}, candidates.tokenizer), executors.create,
+            candidates.tokenizer, SamplingParams(max_tokens=12), sources=labels(made),
+        )  # fmt: skip
+        found = await scores(manager, [task], candidates.tokenizer, Version(0, 0), permits=1)
+        await executors.close()
+        return found
+
+    assert [(score.failed, score.pinned) for score in asyncio.run(job())] == [("", True)]
 
 
 def test_a_source_may_have_a_system_prompt_of_its_own() -> None:
