@@ -290,7 +290,7 @@ def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
         if not label or label in (other.label for other in found):
             raise ConfigError(f"{key}.label", label, "every source needs its own name", "Set label.")
         tag = coerce(str, entry.get("tag", label), f"{key}.tag")
-        found.append(TaskPart(label, weight, part, key, tag, _env(part, entry, label), frozenset(entry)))
+        found.append(TaskPart(label, weight, part, key, tag, _env(task, part, entry, label), frozenset(entry)))
     if any("heldout_items" in entry for entry in task.mixture):
         return tuple(found)
     total = sum(part.weight for part in found)
@@ -324,9 +324,11 @@ def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[s
     return found
 
 
-def _env(part: TaskConfig, entry: Mapping[str, Any], label: str) -> str:
-    """The environment of a source's tasks; a game reads its `args`, too."""
-    own = any(key in PLAY_KEYS for key in entry) or (part.source == "game" and "args" in entry)
+def _env(task: TaskConfig, part: TaskConfig, entry: Mapping[str, Any], label: str) -> str:
+    """The environment of the tasks of the source `part` in `task`; a game reads its `args`, too."""
+    own = any(key in PLAY_KEYS for key in entry)
+    if part.source == "game":  # an entry without `args` does not inherit those of another game
+        own |= "args" in entry or part.args != task.args
     return f"{part.env}@{label}" if own else part.env
 
 
@@ -346,7 +348,8 @@ def evaluation_set(config: Config, name: str) -> tuple[TaskPart, int]:
     task = source_of(config.task, entry, key, ("items",))
     if task.source in FILES and not task.path:
         raise ConfigError(f"{key}.path", "", "there is no file to read", f"Set {key}.path to the file.")
-    return TaskPart("", 1.0, task, key, env=_env(task, entry, f"sets.{name}"), given=frozenset(entry)), items
+    env = _env(config.task, task, entry, f"sets.{name}")
+    return TaskPart("", 1.0, task, key, env=env, given=frozenset(entry)), items
 
 
 def every_part(config: Config) -> tuple[TaskPart, ...]:

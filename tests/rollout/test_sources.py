@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.config.parsing import SOURCE_ITEMS, labels
+from jaxroll.config.parsing import SOURCE_ITEMS, labels, played_tasks
 from jaxroll.data.tasks import Candidate, Candidates, evaluated
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
@@ -97,6 +97,15 @@ def test_only_sources_with_keys_of_their_own_have_an_environment_of_their_own() 
     assert envs == ["single_turn@bits", "frozen_lake@lake", "single_turn"]
     sets = {name: {task.env for task in found} for name, found in evaluated(MIXED, candidates).items()}
     assert sets == {"heldout": {*envs}, "double": {"single_turn@sets.double"}, "more": {"single_turn"}}
+
+
+def test_a_set_of_games_is_played_with_the_settings_that_made_its_items() -> None:
+    game = {key: LAKE[key] for key in ("source", "name")}
+    task = game | {"env": "frozen_lake", "args": {"size": 4}}
+    made = configs.parse({"task": task, "evaluator": {"sets": {"usual": {"items": 2} | game, "same": {"items": 2}}}})
+    assert {env: section.args for env, section in played_tasks(made).items()} == {
+        "frozen_lake": {"size": 4}, "frozen_lake@sets.usual": {},
+    }  # fmt: skip
 
 
 def test_each_source_of_a_run_gets_its_own_environment_and_reward() -> None:
