@@ -23,6 +23,7 @@ import msgspec
 
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.config.parsing import task_parts
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
@@ -136,7 +137,10 @@ def _wait_for_scorers(pool: ScoringPool, thread: LoopThread, name: str) -> None:
 
 
 def settings_for(name: str, config: str | Path | Config | None, overrides: Sequence[str]) -> Config:
-    """The config with the environment `name`; without one, the default task in full prompts of any length."""
+    """The config with the environment `name`; without one, the default task in full prompts of any length.
+
+    Of a mixture it is the first source with this environment, or else the first.
+    """
     if isinstance(config, Config):
         found = config
     elif config is not None:
@@ -146,7 +150,9 @@ def settings_for(name: str, config: str | Path | Config | None, overrides: Seque
         room += ["learner.row_tokens=65536"]  # for any tokenizer
         given = configs.override(configs.to_dict(configs.parse(configs.defaults())), [*room, *overrides])
         found = configs.parse(given)
-    return dataclasses.replace(found, task=dataclasses.replace(found.task, env=name))
+    parts = task_parts(found.task)
+    task = next((part.task for part in parts if part.task.env == name), parts[0].task)
+    return dataclasses.replace(found, task=dataclasses.replace(task, env=name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,8 +81,9 @@ def test_the_command_prints_violations_and_ends_with_1(capsys: pytest.CaptureFix
     assert "the reward is nan" in capsys.readouterr().out
 
 
-def test_an_environment_of_a_config_plays_its_own_tasks(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ROOT / "configs" / "agentic_frozen_lake.py"
+@pytest.mark.parametrize("name", ["agentic_frozen_lake", "two_tasks"])
+def test_an_environment_of_a_config_plays_its_own_tasks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "configs" / f"{name}.py"
     assert cli.main(["env", "check", "frozen_lake", f"--config={config}", "--episodes=4"]) == 0
     assert "no violations" in capsys.readouterr().out
 
