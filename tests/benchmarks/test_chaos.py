@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import itertools
@@ -25,7 +26,9 @@ import psutil
 import pytest
 
 from jaxroll import wire
+from jaxroll.config import TaskConfig
 from jaxroll.errors import ConfigError
+from jaxroll.records import Message, Task
 from jaxroll.rpc import tls
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import schema
@@ -53,6 +56,25 @@ def load(monkeypatch: pytest.MonkeyPatch):
         return importlib.import_module(name)
 
     return imported
+
+
+@pytest.mark.process
+def test_every_third_question_is_judged_in_a_process_of_its_own() -> None:
+    envs = importlib.import_module("benchmarks.faults.envs")
+    task = Task(3, (Message("user", "letters"),), "chaos", "{}", 0, "h")
+
+    async def shown() -> tuple[Message, ...]:
+        env = envs.Chaos(None, TaskConfig())
+        try:
+            found = await env.reset(task, 0)
+            await env.close()
+        finally:
+            for processes in envs._processes.values():
+                await processes.close()
+        assert len(envs._processes) == 1, "no process was started"
+        return found
+
+    assert asyncio.run(shown()) == task.messages
 
 
 def test_a_sound_run_passes(load) -> None:
