@@ -379,6 +379,9 @@ def about(part: TaskPart) -> Iterator[None]:
         task, _, key = error.key.partition(".")
         if part.key == "task" or task != "task":
             raise
-        own = re.split(r"[.\[]", key)[0] in part.given
+        name = re.split(r"[.\[]", key)[0]
         reason = f"{part.label or part.key}: {error.reason}"
-        raise ConfigError(f"{part.key}.{key}" if own else error.key, error.value, reason, error.remedy) from error
+        if name in part.given:
+            raise ConfigError(f"{part.key}.{key}", error.value, reason, error.remedy) from error
+        alone = f" Or set {part.key}.{name} for this source alone." if name in PLAY_KEYS else ""
+        raise ConfigError(error.key, error.value, reason, error.remedy + alone) from error

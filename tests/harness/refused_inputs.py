@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
         "Did you mean 'single_turn'?"),
     "a source with the environment of the others": (
         None, [OF_SOURCE.format('"source": "game", "name": "frozen_lake"')], "task.env", "single_turn",
-        "a: it does not play frozen_lake"),
+        "Or set task.mixture[0].env"),
     "reward's function of a source absent": (
         None, [OF_SOURCE.format('"name": "gcd", "reward": "file:no.py:f"')], "task.mixture[0].reward", "no.py",
         "a: it cannot be loaded"),
