@@ -396,7 +396,7 @@ def _seconds(tag: int, text: bytes) -> float:
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-_MADE, _LOCK, _STEP_S = ".new-", ".lock", 30.0
+_MADE, _LOCK, _STEP_S = ".new-", ".making", 30.0
 _CA_LIVES = 10  # of a certificate
 
 
