@@ -139,6 +139,8 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] == GROUPS * MEMBERS * 12
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
     assert row["ess"] == pytest.approx(1.0, abs=1e-5)
+    trainer.set_params(jax.tree.map(lambda value: 1.1 * np.asarray(value), jax.device_get(trainer.params())))
+    assert trainer.train(claim)["logprob_mismatch_max"] > 1e-3, "other weights are not seen as a mismatch"
 
     def planted(original):
         return lambda logits, tokens, temperature, support, over: original(logits, tokens, temperature, None, over)
