@@ -136,12 +136,16 @@ MOVE_S = 10.0  # a move that is not finished by then has failed
 
 @dataclass(frozen=True)
 class Draining:
-    """A sampler that waits for its `members` to end, at `version`; `tokens` are those in their KV caches."""
+    """A sampler that waits for its `members` to end, at `version`; `tokens` are those in their KV caches.
+
+    One that `leaves` the run gives its members and receives none.
+    """
 
     version: Any
     members: int
     tokens: int = 0
     pool: str = ""
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ def repack(
             continue
         one, merged = samplers[source], dict[str, tuple[int, int]]()
         for other in loads.keys() - moves.keys() - {source}:
-            if (samplers[other].version, samplers[other].pool) == (one.version, one.pool):
+            to = samplers[other]
+            if (to.version, to.pool) == (one.version, one.pool) and not to.leaves:
                 merged[other] = _sum(loads[other], loads[source])
         fits = [name for name, (members, tokens) in merged.items() if members <= room.members and tokens <= room.tokens]
         if fits:

@@ -262,30 +262,35 @@ class ProfileOrder(msgspec.Struct, frozen=True):
     python: bool = False
 
 
-class ProfileOrders(dict[str, tuple[ProfileOrder, float]]):
-    """The profile that is wanted of each role, and until when."""
+class ProfileOrders(dict[str, tuple[ProfileOrder, float, bool]]):
+    """The profile that is wanted of each role, until when, and whether it has begun.
+
+    One that has begun is not wanted again: a role that a profile ends would record it after every restart.
+    """
 
     def place(self, order: ProfileOrder | None, callers: Iterable[str], now_s: float) -> StoreRefusal | None:
         """Keep the order for its role; the refusal if that role is none of the callers, or busy with another one."""
         known = sorted(name for name in callers if name.startswith(("learner", "sampler", "evaluator")))
         if order is None or order.role not in known:
             return StoreRefusal(f"there is no such role in this run; there are {', '.join(known) or 'none yet'}")
-        if self.of(order.role, now_s):
+        if now_s < self.get(order.role, (order, 0.0, False))[1]:
             return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
-        self[order.role] = order, now_s + order.limit_s
+        self[order.role] = order, now_s + order.limit_s, False
         return None
 
     def note(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Forget the order of this role if one of its rows reports the end of that request."""
+        """Note the begin of this role's profile if one of its rows reports it, and forget the order at its end."""
         for row in rows:
-            if row.get("kind") == "profile" and row["state"] != "started":
-                if name in self and self[name][0].request == row["request"]:
+            if row.get("kind") == "profile" and name in self and self[name][0].request == row["request"]:
+                if row["state"] == "started":
+                    self[name] = *self[name][:2], True
+                else:
                     del self[name]
 
     def of(self, name: str, now_s: float) -> ProfileOrder | None:
         """The profile that is wanted of this role, as long as it is wanted."""
-        order, until_s = self.get(name, (None, 0.0))
-        return order if now_s < until_s else None
+        order, until_s, has_begun = self.get(name, (None, 0.0, False))
+        return order if now_s < until_s and not has_begun else None
 
 
 class Reported(msgspec.Struct, frozen=True):

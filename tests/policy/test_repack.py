@@ -18,6 +18,7 @@ LOADS = st.builds(
     members=st.integers(0, SLOTS + 4),
     tokens=st.integers(0, TOKENS + 100),
     pool=st.sampled_from(["", "", "a"]),
+    leaves=st.sampled_from([False, False, True]),
 )
 SAMPLERS = st.dictionaries(st.sampled_from([f"sampler-{n}" for n in range(10)]), LOADS)
 COMING = st.dictionaries(st.sampled_from([f"sampler-{n}" for n in range(10)]), st.lists(LOADS, min_size=1, max_size=2))
@@ -34,6 +35,7 @@ def test_a_plan_keeps_room_versions_and_pools_and_makes_no_chains(
         one, other = samplers[source], samplers[to]
         assert (one.version, one.pool) == (other.version, other.pool)
         assert one.members and other.members, "an empty sampler takes part"
+        assert not other.leaves, "a sampler that leaves receives members"
     for to in set(moves.values()):
         loads = [samplers[to], *coming.get(to, ()), *(samplers[source] for source, at in moves.items() if at == to)]
         assert sum(one.members for one in loads) <= SLOTS and sum(one.tokens for one in loads) <= TOKENS

@@ -151,13 +151,8 @@ _NEXT: Literal["next"] = "next"  # the next claim that is delivered
 _PAUSED_ASK_S = 1.0
 MAX_REPORT_BYTES = 4 * 2**20
 _MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
-_LARGE = {
-    "Put": None,
-    "Flush": None,
-    "Report": MAX_REPORT_BYTES + 2**20,
-    "Renew": 2**22,
-    "Release": 2**22,
-}  # 65,536 keys
+_LARGE = {"Put": None, "Flush": None, "Report": MAX_REPORT_BYTES + 2**20}
+_LARGE |= dict.fromkeys(("Renew", "Release"), 2**22)  # 65,536 keys
 
 
 class StoreService:
@@ -300,7 +295,8 @@ class StoreService:
 
     async def _repack(self, caller: Caller, body: bytes) -> msg.RepackReply:
         call, keeper, repacker = wire.decode(body, msg.RepackCall), self._keeper, self._repacker
-        load = Draining(call.version, call.members, call.tokens, keeper.state.pools.get(caller.name, ""))
+        pool, leaves = keeper.state.pools.get(caller.name, ""), self._workers.is_surplus(caller)
+        load = Draining(call.version, call.members, call.tokens, pool, leaves)
         if repacker.report(caller.name, load, keeper.now_s(), call.wait_s):
             keeper.wakeups.notify(REPACK)
         deadline_s = keeper.now_s() + self._wait_s(caller, call.wait_s)

@@ -147,7 +147,7 @@ def test_each_control_is_in_the_audit_with_its_caller(tmp_path: Path, small: Sim
 
 
 def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_over(tmp_path: Path) -> None:
-    """In virtual time. Each reply to the role has it, so that a lost reply or a restart loses nothing."""
+    """In virtual time. Each reply to the role has it until it has begun, so that a lost reply loses nothing."""
     given: dict[str, list[str]] = {"learner": [], "sampler": []}
 
     def row(state: str) -> dict[str, object]:
@@ -179,16 +179,19 @@ def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_o
                 await sampler.status()
                 await learner.status()
             await learner.report([row("started")])
-            assert given == {"learner": ["first"] * 3, "sampler": []}
+            await learner.status()
+            assert given == {"learner": ["first"] * 2, "sampler": []}, "a role that it ends would record it again"
+            with pytest.raises(StoreRefusal, match="another profile of learner is under way"):
+                await person.profile(second)
             await learner.report([row("ended")])
             await person.profile(second)
             await asyncio.sleep(60.0)
             await learner.status()
-            assert given == {"learner": ["first"] * 3, "sampler": []}, "no longer than its command waits"
+            assert given == {"learner": ["first"] * 2, "sampler": []}, "no longer than its command waits"
             await person.profile(second)
             await learner.status()
-            assert given["learner"][3:] == ["second"]
+            assert given["learner"][2:] == ["second"]
             await learner.report([row("ended")])  # of the first, which took longer than its command waited
-            assert given["learner"][4:] == ["second"]
+            assert given["learner"][3:] == ["second"]
 
     network.run(acts(), 1000.0)
