@@ -95,8 +95,8 @@ class Members:
 
     def counts(self) -> dict[str, int]:
         """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
-        of their complete answers, members that the store rejected as malformed, and members lost here (not stored, so
-        the store leases them again)."""
+        of their complete answers, members that the store rejected as malformed, members lost here (not stored, so the
+        store leases them again), and members given to other samplers with the number of such moves."""
         unput = len(self.open) - len(self.playing)
         return {
             "members_in_flight": len(self.open), "members_unstored": unput,
