@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar
@@ -390,11 +391,13 @@ class Owner:
     """Foreign code, such as one environment: its tasks and callbacks run in contexts in which `OWNER` is this object.
 
     `call` names what it does now. `blocked_at` is the source line at which it blocked the loop last, if it did, and
-    `on_blocked` is called then. `cancelled` counts the tasks of others that it tried to cancel.
+    `on_blocked` is called then. `cancelled` counts the tasks of others that it tried to cancel. `threads` are those
+    that it started in a process with a `LoopThread`, as long as they run.
     """
 
     def __init__(self, call: str, on_blocked: Callable[[Owner], None]) -> None:
         self.call, self.blocked_at, self.cancelled, self._on_blocked = call, "", 0, on_blocked
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def note_blocked(self, where: str) -> None:
         """Record that this owner blocked the loop."""

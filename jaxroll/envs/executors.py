@@ -17,7 +17,9 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
-from jaxroll.envs.processes import InProcess, Processes
+from jaxroll.envs.processes import GROWTH_BYTES, InProcess, Processes, resident_bytes
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
@@ -92,8 +94,8 @@ class Threads:
         """
         if self.hanging >= self._most_hanging:
             raise InfraError(f"{self.hanging} threads hang in environments; no more are started")
-        loop = asyncio.get_running_loop()
-        call = _Call(job, loop.create_future(), loop)
+        loop, context = asyncio.get_running_loop(), copy_context()
+        call = _Call(lambda: context.run(job), loop.create_future(), loop)
         try:
             self._submit(call)
             while not call.future.done():
@@ -125,8 +127,9 @@ class Threads:
 
     def _start(self) -> None:
         """Start a thread that `_wants_another` counted; if that fails and there is no other, fail waiting calls."""
+        thread = threading.Thread(target=self._work, name="environment", daemon=True)
         try:
-            threading.Thread(target=self._work, name="environment", daemon=True).start()
+            Context().run(thread.start)  # not in the context of an environment, which does not own it
         except RuntimeError as error:  # the machine's limit is below ours; the existing threads continue
             with self._lock:
                 self._starting = False
@@ -226,6 +229,7 @@ class Executors:
         self._pool, self._tasks = pool, {"": config.task, **played_tasks(config)}
         self.threads = threads or Threads(config.sampler.env_threads)
         self.processes = Processes(config.sampler.env_processes, self._tasks)
+        self.memory = ResidentMemory()
 
     def create(self, name: str) -> Environment:
         """A new environment for one episode of a task whose environment is `name`.
@@ -243,6 +247,13 @@ class Executors:
         if inspect.iscoroutinefunction(env.step):
             raise DataError(f"{name}: place = 'thread' is for plain functions; use 'loop' for coroutines")
         return InThread(env, self.threads)
+
+    def faults(self, episodes: int) -> Counter[str]:
+        """Counts by cause of threads and memory that closed environments keep in their processes, and of the growths of
+        this process, in which `episodes` have ended.
+        """
+        grown = self.memory.growths(episodes, resident_bytes())
+        return self.processes.faults + Counter({GROWN: grown})
 
     def counts(self) -> dict[str, int | dict[str, int]]:
         """Counts of failures so far.
@@ -297,6 +308,27 @@ class Executors:
             return protocols.traits(environment)
         except ValueError as error:
             raise DataError(str(error)) from error
+
+
+WARM_EPISODES = 200
+GROWN = f"the role's memory grew by another {GROWTH_BYTES >> 20} MiB while its environments ran"
+
+
+class ResidentMemory:
+    """The number of times that this process has grown by `GROWTH_BYTES` since its first `WARM_EPISODES` episodes.
+
+    The memory may also be the engine's, which shares the process, but that does not grow after some episodes.
+    """
+
+    def __init__(self) -> None:
+        self._warm_bytes = self._growths = 0
+
+    def growths(self, episodes: int, held_bytes: int) -> int:
+        """The number of growths until now, when `episodes` have ended and the process holds `held_bytes`."""
+        if episodes <= WARM_EPISODES:
+            self._warm_bytes = max(self._warm_bytes, held_bytes)
+        self._growths = max(self._growths, (held_bytes - self._warm_bytes) // GROWTH_BYTES)
+        return self._growths
 
 
 class InThread:

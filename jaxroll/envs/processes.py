@@ -12,8 +12,12 @@ import contextlib
 import inspect
 import math
 import os
+import re
 import struct
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +31,7 @@ from jaxroll.envs import registry
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment, StepResult, Traits, described
 from jaxroll.records import Message, Task
+from jaxroll.rewards.processes import resident_bytes
 
 # --- Messages between an environment process and its parent: length-prefixed MessagePack over pipes
 
@@ -95,7 +100,10 @@ class Restored(msgspec.Struct, frozen=True, tag="restored"):
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """The environment is closed."""
+    """The environment is closed. Since the first one of its process was, so many threads and bytes have been added."""
+
+    threads: int = 0
+    grown_bytes: int = 0
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
@@ -151,7 +159,7 @@ class Player:
     """The environment of the current episode. All its methods run on one event loop of this process."""
 
     def __init__(self, tasks: Mapping[str, TaskConfig], runner: asyncio.Runner) -> None:
-        self._tasks, self._runner, self._env = tasks, runner, None
+        self._tasks, self._runner, self._env, self._first = tasks, runner, None, None
 
     def answer(self, order: Order) -> Answer:
         """Execute one order and return its answer; an exception is answered as Raised."""
@@ -178,7 +186,14 @@ class Player:
                 env, self._env = self._env, None
                 if env is not None:
                     self._done(env.close())
-                return Closed()
+                return self._closed()
+
+    def _closed(self) -> Closed:
+        first = self._first = self._first or (_threads(), resident_bytes())  # libraries keep some
+        until_s = time.monotonic() + _THREADS_END_S
+        while (more := _threads() - first[0]) > 0 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return Closed(max(0, more), max(0, resident_bytes() - first[1]))
 
     @property
     def _current(self) -> Environment:
@@ -194,6 +209,10 @@ class Player:
                 raise DataError(f"the environment raised {described(error)}") from error
 
         return self._runner.run(waited()) if inspect.isawaitable(found) else found
+
+
+def _threads() -> int:
+    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())  # those are the runner's
 
 
 def main(argument: str) -> int:
@@ -231,9 +250,9 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 # --- Executor that runs environments in processes, which are reused, and killed and replaced when they hang or die
 
-_START_LIMIT_S = 120.0
-_CLOSE_LIMIT_S = 10.0
+_START_LIMIT_S, _CLOSE_LIMIT_S = 120.0, 10.0
 TRIES, PAUSE_FIRST_S = 4, 0.25  # attempts to start a process for one episode
+GROWTH_BYTES, MOST_LEFT_THREADS, _THREADS_END_S = 256 << 20, 16, 0.2  # what a process may keep; seconds for a close
 GIVE_UP_AFTER = 12  # failed starts in a row, over all episodes
 
 
@@ -242,6 +261,7 @@ class EnvProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.left_threads = 0  # at the last close
 
     @classmethod
     async def start(cls, tasks: Mapping[str, TaskConfig]) -> EnvProcess:
@@ -335,6 +355,16 @@ class Processes:
         self._tasks, self._room = tasks, asyncio.Semaphore(most)
         self._idle: list[EnvProcess] = []
         self._busy: set[EnvProcess] = set()
+        self.faults: Counter[str] = Counter()  # threads and memory that closed environments kept, by cause
+
+    def note_kept(self, name: str, process: EnvProcess, found: Closed) -> bool:
+        """Count what the environment `name` kept; True if it is too much for another episode of the process."""
+        if found.threads > process.left_threads:
+            self.faults[f"{name} left threads running"] += 1
+        process.left_threads = found.threads
+        if grown := found.grown_bytes >= GROWTH_BYTES:
+            self.faults[f"{name} let its process grow by {GROWTH_BYTES >> 20} MiB"] += 1
+        return grown or found.threads >= MOST_LEFT_THREADS
 
     @property
     def pids(self) -> list[int]:
@@ -439,7 +469,8 @@ class InProcess:
         whole = False
         try:
             if self._whole:
-                whole = isinstance(await process.ask(Close(), _CLOSE_LIMIT_S, "close"), Closed)
+                found = await process.ask(Close(), _CLOSE_LIMIT_S, "close")
+                whole = isinstance(found, Closed) and not self._processes.note_kept(self._name, process, found)
         except (DataError, InfraError):
             whole = False
         finally:
@@ -460,16 +491,9 @@ def _environment() -> dict[str, str]:
     """The worker's environment variables: the same import path, without JaxRoll's variables, which hold secrets."""
     root = str(Path(jaxroll.__file__).resolve().parent.parent)
     path = os.pathsep.join(dict.fromkeys([root, *(str(Path(entry).resolve()) for entry in sys.path)]))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAXROLL_")}
-    mark = {name: os.environ[name] for name in ("JAXROLL_TEST_ID",) if name in os.environ}
-    fixed = {
-        "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_PLATFORMS": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    return {**kept, **mark, **fixed}
+    kept = {name: value for name, value in os.environ.items() if not re.match("JAXROLL_(?!TEST_ID$)", name)}
+    fixed = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
+    return {**kept, **fixed, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

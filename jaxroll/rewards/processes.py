@@ -240,6 +240,15 @@ def _threads() -> int:
         return threading.active_count()
 
 
+def resident_bytes(pid: int | str = "self") -> int:
+    """The memory that a process holds; 0 where the system does not report it."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def _lower(limit: int, value: int) -> None:
     """Lower a resource limit permanently; never raise an existing limit."""
     _, hard = resource.getrlimit(limit)

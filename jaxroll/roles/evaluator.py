@@ -121,7 +121,8 @@ class EvaluatorLoops:
         }
         sets = {name: _figures(scored) for name, scored in others.items()}
         failed = _failures_by_cause([results, *others.values()])
-        faults = self.manager.env_calls.faults - self._faults_reported
+        faults = self.manager.faults() + self.session.executors.faults(self.manager.counts.finished)
+        faults -= self._faults_reported
         self._faults_reported += faults
         by_source = manager.grouped(results, lambda score: str(score.task.args().get("source", "")))
         sources = {label: _figures(scored) for label, scored in by_source.items()}

@@ -352,10 +352,11 @@ class Members:
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
     """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
     counts, asked = manager.counts, manager.env_calls
+    faults = manager.faults() + executors.faults(counts.finished)
     row: dict[str, Any] = {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
-        "env_faults": dict(asked.faults), "env_restored": asked.restored, **executors.counts(),
+        "env_faults": dict(faults), "env_restored": asked.restored, **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
     if not (sources := manager.by_source):

@@ -10,7 +10,9 @@ import asyncio
 import inspect
 import math
 import re
-from collections import Counter
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -24,17 +26,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.lifeline import OWNER, Owner
-from jaxroll.protocols import (
-    Completion,
-    Environment,
-    GenerationKey,
-    LLMProxy,
-    SamplingParams,
-    StepResult,
-    Tokenizer,
-    Traits,
-    described,
-)
+from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, StepResult, Tokenizer
 from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Partial, Segment, Task, VersionRun
 
 # --- Calls of environment code, with time limits and retries, isolated from each other
@@ -45,9 +37,10 @@ from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Part
 # DataError, because the environment raised them and the process goes on.
 
 T = TypeVar("T")
+Call = Callable[[], Any]
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
-CLOSE_LIMIT_S, CANCEL_GRACE_S = 10.0, 5.0  # for a close; for a cancelled call to end, before it is abandoned
+CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close; its threads; a cancelled call, to end
 CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
 
@@ -82,9 +75,10 @@ class EnvironmentCalls:
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
         self.counts, self._sleep = EnvCallCounts(), sleep
         self._owners: dict[int, Owner] = {}  # id of an environment → the owner of its tasks
+        self._closed: deque[tuple[float, Owner]] = deque()  # with the time of the close
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
-    def traits(self, env: Environment) -> Traits:
+    def traits(self, env: Environment) -> protocols.Traits:
         """The traits that `env` declares; DataError if they are invalid."""
         try:
             return protocols.traits(env)
@@ -100,7 +94,7 @@ class EnvironmentCalls:
         except Exception:
             raise
         except BaseException as error:
-            raise DataError(f"making the environment raised {described(error)}") from error
+            raise DataError(f"making the environment raised {protocols.described(error)}") from error
         finally:
             OWNER.reset(before)
         self._owners[id(env)] = owner
@@ -127,8 +121,8 @@ class EnvironmentCalls:
             try:
                 await self.restore(env, end.state)
             except Exception as error:
-                self.counts.add_fault(f"restore: {described(error)}")
-                raise RestoreFailed(described(error)) from error
+                self.counts.add_fault(f"restore: {protocols.described(error)}")
+                raise RestoreFailed(protocols.described(error)) from error
         return turns
 
     async def restore(self, env: Environment, state: bytes) -> None:
@@ -144,11 +138,17 @@ class EnvironmentCalls:
             if id(env) not in self._stuck:
                 await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
         finally:
-            self._owners.pop(id(env), None)
+            if (owner := self._owners.pop(id(env), None)) and owner.threads:
+                self._closed.append((time.monotonic(), owner))
 
-    async def _with_retries(
-        self, env: Environment, call: Callable[[], Any], limit_s: float, retries: int, what: str
-    ) -> Any:
+    def count_threads(self) -> None:
+        """Count as faults the threads that run `LEFT_S` after the close of the environment that started them."""
+        while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
+            _, owner = self._closed.popleft()
+            for thread in filter(threading.Thread.is_alive, list(owner.threads)):
+                self.counts.add_fault(f"{owner.call.removesuffix('.close')} left the thread {thread.name} running")
+
+    async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
         for attempt in range(retries + 1):
             self.counts.calls += 1
             try:
@@ -160,7 +160,7 @@ class EnvironmentCalls:
                 await self._sleep(min(PAUSE_FIRST_S * 2**attempt, PAUSE_MAX_S))
         raise AssertionError("unreachable")
 
-    async def _within_limit(self, env: Environment, call: Callable[[], Any], limit_s: float, what: str) -> Any:
+    async def _within_limit(self, env: Environment, call: Call, limit_s: float, what: str) -> Any:
         """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
         owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
         context.run(OWNER.set, owner)
@@ -182,7 +182,7 @@ class EnvironmentCalls:
             raise DataError(f"the environment's {what} cancelled itself")
         error = task.exception()
         if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
-            raise DataError(f"the environment's {what} raised {described(error)}") from error
+            raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
         return task.result()
 
     def _owner_of(self, env: Environment) -> Owner:
@@ -209,19 +209,19 @@ class EnvironmentCalls:
                 task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # keeps `env` alive, and its id taken
 
 
-async def _answered(call: Callable[[], Any], what: str) -> Any:
+async def _answered(call: Call, what: str) -> Any:
     """The result of `call`; DataError for exceptions that would end the event loop or look like our cancellation."""
     try:
         found = call()
         return await found if inspect.isawaitable(found) else found
     except TimeoutError as error:
-        raise DataError(f"the environment's {what} timed out: {described(error)}") from error
+        raise DataError(f"the environment's {what} timed out: {protocols.described(error)}") from error
     except Exception:
         raise
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         if is_cancellation(error):
             raise
-        raise DataError(f"the environment's {what} raised {described(error)}") from error
+        raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -416,7 +416,7 @@ async def run(
     return _cut(transcript)
 
 
-def _kept_state(declared: Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:
+def _kept_state(declared: protocols.Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:
     """The state after a step, if there is one that can be kept; one that is too large is a fault."""
     if state is not None and not declared.restores:
         raise DataError("StepResult.state is given, but the environment has no method restore(state)")

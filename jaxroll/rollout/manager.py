@@ -29,6 +29,7 @@ from jaxroll import lifeline
 from jaxroll.config import Config
 from jaxroll.config.parsing import SOURCE_ITEMS, played_tasks
 from jaxroll.errors import EXIT_FAILURE, InfraError
+from jaxroll.lifeline import OWNER
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
 from jaxroll.rollout import episode
@@ -105,6 +106,11 @@ class RolloutManager:
     def env_calls(self) -> EnvCallCounts:
         """Counts of environment calls so far."""
         return self._env_calls.counts
+
+    def faults(self) -> Counter[str]:
+        """Misbehaviour of environments by cause, with the threads that closed ones left running."""
+        self._env_calls.count_threads()
+        return self.env_calls.faults
 
     async def run_member(
         self,
@@ -283,6 +289,7 @@ class LoopThread:
         self._lock = threading.Lock()
         self._alive_s, self._no_memory = time.monotonic(), 0
         self.loop.set_exception_handler(self._on_error)
+        _note_starts_of_threads()
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name=f"{name}-loop-watch", daemon=True).start()
@@ -423,6 +430,19 @@ class LoopThread:
                 future.set_exception(InfraError(cause))
             if inspect.getcoroutinestate(job) == inspect.CORO_CREATED:  # the loop will not start it any more
                 job.close()
+
+
+@functools.cache
+def _note_starts_of_threads() -> None:
+    """From now on, let each `Owner` know the threads that it starts."""
+    unnoted = threading.Thread.start  # Python 3.11 has no audit event for it
+
+    def start(self: threading.Thread) -> None:
+        if (owner := OWNER.get()) is not None and not self.name.startswith("asyncio_"):  # those are the loop's own
+            owner.threads.add(self)
+        unnoted(self)
+
+    threading.Thread.start = start
 
 
 def _starting_thread() -> threading.Thread | None:

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxroll.envs.processes import resident_bytes
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, Environment, GenerationKey, SamplingParams, StepResult, Tokenizer
 from jaxroll.records import Message, Task, Version, VersionRun
 
 _TASK_NAME = re.compile(r"name='([^']+)'")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Observed:
@@ -113,7 +113,7 @@ class HeldResources:
             "tasks": len(tasks),
             "file descriptors": _counted(processes, "fd"),
         }
-        return cls(counts, sum(map(_resident_bytes, processes)))
+        return cls(counts, sum(map(resident_bytes, processes)))
 
 
 def _counted(pids: list[int], what: str) -> int:
@@ -124,14 +124,6 @@ def _counted(pids: list[int], what: str) -> int:
         except OSError:
             continue
     return total
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 # --- remedies for failed members, by the text of the error

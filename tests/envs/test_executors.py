@@ -15,7 +15,8 @@ import pytest
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs import processes
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import WARM_EPISODES, Executors, ResidentMemory
+from jaxroll.envs.processes import GROWTH_BYTES
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
@@ -281,3 +282,11 @@ def test_an_idle_process_that_died_is_given_to_no_episode() -> None:
         await env.close()  # type: ignore[misc]
 
     play(body)
+
+
+def test_the_memory_of_a_role_counts_from_its_warm_episodes_on() -> None:
+    memory = ResidentMemory()
+    assert memory.growths(WARM_EPISODES, 10 * GROWTH_BYTES) == 0
+    assert memory.growths(WARM_EPISODES + 1, 11 * GROWTH_BYTES - 1) == 0
+    assert memory.growths(WARM_EPISODES + 2, 13 * GROWTH_BYTES) == 3
+    assert memory.growths(WARM_EPISODES + 3, GROWTH_BYTES) == 3, "a growth that was counted"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import io
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -25,6 +27,7 @@ from jaxroll import metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
+from jaxroll.envs.processes import MOST_LEFT_THREADS
 from jaxroll.errors import Closed
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
@@ -38,10 +41,12 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
+from tests.harness.envs import misbehaving
 from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
+KEPT_IN_A_PROCESS = ("left threads running", "let its process grow by 256 MiB")
 NAME = "tests.harness.envs.misbehaving:{}"
 TOKENIZER = CharTokenizer("abc")
 V0 = Version(0, 0)
@@ -289,6 +294,36 @@ def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause
     assert states(found) == {"READY": groups - len(IN_A_PROCESS), "DEAD": len(IN_A_PROCESS)}
     assert_recorded_by_cause(found, IN_A_PROCESS)
     assert seen["env_processes_replaced"] >= 1 and seen["members_lost"] == 0
+
+
+@pytest.mark.parametrize("name", ["leaving", "leaving_in_thread"])
+def test_threads_that_an_environment_leaves_are_counted_and_its_members_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(episode, "LEFT_S", 0.0)
+    try:
+        feed = Feed(NAME.format(name), ["fair", "thread", "fair"])
+        found, seen = run(tmp_path, configured(NAME.format(name), 3), feed, settled(3))
+    finally:
+        misbehaving.RELEASED.set()
+        misbehaving.RELEASED = threading.Event()
+    assert states(found) == {"READY": 3}, found["failures"]
+    left = [times for cause, times in found["env_faults"].items() if cause.endswith("left the thread kept-N running")]
+    assert left == [2], found["env_faults"]
+    assert seen["failed"] == {}
+
+
+@pytest.mark.process
+def test_a_process_in_which_an_environment_keeps_threads_or_memory_is_replaced(tmp_path: Path) -> None:
+    """The first episode of a process does not count: libraries keep what they need."""
+    name = NAME.format("leaving_in_process")
+    ways = ["fair", *["thread"] * MOST_LEFT_THREADS, "fair", "memory"]
+    config = dataclasses.replace(configured(name, len(ways)), sampler=SamplerConfig(env_processes=1))
+    found, seen = run(tmp_path, config, Feed(name, ways), settled(len(ways)))
+    assert states(found) == {"READY": len(ways)}
+    threads, memory = (found["env_faults"][f"{name} {what}"] for what in KEPT_IN_A_PROCESS)
+    assert threads >= MOST_LEFT_THREADS and memory >= 1
+    assert seen["env_processes_replaced"] >= 2
 
 
 @pytest.mark.parametrize("way", ["raises", "exit", "part none"])

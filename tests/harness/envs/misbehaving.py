@@ -20,6 +20,8 @@ from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 STEP_LIMIT_S = 1.0
+RELEASED = threading.Event()  # ends the threads that environments kept
+KEPT: list[bytes] = []
 
 
 def result(**fields: Any) -> Callable[[], StepResult]:
@@ -183,6 +185,47 @@ class _Misbehaving:
 @register("misbehaving")
 class Misbehaving(_Misbehaving):
     """The environment on the event loop."""
+
+
+@register("leaving")
+class Leaving(_Misbehaving):
+    """An environment on the event loop that keeps a thread or memory when it is closed, if the question says so."""
+
+    async def step(self, answer: str) -> Any:
+        return self._step()
+
+    def _step(self) -> StepResult:
+        if self._way == "thread":
+            threading.Thread(target=RELEASED.wait, name=f"kept-{len(KEPT)}", daemon=True).start()
+            KEPT.append(b"")
+        elif self._way == "memory":
+            KEPT.append(b"x" * (300 << 20))
+        return StepResult(done=True, reward=1.0)
+
+
+@register("leaving_in_thread")
+class LeavingInThread(Leaving):
+    """The same in a thread."""
+
+    place: Place = "thread"
+
+    def step(self, answer: str) -> StepResult:  # type: ignore[override]
+        return self._step()
+
+    def reset(self, task: Task, seed: int) -> tuple[Message, ...]:  # type: ignore[override]
+        self._way = task.args()["way"]
+        return task.messages
+
+    def close(self) -> None:  # type: ignore[override]
+        """Keep everything."""
+
+
+@register("leaving_in_process")
+class LeavingInProcess(Leaving):
+    """The same in a process."""
+
+    place: Place = "process"
+    step_limit_s = 30.0
 
 
 @register("misbehaving_in_process")
