@@ -103,7 +103,9 @@ def remedy(error: BaseException, folder: Path) -> str:
     return f"{free}{also}, then start it again; no acknowledged data is lost."
 
 
-_MISFITS = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.EACCES, errno.EPERM})
+_MISFITS = frozenset({
+    errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+})  # fmt: skip
 
 
 def misfit(error: OSError) -> str:
@@ -111,7 +113,8 @@ def misfit(error: OSError) -> str:
     if error.errno not in _MISFITS or error.filename is None:
         return ""
     path = str(error.filename2 or error.filename)
-    return f"{path!r}: {error.strerror}. Move it away or change its permissions, then start again."
+    do = "Give a shorter one" if error.errno == errno.ENAMETOOLONG else "Move it away or change its permissions"
+    return f"{path!r}: {error.strerror}. {do}, then start again."
 
 
 # --- file systems on which a log may live, read from /proc/self/mountinfo

@@ -280,6 +280,28 @@ def test_readers_of_a_damaged_run(
     assert not wrong, "\n".join(wrong)
 
 
+LONG = "x" * 300
+LONG_FILES = [
+    ["weights", "import", LONG, "OUT"], ["init", f"{LONG}.py", "--task=chain_sum"],
+    ["init", "OUT", f"--task={LONG}.jsonl"], ["init", "OUT", f"--model=./{LONG}"],
+    ["train", "RUN", f"--config={SMOKE}", f"--config.model.path={LONG}"],
+    ["train", "RUN", f"--config={SMOKE}", "--config.task.source=jsonl", f"--config.task.path={LONG}"],
+    ["train", "RUN", f"--config={LONG}.py"], ["place", f"--config={SMOKE}", f"--cluster={LONG}.toml"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [*READERS.values(), *LONG_FILES], ids=lambda words: " ".join(words)[:40])
+def test_a_name_that_is_too_long_for_the_file_system_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stand_in(monkeypatch)
+    run = "new" if words in LONG_FILES else LONG
+    code, err = outcome([word.replace("RUN", run).replace("OUT", "out.py") for word in words], capsys)
+    assert code in (EXIT_FAILURE, EXIT_CONFIG), err
+    assert err.startswith("error: ") and err.count("\n") == 1 and len(err) < 2000, err
+
+
 OTHER_USER = 65534
 # Files that the user may not read, "" for the folder itself; with "-w" it may not be written.
 FORBIDDEN = ("", "run.json", "store.db", "metrics.jsonl", "heldout.json", "alphabet.json", "checkpoints", "token", "-w")
