@@ -381,6 +381,8 @@ class _Stats(_Known):
     answers_rejected: dict[str, Count] | None = None
     env_faults: dict[str, Count] | None = None
     env_restored: Count | None = None
+    episodes: Count | None = None
+    resident_bytes: Count | None = None
     scoring_failed: dict[str, Count] | None = None
     scoring_remote: dict[str, Count] | None = None
     sources: dict[str, _Source] | None = None

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
-from jaxroll.envs.processes import GROWTH_BYTES, InProcess, Processes, resident_bytes
+from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
+from jaxroll.lifeline import OWNER, SharedLoop
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -73,13 +74,19 @@ class Threads:
     """
 
     def __init__(self, most: int = 1024) -> None:
-        self.abandoned = self.hanging = self.started = 0
+        self.abandoned = self.hanging = self.started = self.left = 0
         self.worn = asyncio.Event()
         self._most, self._most_hanging = most, max(HANGING_LEAST, most // HANGING_SHARE)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._live = self._idle = self._waiting = 0
         self._starting = False  # a thread is starting and does not run yet
+
+    def note_left(self, count: int) -> None:
+        """Take the number of threads that closed environments left running; as many as may hang are too many."""
+        self.left = count
+        if self.left >= self._most_hanging:
+            self.worn.set()
 
     @property
     def live(self) -> int:
@@ -229,7 +236,20 @@ class Executors:
         self._pool, self._tasks = pool, {"": config.task, **played_tasks(config)}
         self.threads = threads or Threads(config.sampler.env_threads)
         self.processes = Processes(config.sampler.env_processes, self._tasks)
-        self.memory = ResidentMemory()
+        loop = asyncio._get_running_loop()  # None outside of one
+        self._loop = loop if isinstance(loop, SharedLoop) else None
+        if self._loop is not None:
+            self._run_in_executor, self._loop.run_in_executor = self._loop.run_in_executor, self._run_owned
+
+    def _run_owned(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """As `loop.run_in_executor`. Calls of environments do not use the default executor.
+
+        It has a few threads, which the role needs for weights; calls that hang, as in `asyncio.to_thread`, would take
+        them one after the other, and nothing would count them.
+        """
+        if executor is None and OWNER.get() is not None:
+            return asyncio.ensure_future(self.threads.call(functools.partial(func, *args), math.inf, "thread"))
+        return self._run_in_executor(executor, func, *args)
 
     def create(self, name: str) -> Environment:
         """A new environment for one episode of a task whose environment is `name`.
@@ -247,13 +267,6 @@ class Executors:
         if inspect.iscoroutinefunction(env.step):
             raise DataError(f"{name}: place = 'thread' is for plain functions; use 'loop' for coroutines")
         return InThread(env, self.threads)
-
-    def faults(self, episodes: int) -> Counter[str]:
-        """Counts by cause of threads and memory that closed environments keep in their processes, and of the growths of
-        this process, in which `episodes` have ended.
-        """
-        grown = self.memory.growths(episodes, resident_bytes())
-        return self.processes.faults + Counter({GROWN: grown})
 
     def counts(self) -> dict[str, int | dict[str, int]]:
         """Counts of failures so far.
@@ -296,10 +309,14 @@ class Executors:
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():
             raise InfraError(f"environment processes do not start: {self.processes.broken}")
-        raise RestartRequired(f"{self.threads.hanging} threads hang in environments; this process starts no more")
+        hanging, left = self.threads.hanging, self.threads.left
+        kept = f" and {left} threads run on after their close" if left else ""
+        raise RestartRequired(f"{hanging} threads hang in environments{kept}; this process starts no more")
 
     async def close(self) -> None:
         """Kill the processes. Threads are daemons, so hanging ones do not keep this process from ending."""
+        if self._loop is not None:
+            self._loop.run_in_executor = self._run_in_executor
         await self.processes.close()
 
     @staticmethod
@@ -308,27 +325,6 @@ class Executors:
             return protocols.traits(environment)
         except ValueError as error:
             raise DataError(str(error)) from error
-
-
-WARM_EPISODES = 200
-GROWN = f"the role's memory grew by another {GROWTH_BYTES >> 20} MiB while its environments ran"
-
-
-class ResidentMemory:
-    """The number of times that this process has grown by `GROWTH_BYTES` since its first `WARM_EPISODES` episodes.
-
-    The memory may also be the engine's, which shares the process, but that does not grow after some episodes.
-    """
-
-    def __init__(self) -> None:
-        self._warm_bytes = self._growths = 0
-
-    def growths(self, episodes: int, held_bytes: int) -> int:
-        """The number of growths until now, when `episodes` have ended and the process holds `held_bytes`."""
-        if episodes <= WARM_EPISODES:
-            self._warm_bytes = max(self._warm_bytes, held_bytes)
-        self._growths = max(self._growths, (held_bytes - self._warm_bytes) // GROWTH_BYTES)
-        return self._growths
 
 
 class InThread:

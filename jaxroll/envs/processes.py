@@ -159,7 +159,7 @@ class Player:
     """The environment of the current episode. All its methods run on one event loop of this process."""
 
     def __init__(self, tasks: Mapping[str, TaskConfig], runner: asyncio.Runner) -> None:
-        self._tasks, self._runner, self._env, self._first = tasks, runner, None, None
+        self._tasks, self._runner, self._env, self._first, self._left = tasks, runner, None, None, 0
 
     def answer(self, order: Order) -> Answer:
         """Execute one order and return its answer; an exception is answered as Raised."""
@@ -190,10 +190,10 @@ class Player:
 
     def _closed(self) -> Closed:
         first = self._first = self._first or (_threads(), resident_bytes())  # libraries keep some
-        until_s = time.monotonic() + _THREADS_END_S
-        while (more := _threads() - first[0]) > 0 and time.monotonic() < until_s:
-            time.sleep(0.01)
-        return Closed(max(0, more), max(0, resident_bytes() - first[1]))
+        if _threads() - first[0] > self._left:
+            time.sleep(_THREADS_END_S)
+        self._left = max(0, _threads() - first[0])
+        return Closed(self._left, max(0, resident_bytes() - first[1]))
 
     @property
     def _current(self) -> Environment:
@@ -252,7 +252,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 _START_LIMIT_S, _CLOSE_LIMIT_S = 120.0, 10.0
 TRIES, PAUSE_FIRST_S = 4, 0.25  # attempts to start a process for one episode
-GROWTH_BYTES, MOST_LEFT_THREADS, _THREADS_END_S = 256 << 20, 16, 0.2  # what a process may keep; seconds for a close
+GROWTH_BYTES, MOST_LEFT_THREADS, _THREADS_END_S = 512 << 20, 16, 0.2  # what a process may keep; seconds for a close
 GIVE_UP_AFTER = 12  # failed starts in a row, over all episodes
 
 

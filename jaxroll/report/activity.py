@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from jaxroll.config.derived import GROUPS_AHEAD
@@ -342,3 +344,41 @@ def _members_allowed(config: Mapping[str, Any], actors: int) -> float:
     group = (schedule.get("group_size") or 1) + (schedule.get("redundant_members") or 0)
     each = sampler.get("concurrent_episodes") or (sampler.get("slots") or 1) + GROUPS_AHEAD * group
     return max(1, each * (sampler.get("count") or 1) / actors if actors else each)
+
+
+# --- Memory of the roles that play environments
+
+GROWTH_BYTES = 256 << 20
+_LEAST_ROWS = 32  # of a process, for a judgement
+
+
+def growths(rows: Sequence[Row]) -> Counter[str]:
+    """The processes of samplers and actors whose memory grows as long as they live, each `GROWTH_BYTES` once.
+
+    The least memory in each quarter of their life is larger than in the one before, by at least a tenth of the whole
+    growth. So peaks do not count, and neither does what an engine takes once. Environments on the loop and in threads
+    share the memory of their role, and most engines do not grow for so long.
+    """
+    lives: dict[str, list[int]] = {}
+    found: Counter[str] = Counter()
+    episodes: dict[str, int] = {}
+    for row in rows:
+        if row.get("kind") != "stats" or (held := row.get("resident_bytes")) is None:
+            continue
+        role, played = row["role"], row.get("episodes") or 0
+        if played < episodes.get(role, 0):  # a new process
+            found += _growths(role, lives.pop(role, []))
+        episodes[role] = played
+        lives.setdefault(role, []).append(held)
+    return sum((_growths(role, held) for role, held in lives.items()), found)
+
+
+def _growths(role: str, held: Sequence[int]) -> Counter[str]:
+    if len(held) < _LEAST_ROWS:
+        return Counter()
+    size = len(held) // 4
+    least = [min(held[start : start + size]) for start in range(0, 4 * size, size)]
+    grown = least[-1] - least[0]
+    if grown < GROWTH_BYTES or any(after - before < grown / 10 for before, after in pairwise(least)):
+        return Counter()
+    return Counter({f"{role} holds more and more memory while environments run in it": grown // GROWTH_BYTES})

@@ -454,7 +454,7 @@ def environment_faults(rows: Sequence[Row]) -> dict[str, int]:
     found = Counter(counts_by_reason(rows, "env_faults"))
     for row in of_kind(rows, "eval"):
         found.update(row.get("env_faults") or {})
-    return dict(sorted(found.items()))
+    return dict(sorted((found + activity.growths(rows)).items()))
 
 
 def evaluation_failures(rows: Sequence[Row], now: float) -> list[dict[str, Any]]:

@@ -121,7 +121,8 @@ class EvaluatorLoops:
         }
         sets = {name: _figures(scored) for name, scored in others.items()}
         failed = _failures_by_cause([results, *others.values()])
-        faults = self.manager.faults() + self.session.executors.faults(self.manager.counts.finished)
+        self.session.executors.threads.note_left(self.manager.left_threads())
+        faults = self.manager.env_calls.faults + self.session.executors.processes.faults
         faults -= self._faults_reported
         self._faults_reported += faults
         by_source = manager.grouped(results, lambda score: str(score.task.args().get("source", "")))

@@ -27,6 +27,7 @@ from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
+from jaxroll.rewards.processes import resident_bytes
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import Serving, Session, until_one_ends
 from jaxroll.roles.weights import Progress, SwapGate, suspended
@@ -352,11 +353,13 @@ class Members:
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
     """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
     counts, asked = manager.counts, manager.env_calls
-    faults = manager.faults() + executors.faults(counts.finished)
+    executors.threads.note_left(manager.left_threads())
+    faults = asked.faults + executors.processes.faults
     row: dict[str, Any] = {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
         "env_faults": dict(faults), "env_restored": asked.restored, **executors.counts(),
+        "resident_bytes": resident_bytes(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
     if not (sources := manager.by_source):

@@ -75,7 +75,8 @@ class EnvironmentCalls:
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
         self.counts, self._sleep = EnvCallCounts(), sleep
         self._owners: dict[int, Owner] = {}  # id of an environment → the owner of its tasks
-        self._closed: deque[tuple[float, Owner]] = deque()  # with the time of the close
+        self._closed: deque[tuple[float, Owner]] = deque(maxlen=1 << 14)  # with the time of the close
+        self._left: list[threading.Thread] = []  # of closed environments
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
     def traits(self, env: Environment) -> protocols.Traits:
@@ -91,9 +92,10 @@ class EnvironmentCalls:
         before = OWNER.set(owner)
         try:
             env = make(name)
-        except Exception:
-            raise
         except BaseException as error:
+            self._closed.append((time.monotonic(), owner))
+            if isinstance(error, Exception):
+                raise
             raise DataError(f"making the environment raised {protocols.described(error)}") from error
         finally:
             OWNER.reset(before)
@@ -138,15 +140,18 @@ class EnvironmentCalls:
             if id(env) not in self._stuck:
                 await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
         finally:
-            if (owner := self._owners.pop(id(env), None)) and owner.threads:
+            if owner := self._owners.pop(id(env), None):
                 self._closed.append((time.monotonic(), owner))
 
-    def count_threads(self) -> None:
-        """Count as faults the threads that run `LEFT_S` after the close of the environment that started them."""
+    def left_threads(self) -> int:
+        """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones."""
         while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
             _, owner = self._closed.popleft()
-            for thread in filter(threading.Thread.is_alive, list(owner.threads)):
+            for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
                 self.counts.add_fault(f"{owner.call.removesuffix('.close')} left the thread {thread.name} running")
+                self._left.append(thread)
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        return len(self._left)
 
     async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
         for attempt in range(retries + 1):
@@ -199,7 +204,7 @@ class EnvironmentCalls:
         A call that waits for tasks of others must not pass its cancellation on to them: it is made in its `context`.
         """
         context.copy().run(task.cancel)
-        task.add_done_callback(_noticed)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns about it
         try:
             await asyncio.wait([task], timeout=CANCEL_GRACE_S)
         finally:
@@ -228,12 +233,6 @@ def is_cancellation(error: BaseException) -> bool:
     """True if `error` comes from a cancellation of the current task; False if foreign code raised it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def _noticed(task: asyncio.Task[Any]) -> None:
-    """Retrieve the exception of an abandoned task, because asyncio warns about unretrieved ones."""
-    if not task.cancelled():
-        task.exception()
 
 
 # --- One episode

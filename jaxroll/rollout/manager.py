@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -107,10 +108,9 @@ class RolloutManager:
         """Counts of environment calls so far."""
         return self._env_calls.counts
 
-    def faults(self) -> Counter[str]:
-        """Misbehaviour of environments by cause, with the threads that closed ones left running."""
-        self._env_calls.count_threads()
-        return self.env_calls.faults
+    def left_threads(self) -> int:
+        """Number of threads that closed environments left running; each is counted once in `env_calls.faults`."""
+        return self._env_calls.left_threads()
 
     async def run_member(
         self,
@@ -439,10 +439,17 @@ def _note_starts_of_threads() -> None:
 
     def start(self: threading.Thread) -> None:
         if (owner := OWNER.get()) is not None and not self.name.startswith("asyncio_"):  # those are the loop's own
-            owner.threads.add(self)
+            owner.threads.append(weakref.ref(self))
+            self.run = functools.partial(_owned, owner, self.run)
         unnoted(self)
 
     threading.Thread.start = start
+
+
+def _owned(owner: lifeline.Owner, run: Callable[[], None]) -> None:
+    """Run a thread of `owner`, which also owns what the thread starts."""
+    OWNER.set(owner)
+    run()
 
 
 def _starting_thread() -> threading.Thread | None:

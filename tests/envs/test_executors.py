@@ -15,18 +15,19 @@ import pytest
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs import processes
-from jaxroll.envs.executors import WARM_EPISODES, Executors, ResidentMemory
-from jaxroll.envs.processes import GROWTH_BYTES
-from jaxroll.errors import DataError, InfraError
+from jaxroll.envs.executors import Executors
+from jaxroll.errors import DataError, InfraError, RestartRequired
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import EnvironmentCalls
+from jaxroll.rollout.manager import LoopThread
 
 NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
 DEADLINE_S = 60.0
 LONG = "x" * (128 << 10)
+HANGING = (os.cpu_count() or 1) + 8  # the default executor has four threads more than cores
 
 
 def play(body: Callable[[Executors], Awaitable[object]], *, most: int = 1) -> None:
@@ -284,9 +285,51 @@ def test_an_idle_process_that_died_is_given_to_no_episode() -> None:
     play(body)
 
 
-def test_the_memory_of_a_role_counts_from_its_warm_episodes_on() -> None:
-    memory = ResidentMemory()
-    assert memory.growths(WARM_EPISODES, 10 * GROWTH_BYTES) == 0
-    assert memory.growths(WARM_EPISODES + 1, 11 * GROWTH_BYTES - 1) == 0
-    assert memory.growths(WARM_EPISODES + 2, 13 * GROWTH_BYTES) == 3
-    assert memory.growths(WARM_EPISODES + 3, GROWTH_BYTES) == 3, "a growth that was counted"
+class Waiting:
+    """An environment on the loop whose step waits in the default executor until the gate opens."""
+
+    step_limit_s = 0.05
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    async def step(self, answer: str) -> None:
+        await asyncio.to_thread(self._gate.wait)
+
+
+def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_counted() -> None:
+    """They are more than the executor has threads, and as many as may hang in environments."""
+    config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_threads=4 * HANGING))
+    role, gate = LoopThread("role"), threading.Event()
+
+    async def body() -> None:
+        places = Executors(ScoringPool(1), config)
+        exhausted = asyncio.ensure_future(places.raise_when_worn_out())
+        asking = EnvironmentCalls()
+        envs: list[Any] = [Waiting(gate) for _ in range(HANGING)]
+        ends = await asyncio.gather(*(asking.step(env, "a") for env in envs), return_exceptions=True)
+        assert all(isinstance(end, DataError) and "longer than" in str(end) for end in ends), ends
+        assert await asyncio.to_thread(int) == 0
+        assert places.counts()["env_threads_hanging"] == HANGING
+        with pytest.raises(RestartRequired, match=f"{HANGING} threads hang"):
+            await exhausted
+        await places.close()
+
+    try:
+        role.start(body()).result(DEADLINE_S)
+    finally:
+        gate.set()
+        role.close()
+
+
+def test_a_process_with_too_many_left_threads_ends() -> None:
+    async def body(places: Executors) -> None:
+        exhausted = asyncio.ensure_future(places.raise_when_worn_out())
+        places.threads.note_left(255)
+        await asyncio.sleep(0)
+        assert not exhausted.done()
+        places.threads.note_left(256)
+        with pytest.raises(RestartRequired, match="256 threads run on after their close"):
+            await exhausted
+
+    play(body)

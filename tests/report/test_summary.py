@@ -338,3 +338,36 @@ def test_reward_and_length_by_source_are_over_all_samples():
     assert activity.reward_by_source(steps) == {"a": [0.25, 0.25, 3.5], "b": [0.5, 0.5, 6.0]}
     assert activity.reward_by_source(steps, count=2) == {"a": [0.25, 0.0, 4.0], "b": [0.5, 0.5, 6.0]}
     assert activity.reward_by_source(steps[2:]) is None
+
+
+def held(role, mib, started=0):
+    """Rows of one process of `role`, with its memory in MiB."""
+    return [
+        {"kind": "stats", "role": role, "episodes": started + at, "resident_bytes": value << 20}
+        for at, value in enumerate(mib)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mib", "times"),
+    [
+        (range(1000, 2000, 10), 2),
+        ([1000] * 30 + [3000] * 70, 0),
+        ([1000, 1000, 1000, 3000] * 25, 0),
+        (range(1000, 1200, 2), 0),
+        (range(1000, 2000, 50), 0),
+    ],
+    ids=["grows", "grows once", "peaks", "grows little", "is young"],
+)
+def test_memory_that_grows_as_long_as_a_process_lives_is_a_fault_of_its_environments(mib, times):
+    found = summary.environment_faults(held("sampler-0", mib))
+    assert list(found.values()) == ([times] if times else [])
+    assert all(cause.startswith("sampler-0 holds more") for cause in found)
+
+
+def test_the_memory_of_each_process_is_judged_alone():
+    """Two processes grow by 600 MiB each, between two that hold as much from the start."""
+    full, grows = [1600] * 40, range(1000, 1600, 10)
+    rows = [*held("actor-1", full), *held("actor-1", grows), *held("actor-1", grows), *held("actor-1", full)]
+    assert list(summary.environment_faults(rows).values()) == [2]
+    assert summary.environment_faults([*held("actor-1", [1000] * 40), *held("actor-1", [3000] * 40)]) == {}

@@ -196,10 +196,13 @@ class Leaving(_Misbehaving):
 
     def _step(self) -> StepResult:
         if self._way == "thread":
-            threading.Thread(target=RELEASED.wait, name=f"kept-{len(KEPT)}", daemon=True).start()
+            kept = threading.Thread(target=RELEASED.wait, name=f"kept-{len(KEPT)}", daemon=True)
+            outer = threading.Thread(target=kept.start)  # what a thread starts belongs to its environment, too
+            outer.start()
+            outer.join()
             KEPT.append(b"")
         elif self._way == "memory":
-            KEPT.append(b"x" * (300 << 20))
+            KEPT.append(b"x" * (600 << 20))
         return StepResult(done=True, reward=1.0)
 
 
