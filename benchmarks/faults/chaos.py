@@ -15,9 +15,13 @@ stop: the run is interrupted, resumed with a few more steps to train, and must c
   kept for a later step, or its group ended for the reason that the log states; `puts` counts them by outcome. Each
   checkpoint that it acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal
   acknowledgements in a folder next to the run's;
-- no fault was skipped three times and never injected;
+- no fault was skipped three times and never injected. `unseen` counts faults that were not seen to take place, or not
+  at the instant that their name says; `faults` and `by_kind` do not contain them;
 - `jaxroll replay` and `jaxroll checkpoints --verify` find nothing;
 - prompts were issued in the order of an undisturbed run.
+
+`tracebacks` are those in the logs of roles that no injected fault explains, with their number and the first errors by
+log. They are reported and no violation: the list of explanations is not complete.
 
 The last line is one JSON object. With exit code 1 the violations are named and the run's folder (`--folder`) is kept.
 The seed chooses the variant of the run (`run.VARIANTS`: TLS, actors, links that can be cut, a warm start, small disks,
@@ -49,8 +53,8 @@ from pathlib import Path
 from benchmarks.faults import machine
 from benchmarks.faults.chaos_faults import AT_START, FAULTS, needed
 from benchmarks.faults.chaos_machine import small_disks
-from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, Skipped, Wrong, tell, variant_of
-from benchmarks.faults.verdict import facts, violations
+from benchmarks.faults.run import FOLDER, FOREIGN_FOLDER, VARIANTS, Run, Skipped, Unseen, Wrong, tell, variant_of
+from benchmarks.faults.verdict import facts, tracebacks, violations
 from benchmarks.lib.report import commit, hardware, say
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.run_paths import RunPaths
@@ -67,9 +71,10 @@ FORGOTTEN_S = 180.0  # faults of at most this age may explain an end of the run
 
 @dataclass
 class Tally:
-    """The events so far: faults by name, skipped faults with the reason, ends of the run, violations."""
+    """The events so far: faults by name, unseen and skipped ones apart, ends of the run, violations."""
 
     faults: Counter[str] = field(default_factory=Counter)
+    unseen: Counter[str] = field(default_factory=Counter)  # neither injected for certain nor skipped
     skipped: dict[str, str] = field(default_factory=dict)
     skips: Counter[str] = field(default_factory=Counter)
     ends: list[str] = field(default_factory=list)
@@ -88,6 +93,11 @@ class Tally:
         self.recent.remove(next(one for one in reversed(self.recent) if one[1] == name))
         self.skips[name] += 1
         self.skipped[name] = reason
+
+    def miss(self, name: str) -> None:
+        """A fault was not seen to take place. It may take place later, and may explain an end of the run."""
+        self.faults[name] -= 1
+        self.unseen[name] += 1
 
     def absent(self, expected: str | None) -> list[str]:
         """Violations: faults that never began in `SKIPS` attempts, unless for the `expected` reason."""
@@ -169,6 +179,9 @@ class Attack:
         except Skipped as reason:
             self.tally.skip(name, str(reason))
             effect = f"skipped: {reason}"
+        except Unseen as known:
+            self.tally.miss(name)
+            effect = f"unseen: {known}"
         except Wrong as what:
             self.tally.wrong.append(f"{name}: {what}")
             effect = f"VIOLATION: {what}"
@@ -318,6 +331,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found = facts(run, steps)
         tally.wrong += violations(found)
     tally.wrong += tally.absent(refused)
+    raised = tracebacks(RunPaths(run.run_dir).logs, {*+tally.faults, *tally.unseen})
     result = {
         "benchmark": "chaos",
         "faults": tally.faults.total(),
@@ -334,8 +348,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "minutes": minutes,
         "violations": tally.wrong,
         "by_kind": dict(+tally.faults),
+        "unseen": dict(tally.unseen),
         "skipped": tally.skipped,
         "ends": tally.ends,
+        "tracebacks": raised,
         "lives": run.lives,
         **{
             key: found.get(key)
@@ -354,6 +370,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "commit": commit(),
     }
     keep_or_remove(folder, disk, keep=options.keep or bool(tally.wrong), mounted=not refused)
+    if tally.unseen:
+        say(f"unseen: {', '.join(f'{name} {times} times' for name, times in sorted(tally.unseen.items()))}")
+    for log, row in raised.items():
+        say(f"{row['number']} tracebacks in {log} that no fault explains: {'; '.join(row['first'])}")
     for text in tally.wrong:
         say(f"VIOLATED: {text}")
     print(json.dumps(result), flush=True)

@@ -2,7 +2,8 @@
 
 Here are those of processes and environments; `chaos_machine.py` and `chaos_network.py` have the others.
 
-A fault that the machine does not allow, or whose target does not exist, raises Skipped. After faults with `ends` the
+A fault that the machine does not allow, or whose target does not exist, raises Skipped; one whose effect was not seen,
+or that came at another instant than its name says, raises Unseen. After faults with `ends` the
 run may end by itself (it is resumed then); after all others it must continue. `alone` faults end the supervisor and are
 not paired with each other.
 """
@@ -37,6 +38,7 @@ from benchmarks.faults.run import (
     SAMPLERS,
     Run,
     Skipped,
+    Unseen,
     Wrong,
     gone_is_fine,
     there,
@@ -59,7 +61,7 @@ class Fault(Protocol):
         ...
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        """Inject the fault; return a description of its effect. Raises Skipped or Wrong."""
+        """Inject the fault; return a description of its effect. Raises Skipped, Unseen or Wrong."""
         ...
 
 
@@ -147,6 +149,8 @@ class Flap:
                     process.kill()
                     kills += 1
             time.sleep(0.3)
+        if not kills:
+            raise Skipped(f"{target} ended by itself before the fault")
         return f"{target} killed {kills} times in {seconds:.1f} s"
 
 
@@ -170,15 +174,15 @@ class End:
             code = run.signal(self.signum)
             took_s = time.monotonic() - began
             if code not in (None, -self.signum, EXIT_INTERRUPTED) and GAVE_UP in run.last_words(20):
-                return f"the supervisor was giving up, and ended with {code}"  # `Attack.look` judges this and resumes
-            after = ""
+                raise Unseen(f"the supervisor was giving up, and ended with {code}")  # `Attack.look` judges and resumes
+            after, resumes = "", True
             if self.during_resume:
                 run.start()
                 delay_s = chance.uniform(0.0, 10.0)
                 time.sleep(delay_s)
-                if run.alive:
+                if resumes := run.alive:
                     run.signal(signal.SIGKILL)
-                after = f", resumed and killed {delay_s:.1f} s later"
+                after = f", resumed and {'killed' if resumes else 'ended by itself'} {delay_s:.1f} s later"
             words, began_python = run.last_words(), NO_PYTHON not in run.output("err").read_text(errors="replace")
             run.start()
         if code is None:
@@ -186,7 +190,10 @@ class End:
         expected = -signal.SIGKILL if self.signum == signal.SIGKILL else EXIT_INTERRUPTED
         if code != expected and not (early and (code == -self.signum or not began_python)):
             raise Wrong(f"the supervisor ended with {code} after {name}, not with {expected}\n{words}")
-        return f"supervisor ended with {code} after {took_s:.1f} s{after}, resumed"
+        effect = f"supervisor ended with {code} after {took_s:.1f} s{after}, resumed"
+        if not resumes:
+            raise Unseen(effect)
+        return effect
 
 
 def needed(name: str) -> set[str]:
@@ -207,7 +214,9 @@ class Order:
         for number in range(self.times):
             (run.orders / f"{self.order}.{number}").touch()
         taken = until(lambda: not any(run.orders.glob(f"{self.order}.*")), INSTANT_S)
-        return f"the environment did {self.order} {self.times} times" if taken else "ordered, not yet carried out"
+        if not taken:  # an episode may do it later
+            raise Unseen("ordered, not yet carried out")
+        return f"the environment did {self.order} {self.times} times"
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,9 @@ class KillAt:
             caught = until(seen, 2 * INSTANT_S)
         with gone_is_fine(self.target):
             process.kill()
-        return f"{self.target} killed {'during' if caught else 'without seeing'} {self.instant}"
+        if not caught:
+            raise Unseen(f"{self.target} killed without seeing {self.instant}")
+        return f"{self.target} killed during {self.instant}"
 
 
 @dataclass(frozen=True)

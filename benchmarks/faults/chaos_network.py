@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from benchmarks.faults import machine
-from benchmarks.faults.run import LEASE_S, Run, Skipped, gone_is_fine, needs_namespace, there
+from benchmarks.faults.run import LEASE_S, Run, Skipped, Unseen, gone_is_fine, needs_namespace, there
 from jaxroll.run_paths import RunPaths
 
 QUIET_S = 40.0  # for which a link may be idle: on a busy machine steps, and with them weights, come rarely
@@ -86,14 +86,17 @@ class Certificates:
                 run.wait_for(target)  # it connects with them only after its start
                 time.sleep(seconds)
                 state = "went on" if run.alive else "ended"
-                refused = ", ".join(sorted((_complaints(run) - before).keys())) or "no role"
+                refused = ", ".join(sorted((_complaints(run) - before).keys()))
                 Certificates("ca")._replace(run)
         if not self.ends:
             return f"certificates: {self.new}; {target} killed"
-        return (
+        effect = (
             f"certificates: {self.new}; {target} killed; valid again {seconds:.1f} s after its start; "
-            f"refused in the log of {refused}; the run {state}"
+            f"refused in the log of {refused or 'no role'}; the run {state}"
         )
+        if not refused:
+            raise Unseen(effect)
+        return effect
 
     def _replace(self, run: Run) -> None:
         from jaxroll.rpc import tls

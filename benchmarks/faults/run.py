@@ -69,6 +69,10 @@ class Skipped(Exception):
     """The fault did not take place; the message is the reason."""
 
 
+class Unseen(Exception):
+    """The fault may not have taken place, or not as its name says; the message is what is known of it."""
+
+
 class Wrong(Exception):
     """The run's reaction is a violation, which the message names."""
 

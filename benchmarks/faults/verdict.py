@@ -1,6 +1,6 @@
 """Invariants of a run under attack, from its folder, the journal of acknowledgements, and replay.
 
-`facts` collects; `violations` judges, and is a pure function of the facts.
+`facts` collects; `violations` judges, and is a pure function of the facts. `tracebacks` reads the logs of roles.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,56 @@ def violations(found: Mapping[str, Any]) -> list[str]:
         f"prompts differ from an undisturbed run: {found['prompts_out_of_order']}",
     )
     return [*wrong, *found["errors"], *(f"the report says NO: {text}" for text in found["promises"])]
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+_IN_GROUP = re.compile(r"^ *[|+] ")  # before the lines of a group of exceptions
+FIRST = 3  # errors by log
+# By the beginning of a fault's name: the errors of roles that it explains.
+EXPLAINED = {
+    "env_": r"the environment was ordered to|KeyboardInterrupt|CancelledError|SystemExit",
+    "disk_full": r"No space left|ENOSPC|disk is full|disk I/O error|database or disk",
+    "read_only": r"Read-only file system|EROFS|readonly database|unable to open database",
+    "few_descriptors": r"Too many open files|EMFILE|unable to open database",
+    "little_memory": r"MemoryError|bad_alloc|[Oo]ut of memory|Cannot allocate memory",
+    "no_memory": r"MemoryError|bad_alloc|[Oo]ut of memory|Cannot allocate memory",
+    "no_new_tasks": r"can't start new thread|Resource temporarily unavailable",
+    "tls_": r"certificate|CERTIFICATE|SSL|[Hh]andshake",
+}
+_ALWAYS = r"the environment raises now and then"
+
+
+def tracebacks(logs: Path, faults: Collection[str]) -> Row:
+    """By log in the folder: the `number` of tracebacks that none of the `faults` explains, and its `first` errors."""
+    found: Row = {}
+    for log in sorted(logs.glob("*.log")):
+        errors = unexplained_errors(log.read_text(errors="replace"), faults)
+        if errors:
+            found[log.stem] = {"number": len(errors), "first": list(dict.fromkeys(errors))[:FIRST]}
+    return found
+
+
+def unexplained_errors(text: str, faults: Collection[str]) -> list[str]:
+    """The last error of each traceback in a log, without those of which a fault explains any error of the chain."""
+    patterns = [pattern for start, pattern in EXPLAINED.items() if any(name.startswith(start) for name in faults)]
+    explained = re.compile("|".join([_ALWAYS, *patterns]))
+    chains: list[list[str]] = []
+    inside = chained = False
+    for line in text.splitlines():
+        content = _IN_GROUP.sub("", line)
+        if content.endswith(_TRACEBACK):
+            if not (chains and (chained or line.lstrip().startswith("|"))):  # the next of a chain, or inside a group
+                chains.append([])
+            inside, chained = True, False
+        elif inside and content[:1].strip():
+            chains[-1].append(content[:200])
+            inside = False
+        elif content.startswith(_CHAINED):
+            chained = True
+        elif chains and chains[-1] and content.startswith("\tdetails = "):  # of an error of gRPC
+            chains[-1][-1] += f" {content.strip()[:400]}"
+    return [errors[-1] for errors in chains if errors and not any(map(explained.search, errors))]
 
 
 def read_journal(folder: Path) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -217,6 +218,105 @@ def test_a_fault_that_is_always_skipped_is_a_violation(load) -> None:
             tally.skip(name, "not root" if name == "disk_full" else f"no {name}")
     assert tally.absent("not root") == ["kill_env: skipped 3 times and never injected: no kill_env"]
     assert tally.suspects() == ["sigint"], "a skipped fault explains an end of the run"
+
+
+def test_an_unseen_fault_does_not_cover_its_kind(load) -> None:
+    tally = load("benchmarks.faults.chaos").Tally()
+    for _ in range(4):
+        tally.note("kill_env")
+    for _ in range(3):
+        tally.skip("kill_env", "no env")
+    tally.miss("kill_env")
+    assert (tally.faults.total(), tally.unseen) == (0, {"kill_env": 1})
+    assert tally.absent(None) == ["kill_env: skipped 3 times and never injected: no env"]
+    assert tally.suspects() == ["kill_env"], "it may take place later"
+
+
+def never_seen(run):
+    return contextlib.nullcontext(lambda: False)
+
+
+def seen_at_once(run):
+    return contextlib.nullcontext(lambda: True)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("name", ["env_raises", "kill_checkpoint"])
+def test_a_fault_that_was_not_seen_is_not_counted_as_injected(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seen: bool
+) -> None:
+    """Orders that no episode had taken, and kills at any instant, counted as faults of their kind."""
+    chaos, faults = load("benchmarks.faults.chaos"), load("benchmarks.faults.chaos_faults")
+    monkeypatch.setattr(faults, "INSTANT_S", 0.05)
+    if name == "kill_checkpoint":
+        fault = faults.KillAt("learner", "a checkpoint's write", seen_at_once if seen else never_seen)
+        monkeypatch.setitem(faults.FAULTS, name, fault)
+    elif seen:  # an episode takes each order at once
+        monkeypatch.setattr(faults, "until", lambda done, _: [one.unlink() for one in tmp_path.iterdir()] and done())
+    killed: list[str] = []
+    process = SimpleNamespace(pid=1, kill=lambda: killed.append("learner"))
+    run = SimpleNamespace(orders=tmp_path, step=3, wait_for=lambda target: process)
+    attack = chaos.Attack(run, seed=0)
+    attack._inject(name, random.Random(0))
+    assert (+attack.tally.faults, attack.tally.unseen) == (({name: 1}, {}) if seen else ({}, {name: 1}))
+    assert not attack.tally.wrong and len(killed) == (name == "kill_checkpoint")
+
+
+LOG = """=== started
+ERROR:asyncio:Exception in callback
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+MemoryError
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+grpc.aio._call.AioRpcError: <AioRpcError of RPC that terminated with:
+\tdetails = "Tls handshake failed"
+>
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+    x()
+    ^^^
+jaxroll.errors.InfraError: no answer
+  + Exception Group Traceback (most recent call last):
+  |   File "x.py", line 1, in x
+  | ExceptionGroup: unhandled errors (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "x.py", line 1, in x
+    | OSError: [Errno 28] No space left on device
+    +------------------------------------
+Traceback (most recent call last):
+  File "x.py", line 1, in x
+ValueError: the environment raises now and then
+error: Traceback of no error
+"""
+
+
+@pytest.mark.parametrize(
+    ("faults", "left"),
+    [
+        (["no_memory", "tls_expired", "disk_full"], []),
+        (["little_memory", "disk_full"], ["jaxroll.errors.InfraError: no answer"]),
+        (["tls_wrong", "kill_store"], ["MemoryError", "OSError: [Errno 28] No space left on device"]),
+    ],
+)
+def test_tracebacks_that_no_fault_explains_are_reported(load, tmp_path: Path, faults: list[str], left) -> None:
+    verdict = load("benchmarks.faults.verdict")
+    (tmp_path / "store.log").write_text("store: serving\n")
+    (tmp_path / "actor-0.log").write_text(LOG)
+    (tmp_path / "learner.log").write_text(LOG + LOG)
+    found = verdict.tracebacks(tmp_path, faults)
+    assert found == (
+        {
+            "actor-0": {"number": len(left), "first": left},
+            "learner": {"number": 2 * len(left), "first": left},
+        }
+        if left
+        else {}
+    )
 
 
 @pytest.mark.parametrize("fault", ["stop_scoring", "slow_scoring"])
@@ -514,6 +614,7 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
+    assert {"unseen", "tracebacks"} <= set(result)
     assert result["faults"] >= 3 and set(result["by_kind"]) <= set(faults.split(","))
     assert result["steps"] >= 11 and result["acknowledged_puts"] >= result["steps"] * 16
     assert (result["lost"], result["trained_twice"], result["conservation"]) == (0, 0, 0)
