@@ -383,6 +383,7 @@ class _Stats(_Known):
     env_restored: Count | None = None
     episodes: Count | None = None
     resident_bytes: Count | None = None
+    scoring_slow: Count | None = None
     scoring_failed: dict[str, Count] | None = None
     scoring_remote: dict[str, Count] | None = None
     sources: dict[str, _Source] | None = None

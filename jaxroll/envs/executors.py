@@ -272,8 +272,8 @@ class Executors:
         """Counts of failures so far.
 
         They count calls in threads that were abandoned (and those that still hang), environment processes and scoring
-        workers that were replaced or failed to start, answers that a scorer's guard rejected, and items without a
-        score, by cause.
+        workers that were replaced or failed to start, times that a scoring worker became slow, answers that a scorer's
+        guard rejected, and items without a score, by cause.
         """
         return {
             "env_threads_abandoned": self.threads.abandoned,
@@ -282,6 +282,7 @@ class Executors:
             "env_process_failed_starts": self.processes.failed_starts,
             "scoring_restarts": self._pool.restarts,
             "scoring_failed_starts": self._pool.failed_starts,
+            "scoring_slow": self._pool.found_slow,
             "answers_rejected": dict(self._pool.rejected),
             "scoring_failed": dict(self._pool.failed),
             "scoring_remote": dict(self._pool.remote.counts) if self._pool.remote else {},

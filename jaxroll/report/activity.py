@@ -382,3 +382,9 @@ def _growths(role: str, held: Sequence[int]) -> Counter[str]:
     if grown < GROWTH_BYTES or any(after - before < grown / 10 for before, after in pairwise(least)):
         return Counter()
     return Counter({f"{role} holds more and more memory while environments run in it": grown // GROWTH_BYTES})
+
+
+def slow_scoring_workers(rows: Sequence[Row]) -> dict[str, int]:
+    """For each role with a slow scoring worker: how often one became slow since its start, by its newest row."""
+    newest = {row["role"]: row["scoring_slow"] for row in rows if row.get("scoring_slow") is not None}
+    return {role: count for role, count in sorted(newest.items()) if count}

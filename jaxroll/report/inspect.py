@@ -279,6 +279,7 @@ def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
             "joins_and_leaves": _joins_and_leaves(rows, time.time()),
             "evaluation_failures": evaluation_failures(rows, time.time())[:CAUSES],
             "env_faults": environment_faults(rows),
+            "scoring_slow": activity.slow_scoring_workers(rows),
             "reward_by_source": activity.reward_by_source(trained_steps(rows)),
             "failed_by_source": counts_by_reason(rows, "failed_by_source"),
         }
@@ -429,7 +430,8 @@ def _failures(f: Facts) -> Section:
 def _faults(f: Facts) -> Section:
     """Misbehaviour of environments that may leave the outcome of the member as it is."""
     rows = [(number(count), short(cause, 80)) for cause, count in f.get("env_faults", {}).items()]
-    return Section("faults of environments", ("times", "cause"), rows, right=frozenset({0}))
+    rows += [(number(n), f"a scoring worker of {role} became slow") for role, n in f.get("scoring_slow", {}).items()]
+    return Section("faults of environments and scoring workers", ("times", "cause"), rows, right=frozenset({0}))
 
 
 def _holders(f: Facts) -> Section:

@@ -72,6 +72,7 @@ class _Worker:
     timer: asyncio.TimerHandle | None = None
     failed_starts: int = 0  # since the worker was ready
     refused_starts: int = 0  # by the operating system, since the last start that succeeded
+    is_slow: bool = False  # when it last answered or died
     is_down: bool = False  # its process is gone, and `timer` starts the next one
 
 
@@ -108,6 +109,7 @@ class ScoringPool:
             raise ValueError(f"workers = {workers} and time_limit_s = {time_limit_s} must be above 0")
         self.time_limit_s = time_limit_s
         self.restarts = self.failed_starts = 0
+        self.found_slow = 0  # times that a worker became slow, or ended often, in comparison with another
         self.rejected: Counter[str] = Counter()  # answers that a scorer's guard rejected, by reason
         self.failed: Counter[str] = Counter()  # items without a score, by cause
         self.remote: RemoteParts | None = None  # for parts of the reward that need the network
@@ -328,6 +330,12 @@ class ScoringPool:
             now_s = self._loop.time()
             worker.took_s.extend([(now_s - worker.begun_s) / answers] * min(answers, _RECENT))
             worker.begun_s = now_s
+            self._note_slow(worker)
+
+    def _note_slow(self, worker: _Worker) -> None:
+        was_slow, quickest_s = worker.is_slow, min(min(one.took_s) for one in self._workers if one.took_s)
+        worker.is_slow = self._is_slow(worker, quickest_s)
+        self.found_slow += worker.is_slow and not was_slow
 
     # --- no workers while there is no work
 
@@ -392,6 +400,7 @@ class ScoringPool:
         if worker.ready and worker.jobs:
             if not hung:  # otherwise it is the item's fault
                 worker.took_s.append(max(_DEATH_S, self._loop.time() - worker.begun_s))
+                self._note_slow(worker)
             self._blame(worker.jobs.popleft(), ending, hung)
             self._waiting.extendleft(reversed(worker.jobs))
             worker.jobs.clear()

@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 
 class NoScores:
-    time_limit_s, restarts, failed_starts = 5.0, 0, 0
+    time_limit_s, restarts, failed_starts, found_slow = 5.0, 0, 0, 0
 
 
 def outcomes(*agents: str, limit_s: float = DEADLINE_S) -> list[Outcome]:

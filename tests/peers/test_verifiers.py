@@ -45,7 +45,7 @@ def installed() -> None:
 class NoScores:
     """The scoring pool of an environment that has a reward of its own."""
 
-    time_limit_s, restarts, failed_starts = 5.0, 0, 0
+    time_limit_s, restarts, failed_starts, found_slow = 5.0, 0, 0, 0
 
 
 class Engine:

@@ -61,9 +61,11 @@ def test_a_slow_worker_gets_few_items_and_its_share_again_when_it_has_recovered(
         pool.start()
         slow, quick = await answered_by(pool, 50.0)
         assert 2 <= slow <= 0.05 * quick, "it is tried now and then"
+        assert pool.found_slow == 1, "trials that are slow again do not count again"
         await answered_by(pool, 75.0)
         recovered, quick = await answered_by(pool, 90.0)
         assert recovered > quick, "both are as quick, and it is the first"
+        assert pool.found_slow == 1
         pool.close()
 
     run(job())
@@ -80,6 +82,7 @@ def test_a_worker_is_not_slow_because_of_one_item() -> None:
         assert await long == 0.0
         first, second = await answered_by(pool, START_S + 8.0)
         assert first > 10 * second
+        assert pool.found_slow == 0
         pool.close()
 
     run(job())

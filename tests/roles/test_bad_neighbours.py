@@ -195,19 +195,19 @@ def test_a_run_whose_environment_fails_on_all_samplers_ends_soon_after_the_last_
             assert "sampler" in closed and seconds < 700.0
 
 
-def scored(run_dir: Path, workers: int, fault: str, train_s: float) -> tuple[Result, int]:
+def scored(run_dir: Path, workers: int, fault: str, train_s: float) -> tuple[Result, int, int]:
     """A run with two samplers that score with two workers and with `workers`, of which one has a fault.
 
-    Its result, and the restarts of scoring workers that the second sampler has reported.
+    Its result, and how many restarts of scoring workers and slow ones the second sampler has reported.
     """
 
-    async def job() -> tuple[Result, int]:
+    async def job() -> tuple[Result, int, int]:
         async with NeighbourRun(neighbours(2), run_dir) as at:
             at.sampler_with(0, workers=2)
             at.sampler_with(1, workers=workers, worker_fault=fault)
             result = await at.result(train_s, SKIPPED)
             stats = [row for row in at.store.metrics.rows if row.get("kind") == "stats" and row["role"] == "sampler-1"]
-            return result, stats[-1]["scoring_restarts"]
+            return result, stats[-1]["scoring_restarts"], stats[-1]["scoring_slow"]
 
     with pytest.MonkeyPatch.context() as patch:
         prompts_of_neighbours(patch)
@@ -224,9 +224,10 @@ def scored_alone(run_dir: Path, train_s: float) -> float:
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str, world: str) -> None:
-    found, restarts = scored(folder, 2, fault, WORLDS[world])
+    found, restarts, slow = scored(folder, 2, fault, WORLDS[world])
     assert found.dead == found.residual == found.failed == 0, "no prompt died, and none is lost"
     assert not found.rested, "the store rests no sampler for one of its scoring workers"
     assert (restarts > 0) == (fault != SLOW), "workers that end are replaced, and the sampler reports it"
+    assert slow > 0 or fault != SLOW, "a slow one rests, and the sampler reports it"
     rate = found.steps_per_s / scored_alone(folder, WORLDS[world])
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"

@@ -86,7 +86,7 @@ def played(made: Config, count: int = 4) -> tuple[dict[tuple[str, int], list[Fin
 
 
 class _Pool(LocalPool):
-    restarts = failed_starts = 0
+    restarts = failed_starts = found_slow = 0
     rejected = failed = MappingProxyType({})
     remote = None
 
