@@ -434,8 +434,7 @@ def workload(run_dir: Path, rows: Iterable[Row]) -> Workload:
     started: dict[tuple[int, int], float] = {}
     generated: dict[tuple[int, int], float] = {}
     counts: dict[tuple[int, int], int] = {}
-    tokens: list[float] = []
-    groups: list[int] = []
+    tokens, groups = list[float](), list[int]()
     for row in rows:
         for group, member, t0, t1, count in row["rows"] if row.get("kind") == "members" else ():
             started[group, member] = min(t0, started.get((group, member), t0))
@@ -446,7 +445,8 @@ def workload(run_dir: Path, rows: Iterable[Row]) -> Workload:
     waits, rewards = [], defaultdict[int, list[float]](list)
     prompts, replies = list[float](), list[float]()
     select = "SELECT group_id, member, ended_unix_s, reward FROM members WHERE state = 'done'"
-    with contextlib.closing(sqlite3.connect(f"file:{RunPaths(run_dir).database}?mode=ro", uri=True)) as db:
+    address = f"{RunPaths(run_dir).database.absolute().as_uri()}?mode=ro"  # quoted: the path may contain % and #
+    with contextlib.closing(sqlite3.connect(address, uri=True)) as db:
         for group, member, ended_s, reward in db.execute(select):
             if reward is not None:
                 rewards[group].append(reward)

@@ -20,6 +20,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
 from jaxroll.report import archive
+from jaxroll.sim import costs
 from jaxroll.store.log import database
 from tests.harness.run_folder import LogMaker
 
@@ -61,6 +62,8 @@ def test_a_run_works_in_every_other_folder(tmp_path: Path, name: str) -> None:
     LogMaker().write(path)
     with database.transaction(path) as log:
         assert log.execute("SELECT COUNT(*) FROM lineages").fetchone()[0] >= 1
+    members = {"kind": "members", "rows": [[0, 0, 1.0, 2.0, 5]]}
+    assert costs.workload(path, [members]).answer_tokens.mean == 5.0
     state = TrainState({"embed": jnp.arange(6.0)}, (), jnp.int32(4))
     checkpoints = Checkpoints(path / "checkpoints", 2)
     checkpoints.save(Version(0, 4), 5, state)
