@@ -51,10 +51,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Leases:
-    """The answer to Lease. `prompts_used` of the offered prompts became groups (or are skipped, after a fork).
-
-    If all offered prompts were skipped there are no grants: ask again with the prompts after them.
-    """
+    """The answer to Lease. `prompts_used` prompts became groups; without grants they were skipped: offer later ones."""
 
     grants: tuple[Grant, ...]
     prompts_used: int
@@ -245,7 +242,7 @@ class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
-    """A holder leased members (member, attempt) of a group.
+    """A holder leased members (member, attempt) of a group; `reserved`: those kept for it.
 
     Those in `resumed` (member, tokens) continue after their flushed tokens; flushed tokens of the others are discarded.
     """
@@ -257,6 +254,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     request: str
     ttl_s: float
     resumed: tuple[tuple[int, int], ...] = ()
+    reserved: bool = False
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):

@@ -97,7 +97,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
     refusal = _lease_refusal(settings, state, r)
     if refusal is not None:
         return refuse(refusal)
-    if (receipt := state.receipts.get(r.session)) is not None and receipt.request == r.request:
+    if (receipt := state.receipts.get(state.receipt_key(r.session, r.reserved))) and receipt.request == r.request:
         return Decision(reply=ev.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if why := admission.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
@@ -156,12 +156,11 @@ def _lease_refusal(settings: Settings, state: State, r: ev.Lease) -> StoreRefusa
 
 def _granted_again(settings: Settings, state: State, r: ev.Lease, members: Iterable[ev.Key]) -> list[Grant]:
     """The grants of an earlier answer that are still held."""
-    kept: dict[int, list[int]] = {}
+    kept, grants = dict[int, list[int]](), list[Grant]()
     for group, member, attempt in members:
         slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
             kept.setdefault(group, []).append(member)
-    grants = []
     for group, numbers in kept.items():
         slots = state.open[group].slots
         resumed = [(m, flushed.tokens) for m in numbers if (flushed := slots[m].flushed) is not None]
@@ -201,7 +200,8 @@ def _lease_open(
             for m, s in free[:count]
             if s.flushed and _resumes(settings, state, s.flushed, r, ahead)
         )
-        events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s, resumed))
+        held = r.name, r.session, r.request, settings.lease_s
+        events.append(ev.Leased(group.id, tuple(members), *held, resumed, r.reserved))
         grants += _grants(settings, group, members, resumed)
         room -= len(members)
     return events, grants, room, refused

@@ -191,9 +191,9 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
     note_seen(state, e.holder, now_s)
     state.index.changed(group)
     no_room(state, e.holder)
-    receipt = state.receipts.get(e.session)
+    receipt = state.receipts.get(key := state.receipt_key(e.session, e.reserved))
     if receipt is None or receipt.request != e.request:
-        receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
+        receipt = state.receipts[key] = LeaseReceipt(e.request, ())
     receipt.members += tuple((e.group, member, attempt) for member, attempt in e.members)
 
 
@@ -365,7 +365,7 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
-    state.receipts.pop(state.sessions.pop(e.name, ""), None)
+    _forget_receipts(state, state.sessions.pop(e.name, ""))
     state.sessions[e.name] = e.session  # newest last
     state.pools.pop(e.name, None)
     if e.pool:
@@ -380,7 +380,12 @@ def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
         state.pools.pop(oldest := next(iter(state.sessions)), None)
-        state.receipts.pop(state.sessions.pop(oldest), None)
+        _forget_receipts(state, state.sessions.pop(oldest))
+
+
+def _forget_receipts(state: State, session: str) -> None:
+    for reserved in (False, True):
+        state.receipts.pop(state.receipt_key(session, reserved), None)
 
 
 def _data_ended(state: State, e: ev.DataEnded, now_s: float) -> None:

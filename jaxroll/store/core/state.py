@@ -365,7 +365,7 @@ class State(msgspec.Struct, dict=True):
     claim_cuts: dict[int, Cut] = {}  # claim that is not trimmed → position of the prompt stream after it
     data_ended: bool = False
     closed: str = ""
-    receipts: dict[str, LeaseReceipt] = {}
+    receipts: dict[str, LeaseReceipt] = {}  # by `receipt_key`
     sessions: dict[str, str] = {}  # name → its newest session, of the NAMES_KNOWN that joined last
     pools: dict[str, str] = {}  # name → its pool, of those samplers that are in one
     ready_places: int = 0
@@ -412,6 +412,10 @@ class State(msgspec.Struct, dict=True):
     def published_step(self) -> int | None:
         """The step samplers should be at; None before the first publication in this lineage."""
         return None if self.published is None else self.published.version.step
+
+    def receipt_key(self, session: str, reserved: bool) -> str:
+        """The key of a receipt; a call for reserved members may be under way together with another one."""
+        return f"{session}/reserved" if reserved else session
 
     def find(self, group: int) -> Group | None:
         """The group, if it is alive."""

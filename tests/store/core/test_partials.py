@@ -75,6 +75,26 @@ def test_a_member_released_for_a_sampler_waits_for_it_with_its_tokens_and_then_f
     assert machine.lease(4, name="U") == [(*keys[1][:2], 2)] and resumed(machine) == {keys[1][1]: 8}
 
 
+def test_two_calls_of_a_session_may_be_under_way_and_either_may_be_repeated(machine: Machine) -> None:
+    """A sampler asks for reserved members while its call for others waits; the answer to each may be lost."""
+    machine.ask(ev.Arrive("T", "T-1"))
+    for key in (keys := machine.lease(2)):
+        flush(machine, key, 0, (V0, 8))
+    machine.ask(ev.Release((keys[0],), "T"))
+    machine.ask(ev.Release((keys[1],), "T"))
+    first = machine.lease(2, name="T", request="others")
+    assert reserved(machine, "T", 1, "kept") == {keys[0][:2]: 8}
+    later = machine.lease(2, name="T", request="later")
+    assert reserved(machine, "T", 1, "kept") == {keys[0][:2]: 8}, "its answer was lost"
+    assert machine.lease(2, name="T", request="later") == later and not {*later} & {*first}
+    assert reserved(machine, "T", 4, "more") == {keys[1][:2]: 8}
+    machine.restart()
+    assert machine.lease(2, name="T", request="later") == later
+    assert reserved(machine, "T", 4, "more") == {keys[1][:2]: 8}
+    machine.ask(ev.Arrive("T", "T-2"))
+    assert not machine.state.receipts.keys() & {"T-1", "T-1/reserved"}, "receipts of a process that is gone"
+
+
 def test_a_restart_ends_reservations_and_there_are_none_for_samplers_that_are_gone(machine: Machine) -> None:
     machine.ask(ev.Arrive("T", "T-1"))
     keys = machine.lease(2)
@@ -86,10 +106,11 @@ def test_a_restart_ends_reservations_and_there_are_none_for_samplers_that_are_go
     assert machine.lease(1, name="U") == [(*keys[1][:2], 2)]
 
 
-def reserved(machine: Machine, name: str, members: int) -> dict[tuple[int, int], int]:
+def reserved(machine: Machine, name: str, members: int, request: str = "") -> dict[tuple[int, int], int]:
     """The members that are reserved for `name` and that it leases, with their flushed tokens."""
     machine.requests += 1
-    reply = machine.ask(ev.Lease(name, f"{name}-1", V0, members, f"r{machine.requests}", offer(90, 94), reserved=True))
+    request = request or f"r{machine.requests}"
+    reply = machine.ask(ev.Lease(name, f"{name}-1", V0, members, request, offer(90, 94), reserved=True))
     assert reply.prompts_used == 0
     return {(grant.group, m): dict(grant.resumed)[m] for grant in reply.grants for m, _ in grant.members}
 
