@@ -151,10 +151,11 @@ class Members:
             version, begun = await self._version(), {key: self.playing[key] for key in self._begun}
             tokens = sum(one.length + (one.stream.unended() if one.stream else 0) for one in begun.values())
             with contextlib.suppress(StoreRefusal, InfraError):
-                reply = await self.store.repack(version, len(begun), tokens, every_s)
+                stops = self.session.stopping.is_set
+                reply = await self.store.repack(version, len(begun), tokens, every_s, leaves=stops())
                 if reply.to:
                     await self._give(reply.to, begun.keys())
-                elif reply.coming:
+                elif reply.coming and not stops():  # otherwise any sampler may lease them soon
                     async with self._gate.member(joins=True):  # weights wait until these members have begun
                         grants = await self.store.lease(await self._version(), self.capacity, reserved=True)
                         await self._start_all(grants, joins=True)

@@ -174,9 +174,15 @@ class StoreClient:
         """Return leases; `to` is the sampler for which they are reserved for a while."""
         await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants), to), msg.Members)
 
-    async def repack(self, version: Version, members: int, tokens: int, wait_s: float) -> msg.RepackReply:
-        """Report members whose end new weights wait for; the reply says within `wait_s` if some are to move."""
-        return await self._call("Repack", msg.RepackCall(version, members, tokens, wait_s), msg.RepackReply, wait_s)
+    async def repack(
+        self, version: Version, members: int, tokens: int, wait_s: float, *, leaves: bool = False
+    ) -> msg.RepackReply:
+        """Report members whose end new weights wait for; the reply says within `wait_s` if some are to move.
+
+        A sampler that `leaves` the run gets no members.
+        """
+        call = msg.RepackCall(version, members, tokens, wait_s, leaves)
+        return await self._call("Repack", call, msg.RepackReply, wait_s)
 
     async def claim(
         self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None, *, ahead: bool = False

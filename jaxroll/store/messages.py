@@ -80,12 +80,16 @@ class Members(msgspec.Struct, frozen=True):
 
 
 class RepackCall(msgspec.Struct, frozen=True):
-    """Report of a sampler whose new weights wait for its `members`, which have `tokens` in the KV cache."""
+    """Report of a sampler whose new weights wait for its `members`, which have `tokens` in the KV cache.
+
+    One that `leaves` the run may give its members, and gets none.
+    """
 
     version: Version
     members: Count
     tokens: Count
     wait_s: float
+    leaves: bool = False
 
 
 class RepackReply(msgspec.Struct, frozen=True):

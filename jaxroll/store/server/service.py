@@ -295,7 +295,7 @@ class StoreService:
 
     async def _repack(self, caller: Caller, body: bytes) -> msg.RepackReply:
         call, keeper, repacker = wire.decode(body, msg.RepackCall), self._keeper, self._repacker
-        pool, leaves = keeper.state.pools.get(caller.name, ""), self._workers.is_surplus(caller)
+        pool, leaves = keeper.state.pools.get(caller.name, ""), call.leaves or self._workers.is_surplus(caller)
         load = Draining(call.version, call.members, call.tokens, pool, leaves)
         if repacker.report(caller.name, load, keeper.now_s(), call.wait_s):
             keeper.wakeups.notify(REPACK)

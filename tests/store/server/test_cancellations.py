@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from jaxroll.records import Version
+from jaxroll.store.server.keeper import Workers
 
 V0 = Version(0, 0)
 WAIT_S = 20.0
@@ -58,5 +61,33 @@ def test_a_rewind_and_a_filtered_group_are_told_too(tmp_path: Path, small: Simpl
             async with small.connected(tmp_path, config, "learner", "again") as again:
                 await again.begin(V0)
             assert await waiting == held
+
+    run(job())
+
+
+def test_a_sampler_that_leaves_gives_its_members_to_another_and_gets_none(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves by itself, or because the run does not need it any more."""
+    config = small.configured()
+
+    async def moves(folder: Path, leaving: str) -> tuple[str, str]:
+        """The samplers to which `a` with one member and `b` with two give them."""
+        folder.mkdir()
+        async with (
+            small.serving(folder, config),
+            small.connected(folder, config, "sampler", "a") as a,
+            small.connected(folder, config, "sampler", "b") as b,
+        ):
+            calls = a.repack(V0, 1, 0, 0.2, leaves=leaving == "a"), b.repack(V0, 2, 0, 0.2, leaves=leaving == "b")
+            one, other = await asyncio.gather(*calls)
+            return one.to, other.to
+
+    async def job() -> None:
+        assert await moves(tmp_path / "none", "") == ("b", "")
+        assert await moves(tmp_path / "a", "a") == ("b", "")
+        assert await moves(tmp_path / "b", "b") == ("", "a")
+        monkeypatch.setattr(Workers, "is_surplus", lambda workers, caller: caller.name == "b")
+        assert await moves(tmp_path / "surplus", "") == ("", "a")
 
     run(job())
