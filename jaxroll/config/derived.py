@@ -328,7 +328,7 @@ def one_version(config: Config) -> bool:
 
 
 def flush_tokens(config: Config) -> int:
-    """Sampled tokens between two flushes of an unfinished answer; 0 if no answer is long enough for one.
+    """The most tokens of an unfinished answer that are not with the store; 0 if no answer has more.
 
     Turns of conversations (`task.max_episode_tokens`) are flushed at their end, however short they are.
     """

@@ -399,9 +399,11 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- one step
 
     def _generate(self, params: Held) -> bool:
-        """Compute prompts, start requests, decode, deliver; return False if no slot holds a request."""
+        """Compute prompts, start requests, decode, deliver; return False if no slot holds a request, or one waits."""
         version = self._stats.version
         assert version is not None
+        if self._work.waits():
+            return False
         begun_s = self._clock()
         filled = self._work.fill(params, version)
         refused = self._refuse()

@@ -17,6 +17,7 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
 
 TokenMask = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the mask, bool [V]
+MaySample = Callable[[int], int]  # tokens sampled so far → how many more may be
 OnTokens = Callable[[Completion], None]  # new tokens of a running request; their `finish` is ""
 
 _KEY_LIMIT = 2**31
@@ -40,6 +41,10 @@ class Request:
     them, from the stepping thread; it must neither block nor raise. The `Result` holds all tokens. It is never called
     under the policy `restart`, which may discard tokens.
 
+    `may_sample` gets the number of tokens so far, and returns how many more the request may sample before it is called
+    again. At 0 the engine waits, with all requests, until it is woken. It is called on the stepping thread before each
+    dispatch, and must neither block nor raise. With drafts a step may exceed it by `Sizes.draft` tokens.
+
     `before` are the first tokens of the completion, sampled earlier by another engine: they count in `max_tokens`, are
     computed like a part of the prompt, and come first in the `Result`; `on_tokens` gets only later ones. Under the
     policy `drain` the request ends at once (finish "abort") if they are not of the version in use.
@@ -54,6 +59,7 @@ class Request:
     allowed: TokenMask | None = None
     on_tokens: OnTokens | None = None
     piece_tokens: int = 1
+    may_sample: MaySample | None = None
     before: Completion | None = None
 
     @property

@@ -152,9 +152,9 @@ class Work:
         self._device.insert(inserts)
 
     def steps(self) -> int:
-        """The number of steps of the next dispatch: 1 if a request has a token mask.
+        """The number of steps of the next dispatch: 1 if a request has a token mask, fewer if one may not sample more.
 
-        0 if the host does not have the first token of such a request yet.
+        0 if the host does not have the first token of a request with a mask yet.
         """
         asking = [
             sequence for sequence in self._scheduler.running if self._open[sequence.id].add.request.allowed is not None
@@ -162,7 +162,20 @@ class Work:
         if any(not sequence.sampled for sequence in asking):
             return 0
         self._set_masks(asking, reset_others=False)
-        return 1 if asking else self._sizes.chunk
+        most = self._may_sample()
+        return min(1 if asking else self._sizes.chunk, -(-most // (1 + self._sizes.draft)))
+
+    def waits(self) -> bool:
+        """True if a running request may sample nothing at present (`Request.may_sample`)."""
+        return self._may_sample() == 0
+
+    def _may_sample(self) -> int:
+        """The number of tokens that every running request may sample, up to those of a dispatch."""
+        most = self._sizes.dispatch_tokens
+        for sequence in self._scheduler.running:
+            if (may_sample := self._open[sequence.id].add.request.may_sample) is not None:
+                most = min(most, may_sample(max(sequence.sampled, 1)))  # the first token may be on the device still
+        return max(most, 0)
 
     def _set_masks(self, sequences: list[Sequence], *, reset_others: bool) -> None:
         """Send the next token masks to the device; with `reset_others`, requests without `allowed` get a full mask."""

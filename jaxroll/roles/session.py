@@ -238,6 +238,7 @@ class EngineSession(Session):
             asyncio.wrap_future(parts)
         )  # cancelling the wait must not cancel the construction
         self.proxy = EngineProxy(self.parts.host, self.loop)
+        self.store.on_flushed(self.parts.host.wake)
 
 
 def loop_thread(name: str, config: Config) -> LoopThread:

@@ -249,6 +249,7 @@ class AnswerStream(Protocol):
     piece_tokens: int
 
     def unended(self) -> int: ...  # sampled tokens of the current answer that have come
+    def may_sample(self, sampled: int) -> int: ...  # tokens that may follow so many of the current answer now
 
     def turns(self, prompt: np.ndarray) -> Sequence[Partial]:
         """The completed turns after the first prompt (int32 [P]) of another process; at a second call none."""
@@ -280,9 +281,8 @@ class Transcript:
 
     def show(self, ids: list[int]) -> None:
         """Add tokens that the model did not sample."""
-        tokens = np.asarray(ids, np.int32)
-        zeros = np.zeros(len(tokens), np.uint8)
-        self._append(Segment(tokens, zeros, zeros.astype(np.float32)))
+        zeros = np.zeros(len(ids), np.uint8)
+        self._append(Segment(np.asarray(ids, np.int32), zeros, zeros.astype(np.float32)))
 
     def add(self, completion: Completion) -> None:
         """Add the sampled tokens unchanged."""
@@ -480,6 +480,7 @@ async def generated(
     more: dict[str, Any] = {}
     if stream is not None:
         more = {"before": stream.begin(prompt), "on_tokens": stream.add, "piece_tokens": stream.piece_tokens}
+        more["may_sample"] = stream.may_sample
     try:
         async with limit:
             completion = await proxy.generate(prompt, key, sampling, keep=keep, **more)

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.requests import OnTokens, Request, Result, TokenMask
+from jaxroll.engine.requests import MaySample, OnTokens, Request, Result, TokenMask
 from jaxroll.engine.stats import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
@@ -167,6 +167,7 @@ class EngineProxy:
         allowed: TokenMask | None = None,
         on_tokens: OnTokens | None = None,
         piece_tokens: int = 1,
+        may_sample: MaySample | None = None,
         before: Completion | None = None,
     ) -> Completion:
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
@@ -188,6 +189,7 @@ class EngineProxy:
             allowed=allowed,
             on_tokens=pass_on,
             piece_tokens=piece_tokens,
+            may_sample=may_sample,
             before=before,
         )
 

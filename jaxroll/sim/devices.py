@@ -187,6 +187,7 @@ class SimulatedEngine:
         before: Completion | None = None,
         on_tokens: Callable[[Completion], None] | None = None,
         piece_tokens: int = 1,
+        may_sample: object = None,  # the simulated store answers in time
     ) -> Completion:
         """An answer whose length is drawn for this member and turn; cancelling the call aborts it.
 
@@ -197,8 +198,7 @@ class SimulatedEngine:
         score = math.sqrt(1 - alike) * own
         if alike:
             score += math.sqrt(alike) * chance("answers", self._config, key.group).gauss(0.0, 1.0)
-        wanted = max(1, round(self._workload.answer_tokens.at(score)))
-        length = min(wanted, params.max_tokens)
+        length = min(wanted := max(1, round(self._workload.answer_tokens.at(score))), params.max_tokens)
         done = asyncio.get_running_loop().create_future()
         begun = 0 if before is None else len(before.tokens)
         request = _Request(len(prompt), key, length, done, begun, on_tokens, piece_tokens, begun, sampled=begun)

@@ -144,11 +144,15 @@ class StoreClient:
         return await self._puts.put(wire.encode(member))
 
     def stream(self, key: Key, tokens: int, before: Sequence[Partial] = ()) -> Stream:
-        """A stream of the conversation of a leased member, which sends whenever `tokens` new ones have come.
+        """A stream of the conversation of a leased member; at most `tokens` sampled ones are not with the store.
 
         `before` are its answers that the store has. `end_stream` ends it.
         """
         return self._flushes.begin(key, tokens, before)
+
+    def on_flushed(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after each answer of the store to tokens of streams; their engine may have waited for it."""
+        self._flushes.on_answer = wake
 
     def end_stream(self, key: Key) -> None:
         """Send no more tokens of this member."""

@@ -2,11 +2,16 @@
 
 A flush only saves work: errors end the stream of a member and nothing else. The store answers how many tokens it has;
 after its restart these may be fewer than it had acknowledged, so a stream keeps all of its pieces until it ends.
+
+A sampler that ends loses the tokens that the store does not have. These are at most `flush_tokens` of a member: its
+stream sends pieces of half as many, and its engine waits (`Stream.may_sample`) where the store has not answered in
+time. It does not wait for a store that has not answered for `HOLD_S`, or that takes no more tokens of the member.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -20,6 +25,8 @@ from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutCall
 
 MAX_CALL_BYTES = 2**20  # of pieces in one call, unless a single one has more
+HOLD_S = 2.0  # an engine waits this long at most for an answer of the store
+UNBOUNDED = 2**31
 
 
 def answers(pieces: Sequence[Partial]) -> tuple[Partial, ...]:
@@ -55,11 +62,11 @@ def _joined(pieces: Sequence[Partial]) -> Partial:
 class Stream:
     """The conversation of one member on its way to the store (`rollout.episode.AnswerStream`).
 
-    `before` are the answers that the store has, in order.
+    `before` are the answers that the store has, in order. At most `most` tokens are sampled that it does not have.
     """
 
-    def __init__(self, flushes: Flushes, key: Key, piece_tokens: int, before: Sequence[Partial]) -> None:
-        self.key, self.piece_tokens = key, piece_tokens
+    def __init__(self, flushes: Flushes, key: Key, most: int, before: Sequence[Partial]) -> None:
+        self.key, self._most, self.piece_tokens = key, most, -(-most // 2)
         self._flushes, self._before, self._prompt = flushes, tuple(before), ""
         self._answer = 0  # sampled tokens before the current answer
         self._end = self.sent = 0  # sampled tokens so far; those of them that the store has
@@ -112,6 +119,12 @@ class Stream:
         self._end += len(tokens)
         self._flushes.due(self)
 
+    def may_sample(self, sampled: int) -> int:
+        """The number of tokens that may follow the first `sampled` ones of the current answer now; from any thread."""
+        if not self._flushes.takes(self):
+            return UNBOUNDED
+        return max(0, self._most - (self._answer + sampled - self.sent))
+
     def unended(self) -> int:
         """Sampled tokens of the current answer that have come."""
         return self._end - self._answer
@@ -142,11 +155,19 @@ class Flushes:
         self._open: dict[Key, Stream] = {}
         self._due: dict[Key, Stream] = {}
         self._sending: asyncio.Task[None] | None = None
+        self._asked_s: float | None = None  # when the call under way began
+        self._clock: Callable[[], float] = time.monotonic
+        self.on_answer: Callable[[], None] = lambda: None  # called after each answer of the store
 
-    def begin(self, key: Key, piece_tokens: int, before: Sequence[Partial] = ()) -> Stream:
+    def begin(self, key: Key, most: int, before: Sequence[Partial] = ()) -> Stream:
         """A stream for the member, until `end`."""
-        stream = self._open[key] = Stream(self, key, piece_tokens, before)
+        stream = self._open[key] = Stream(self, key, most, before)
         return stream
+
+    def takes(self, stream: Stream) -> bool:
+        """True if the stream goes on and the store is not late with an answer; from any thread."""
+        asked_s = self._asked_s
+        return self._open.get(stream.key) is stream and (asked_s is None or self._clock() - asked_s < HOLD_S)
 
     def end(self, key: Key) -> None:
         """Send no more tokens of the member."""
@@ -186,10 +207,14 @@ class Flushes:
             await self._send(batch[:MAX_PUTS], bodies[:MAX_PUTS])
 
     async def _send(self, batch: list[tuple[Stream, Partial]], bodies: list[bytes]) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._asked_s = self._clock()
         try:
             known = (await self._call(PutCall(tuple(bodies)))).tokens
         except (StoreRefusal, InfraError):
             known = (msg.LOST,) * len(batch)
+        finally:
+            self._asked_s = None
         ended = {
             stream.key
             for (stream, piece), tokens in zip(batch, known, strict=True)
@@ -200,3 +225,4 @@ class Flushes:
                 self.end(key)
             elif (stream := self._open.get(key)) is not None and stream.unsent():
                 self.due(stream)
+        self.on_answer()

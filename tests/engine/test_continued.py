@@ -63,6 +63,30 @@ def test_the_tokens_keep_their_versions_and_the_stream_gets_only_the_others(benc
     assert all(run.version == V2 for piece in pieces for run in piece.versions)
 
 
+@pytest.mark.parametrize("most", [1, 5, 8])
+def test_requests_wait_while_one_may_sample_no_more_and_their_tokens_are_the_same(bench, most):
+    b = bench()
+    b.add(request(0))
+    whole = b.finish()[0].completion
+    pieces: list[Completion] = []
+    known, ahead, rounds = 0, list[int](), 0
+
+    def may_sample(sampled: int) -> int:
+        ahead.append(sampled - known)
+        return known + most - sampled
+
+    b.add(request(1, on_tokens=pieces.append, piece_tokens=-(-most // 2), may_sample=may_sample))
+    b.add(request(2, prompt=7))
+    while len(b.results) < 3:
+        b.finish(100)
+        flushed = sum(len(piece.tokens) for piece in pieces)
+        assert flushed > known or len(b.results) == 3, "it waits forever"
+        known, rounds = flushed, rounds + 1
+    assert max(ahead) == most and rounds >= 15 // most
+    assert b.results[1].completion.tokens.tolist() == whole.tokens.tolist()
+    assert b.results[1].completion.logprobs.tolist() == whole.logprobs.tolist()
+
+
 def test_what_is_left_of_a_stream_comes_when_it_is_asked_for(bench):
     b = bench()
     pieces: list[Completion] = []

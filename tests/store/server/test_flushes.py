@@ -30,7 +30,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import FlushedTokens
-from jaxroll.store.flushes import Stream, answers
+from jaxroll.store.flushes import HOLD_S, UNBOUNDED, Stream, answers
 from jaxroll.store.log import commit_log
 from jaxroll.store.log.replay import replay_log
 from tests.harness.store import recorded_log
@@ -104,6 +104,32 @@ def test_another_sampler_reads_what_was_flushed(tmp_path: Path) -> None:
         mine.add(piece(0, 4))
         await other.flushed()
         assert rows(at) == [(key[1], 0, 4)], "the member was started again"
+
+    played(tmp_path, job)
+
+
+def test_a_stream_lets_its_engine_go_on_while_the_store_answers_in_time(tmp_path: Path) -> None:
+    async def job(at: VirtualRun, store: StoreClient) -> None:
+        woken = list[int]()
+        key, stream = await first_stream(store)
+        store.on_flushed(lambda: woken.append(stream.sent))
+        assert (stream.may_sample(1), stream.may_sample(4), stream.may_sample(5)) == (3, 0, 0)
+        at.network.cut("sampler-0")
+        stream.add(piece(0, 2))
+        await asyncio.sleep(HOLD_S - 0.1)
+        assert stream.may_sample(4) == 0 and not woken
+        await asyncio.sleep(0.2)
+        assert stream.may_sample(4) == UNBOUNDED, "the store is late"
+        at.network.heal("sampler-0")
+        await store.flushed()
+        assert woken == [2] and (stream.may_sample(4), stream.may_sample(6)) == (2, 0)
+        stream.end_turn(piece(0, 3), [7], b"state")
+        stream.begin(np.concatenate([PROMPT, np.arange(3), [7]]).astype(np.int32))
+        assert stream.may_sample(1) == 2, "the turn before is not with the store yet"
+        await store.flushed()
+        assert stream.may_sample(1) == 3
+        store.end_stream(key)
+        assert stream.may_sample(4) == UNBOUNDED
 
     played(tmp_path, job)
 
