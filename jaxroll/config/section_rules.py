@@ -15,7 +15,6 @@ from jaxroll.config.parsing import (
     evaluation_set,
     every_part,
     nearest,
-    played_tasks,
     task_parts,
 )
 from jaxroll.config.rewards import REMOTE, terms
@@ -69,18 +68,22 @@ def check_places(config: Config) -> None:
 def _check_clock(config: Config) -> None:
     """Refuse with a virtual clock what another process or machine answers."""
     agent, port, run = config.task.agent, config.sampler.http_port, "run.deterministic"
-    played = played_tasks(config).values()
-    waits = sorted({term.label for task in played for term in terms(task.reward, task.reward_args)} & {*REMOTE})
+    reason = f"with {run} all roles are one process, whose clock waits for no other"
     for key, value, none, refused in (
         ("placement.colocated", config.placement.colocated, True, not config.placement.colocated),
         ("transfer.channel", config.transfer.channel, "auto", config.transfer.channel not in ("auto", "device")),
         ("task.agent", agent, "''", bool(agent)),
         ("sampler.http_port", port, -1, port >= 0),
-        ("task.reward", config.task.reward, f"parts other than {', '.join(waits)}", bool(waits)),
     ):
         if config.run.deterministic and refused:
-            reason = f"with {run} all roles are one process, whose clock waits for no other"
             raise ConfigError(key, value, reason, f"Set it to {none}, or {run} to False.")
+    for part in every_part(config):
+        reward = part.task.reward
+        waits = [term.label for term in terms(reward, part.task.reward_args) if term.kind in REMOTE]
+        if config.run.deterministic and waits:
+            remedy = f"Set it to parts other than {', '.join(waits)}, or {run} to False."
+            with about(part):
+                raise ConfigError("task.reward", reward, reason, remedy)
 
 
 def _refuse(key: str, value: object, cases: Iterable[tuple[bool, str, str]]) -> None:

@@ -122,7 +122,7 @@ BAD = [
     pytest.param([f'task.mixture=[{JUDGED.format(1)}, {JUDGED.format(2)}]'], "task.mixture[1].reward_args.judge",
                  "{'url': 'http://h:2/v1', 'model': 'm'}", "same settings", id="two judges with one name"),
     pytest.param(["run.deterministic=True", "placement.colocated=True", f"task.mixture=[{JUDGED.format(1)}]"],
-                 "task.reward", "auto", "waits for no other", id="a judge of a source with a virtual clock"),
+                 "task.mixture[0].reward", "judge", "other than judge", id="a judge of a source with a virtual clock"),
     pytest.param(["task.long_prompts=cut"], "task.long_prompts", "cut", "truncate_left", id="unknown policy"),
     pytest.param(["task.answer_after=#"], "task.answer_after", "#", "no rows", id="a marker without rows"),
     pytest.param(["task.max_episode_tokens=20"], "task.max_episode_tokens", "20", "28", id="no room for a turn"),
@@ -417,6 +417,11 @@ def test_bad_config_is_refused(overrides: list[str], key: str, value: str, words
     assert str(error.value) == value
     assert words in str(error) and value.strip("()").removesuffix(",") in str(error)  # a tuple is shown as a list
     assert error.remedy.endswith((".", "?"))
+
+
+def test_a_function_with_the_name_of_a_judge_is_none() -> None:
+    words = ["run.deterministic=True", "placement.colocated=True", "task.reward=file:rewards.py:judge"]
+    assert config.parse(config.override(config.defaults().to_dict(), words)).run.deterministic
 
 
 @pytest.mark.parametrize(("overrides", "inventory", "key", "words"), BAD_HERE)
