@@ -187,11 +187,19 @@ ROW_FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType({
 })  # fmt: skip
 """Fields of metrics rows of format 1 and their present names, by kind of row."""
 
+# Environments with a reward of their own. Earlier configs could set the reward of answers for them, which nothing
+# read; it is refused now (`jaxroll.config.rewards`).
+_OWN_REWARD = frozenset({
+    "frozen_lake", "gymnasium", "sokoban", "tool_calls", "code_repair", "shop", "textarena", "pettingzoo", "textworld",
+    "openenv",
+})  # fmt: skip
+
 
 def run_file(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return `values`, the content of the run.json at `path`, with the names of this version.
 
-    ConfigError if a newer version of JaxRoll wrote it.
+    Settings that had no effect, and that this version refuses, have their defaults. ConfigError if a newer version of
+    JaxRoll wrote it.
     """
     version = values.get("format", 1)
     if not isinstance(version, int) or version > FORMAT:
@@ -209,6 +217,10 @@ def run_file(values: dict[str, Any], path: Path) -> dict[str, Any]:
             if isinstance(keys := config.get(section), dict) and key in keys:
                 keys.setdefault(new.split(".")[1], keys.pop(key))
         values = values | {"config": config}
+    task = config.get("task") if isinstance(config, dict) else None
+    if isinstance(task, dict) and task.get("env") in _OWN_REWARD:
+        task = task | {"extract": "none", "reward": "auto", "reward_args": {}}
+        values = values | {"config": config | {"task": task}}
     return values | {"format": FORMAT}
 
 

@@ -21,7 +21,7 @@ import pytest
 from jaxroll import config as configs
 from jaxroll import metrics, run_paths
 from jaxroll.config import Config
-from jaxroll.config.parsing import leaves
+from jaxroll.config.parsing import UNGRADED_ENVS, leaves
 from jaxroll.control import cli, run_dir
 from jaxroll.errors import ConfigError
 from tests.harness.run_folder import run_of_format_1
@@ -72,6 +72,24 @@ def test_the_config_keeps_its_values_under_the_new_names(older: Path) -> None:
     run_dir.write(older, run_dir.load(older))
     again = json.loads((older / "run.json").read_text())
     assert again["format"] == run_paths.FORMAT and run_dir.load_config(older) == config
+
+
+@pytest.mark.parametrize("env", UNGRADED_ENVS)
+def test_a_reward_that_a_game_never_read_is_left_out(env: str, tmp_path: Path) -> None:
+    """A config could set the reward and the extraction of answers for a game, which has a reward of its own."""
+    path = run_dir.create(tmp_path / "game", configs.load(SMOKE, ["task.source=game", f"task.env={env}"]), [])
+    values = json.loads((path / "run.json").read_text())
+    task = values["config"]["task"]
+    task |= {"reward": "exact + 0.1*format", "extract": "boxed", "reward_args": {"format": {"style": "think"}}}
+    run_dir.write(path, values)
+    with pytest.raises(ConfigError, match="has a reward of its own"):
+        configs.parse(values["config"])
+    found = run_dir.resume(path, ["--config.schedule.steps=50"], lambda config: None)
+    assert (found.task.reward, found.task.extract, found.task.reward_args) == ("auto", "none", {})
+    assert found.task.env == env and run_dir.load_config(path) == found
+    task["env"] = "single_turn"
+    run_dir.write(path, values)
+    assert run_dir.load_config(path).task.reward == "exact + 0.1*format"
 
 
 def test_a_folder_of_a_newer_version_is_refused(older: Path) -> None:
