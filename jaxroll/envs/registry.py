@@ -45,12 +45,13 @@ Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
 _BUILT_IN = ("jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
-ADAPTERS: Mapping[str, str] = {  # loaded when they are named
+# Loaded when they are named. A class that is named here does not register itself: other adapters load its module.
+ADAPTERS: Mapping[str, str] = {
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
     "sokoban": "jaxroll.envs.adapters.sokoban",
     "tool_calls": "jaxroll.envs.adapters.tool_calls",
     "code_repair": "jaxroll.envs.adapters.code_repair",
-    "shop": "jaxroll.envs.adapters.games",
+    "shop": "jaxroll.envs.adapters.games:Shop",
     "textarena": "jaxroll.envs.adapters.text_games",
     "pettingzoo": "jaxroll.envs.adapters.gymnasium_env",
     "textworld": "jaxroll.envs.adapters.text_games",
@@ -78,9 +79,11 @@ def create(name: str, pool: ScoringPool, config: TaskConfig) -> Environment:
 
 def factory(name: str) -> Factory:
     """The factory of the environment `name`, after importing its module. ConfigError when there is none."""
-    adapter = (ADAPTERS[name],) if name in ADAPTERS else ()
-    for module in (*_BUILT_IN, *adapter, *scorer_modules(name)):
+    for module in (*_BUILT_IN, *scorer_modules(name)):
         _load(module, name)
+    if name in ADAPTERS:
+        module, _, cls = ADAPTERS[name].partition(":")
+        _load(module, name, cls)
     short = name.rpartition(":")[2]
     if short not in _FACTORIES:
         remedy = f"{nearest(short, (*_FACTORIES, *ADAPTERS))} Others: package.module:name, registered there."
@@ -139,9 +142,12 @@ def scoring_pool(config: Config, run_dir: Path | None = None, make: type[Scoring
     return pool
 
 
-def _load(module: str, name: str) -> None:
+def _load(module: str, name: str, cls: str = "") -> None:
+    """Import `module` for the environment `name`, and register its class `cls`. ConfigError where that fails."""
     try:
-        importlib.import_module(module)
+        loaded = importlib.import_module(module)
+        if cls:
+            register(name)(getattr(loaded, cls))
     except ConfigError:  # of an adapter whose package is missing
         raise
     except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,17 @@ def test_an_unknown_environment_is_a_config_error(name: str) -> None:
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="already"):
         registry.register("single_turn")(lambda pool, config: None)
+
+
+def test_another_game_does_not_take_the_name_of_the_shop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All games import the module of the shop, and a user's environment may have that name."""
+    monkeypatch.setattr(registry, "_FACTORIES", {})
+    for module in ("sokoban", "games"):
+        monkeypatch.delitem(sys.modules, f"jaxroll.envs.adapters.{module}", raising=False)
+    registry.factory("sokoban")
+    assert list(registry._FACTORIES) == ["sokoban"]
+    assert registry.factory("shop").__name__ == "Shop" and registry.factory("shop") is registry.factory("shop")
+    del registry._FACTORIES["shop"]
+    registry.register("shop")(SingleTurn)
+    with pytest.raises(ConfigError, match=r"task\.env = 'shop'.*registered already"):
+        registry.factory("shop")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import is_compact
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.registry import identity, register, settings_given, settings_of, share
+from jaxroll.envs.registry import identity, settings_given, settings_of, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Item, Message, Task
@@ -311,7 +311,6 @@ class ShopGame(Game):
         return f"search {self._wanted.kind}"
 
 
-@register("shop")
 class Shop(GameEnvironment):
     """The shop as an environment."""
 
