@@ -5,7 +5,6 @@ The checks need neither grain nor JAX. The run itself makes the same checks late
 
 from __future__ import annotations
 
-import itertools
 import random
 
 from jaxroll.config import Config
@@ -64,17 +63,20 @@ def _check_part(candidates: Candidates, part: Part, key: str, kept_aside: frozen
 
 
 def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[str]) -> None:
-    reason, seen = "its range is empty", 0
-    for index in itertools.chain.from_iterable(_spread(part.ranges.sft) for part in candidates.parts):
-        found = candidates.trainable(index, kept_aside, taught=True)
-        if isinstance(found, Skipped):
-            reason = found.reason
-            continue
-        _check_length(config, candidates.tokenizer, found)
-        if (seen := seen + 1) == _LENGTHS_SEEN:
-            return
-    if not seen:
-        raise no_example(config, f"no item can serve the warm start, the last because {reason}")
+    """Refuse a source without worked answers: the warm start keeps the shares of a mixture, so it would wait for it."""
+    for part in candidates.parts:
+        reason, seen = "its range is empty", 0
+        for index in _spread(part.ranges.sft):
+            found = candidates.trainable(index, kept_aside, taught=True)
+            if isinstance(found, Skipped):
+                reason = found.reason
+                continue
+            _check_length(config, candidates.tokenizer, found)
+            if (seen := seen + 1) == max(1, _LENGTHS_SEEN // len(candidates.parts)):
+                break
+        if not seen:
+            of = f" of the source {part.label}" if part.label else ""
+            raise no_example(config, f"no item{of} can serve the warm start, the last because {reason}")
 
 
 def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
@@ -127,5 +129,5 @@ def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]
 
 def no_example(config: Config, reason: str) -> ConfigError:
     """The error for a task without worked answers for the warm start."""
-    remedy = "Set sft.steps=0, or use a task with worked answers."
+    remedy = "Set sft.steps=0, or use tasks with worked answers."
     return ConfigError("sft.steps", config.sft.steps, reason, remedy)

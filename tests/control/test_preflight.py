@@ -292,7 +292,10 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::open_source": TYPED,
     "data/preparation.py::_check_part": ("every row held out", "a source of a mixture held out"),
     "data/preparation.py::_check_length": ("rows for the warm start too long",),
-    "data/preparation.py::no_example": ("every row of the warm start held out",),
+    "data/preparation.py::no_example": (
+        "every row of the warm start held out",
+        "a source without worked answers",
+    ),
     "envs/registry.py::factory": ("environment unknown", "environment absent in its module"),
     "envs/registry.py::_load": ("environment's module absent", "environment's module broken"),
     "store/core/admission.py::Settings.__post_init__": TYPED,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxroll.config import Config, RunConfig, TaskConfig
+from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
 from jaxroll.data import preparation, sources
 from jaxroll.data import tasks as candidates
 from jaxroll.data import tasks as heldout
@@ -234,6 +234,25 @@ MIXTURE = [
     {"label": "spell", "source": "reasoning_gym", "name": "spell_backward", "args": {"max_word_len": 5}, "weight": 3},
 ]
 MIXED = TaskConfig(mixture=MIXTURE, heldout_items=16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"question": f"{n}"} for n in range(9)], "sft.steps = .*no item of the source rows.* has no answer"),
+        ([{"question": f"{n}", "answer": "9" * 400} for n in range(9)], "learner.row_tokens = .*worked answer"),
+    ],
+    ids=["absent", "too long"],
+)
+def test_worked_answers_of_every_source_are_checked(tmp_path: Path, rows: list[dict[str, str]], words: str) -> None:
+    """The warm start keeps the shares of a mixture: without answers of one source it would find no example."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    column = "answer" if "answer" in rows[0] else "none"
+    last = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "answer_column": column, "heldout_items": 1}
+    task = TaskConfig(mixture=[MIXTURE[0] | {"heldout_items": 4}, last], prompt_style="full", max_prompt_tokens=200)
+    with pytest.raises(ConfigError, match=words):
+        preparation.check(config(task=task))
+    preparation.check(dataclasses.replace(config(task=task), sft=SftConfig(steps=0)))
 
 
 def test_shares_of_a_mixture_are_exact_although_items_are_skipped() -> None:

@@ -260,6 +260,10 @@ CASES: dict[str, Case] = {
     "every row of the warm start held out": (
         rows(*({"question": f"{n}", "answer": "9"} for n in range(4))),
         [*JSONL, "task.heldout_items=2", "task.heldout_start=2", "sft.start=2"], "sft.steps", "5", "held out"),
+    "a source without worked answers": (
+        rows(*({"question": f"{n}"} for n in range(30))),
+        ['task.mixture=[{"name": "gcd"}, {"source": "jsonl", "path": "x.jsonl", "answer_column": "none"}]'],
+        "sft.steps", "5", "of the source x"),
     "a pool without a source": (
         None, ['placement.pools={"a": {"samplers": 1, "tags": ["b"]}}'], "placement.pools.a.tags", "b", "no source"),
     "curriculum's band empty": (
