@@ -176,6 +176,19 @@ def _unknown(prefix: str, name: str, value: Any, names: tuple[str, ...], root: t
     return ConfigError(_join(prefix, name), value, "unknown key", remedy)
 
 
+def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The dotted keys in which two values of `key` differ, with their values in `after`; a list differs as a whole if
+    its length does."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in sorted(before.keys() | after.keys()):
+            yield from differences(before.get(name), after.get(name), f"{key}.{name}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, pair in enumerate(zip(before, after, strict=True)):
+            yield from differences(*pair, f"{key}[{number}]")
+    elif before != after:
+        yield key, after
+
+
 def leaves(kind: type, prefix: str = "") -> list[str]:
     """The dotted paths of all values of the dataclass `kind`."""
     hints = get_type_hints(kind)

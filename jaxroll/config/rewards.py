@@ -160,6 +160,7 @@ PARTS: Mapping[str, type] = MappingProxyType(
 ENDPOINT_ONLY, FOLDER_ONLY = ("url", "model", "key_variable"), ("dtype", "max_tokens", "batch_tokens")
 SHAPING = ("format", "length")  # these do not tell whether an answer is right
 REMOTE = ("reward_model", "judge")  # another process or machine answers
+CHANGEABLE = ("url", "budget_")  # prefixes of their settings that may change when a run is resumed
 
 
 # --- grammar
@@ -249,6 +250,20 @@ def functions(task: TaskConfig) -> tuple[str, ...]:
     """The user's functions that `task.extract` and `task.reward` name."""
     named = [task.extract] if is_function(task.extract) else []
     return (*named, *(term.kind for term in terms(task.reward, task.reward_args) if term.is_function))
+
+
+def without_changeable(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`entry`, a source, without the addresses and budgets of its judge and reward model."""
+    given = entry.get("reward_args")
+    if not isinstance(given, Mapping):
+        return entry
+    kept = {
+        label: {name: value for name, value in settings.items() if not name.startswith(CHANGEABLE)}
+        if label in REMOTE and isinstance(settings, Mapping)
+        else settings
+        for label, settings in given.items()
+    }
+    return {**entry, "reward_args": kept}
 
 
 def relative_to(folder: str, name: str) -> str:

@@ -7,6 +7,7 @@ hands its config to the roles that it starts (`config_environment`), so that the
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import importlib.metadata
@@ -14,11 +15,12 @@ import json
 import math
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ import jaxroll
 from jaxroll import config as configs
 from jaxroll import disk, run_paths
 from jaxroll.config import Config
+from jaxroll.config.parsing import differences
+from jaxroll.config.rewards import CHANGEABLE, REMOTE
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
@@ -52,10 +56,7 @@ RESUMABLE = (
     "learner.mesh.",
     "learner.micro_batch_rows",
     "transfer.",
-    "task.reward_args.judge.url",
-    "task.reward_args.judge.budget_",
-    "task.reward_args.reward_model.url",
-    "task.reward_args.reward_model.budget_",
+    *(f"task.reward_args.{part}.{name}" for part in REMOTE for name in CHANGEABLE),  # of a source, too
 )
 
 
@@ -242,16 +243,17 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     It is kept in run.json once `check` has let it pass. The caller holds the run's lock.
     """
     values = load(path)
+    wanted = configs.override(copy.deepcopy(values["config"]), overrides)
     for text in overrides:
-        key = text.removeprefix("--").removeprefix("config.").partition("=")[0]
-        if not key.startswith(RESUMABLE):
-            raise ConfigError(
-                key,
-                text.partition("=")[2],
-                "cannot change in the middle of a run",
-                f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}.",
-            )
-    config = configs.parse(configs.override(values["config"], overrides))
+        key, _, given = text.removeprefix("--").removeprefix("config.").partition("=")
+        changed: Iterable[tuple[str, Any]] = ((key, given),)
+        if key == "task.mixture":
+            changed = differences(values["config"].get("task", {}).get("mixture", []), wanted["task"]["mixture"], key)
+        for name, value in changed:
+            if not re.sub(r"^task\.mixture\[\d+\]", "task", name).startswith(RESUMABLE):
+                remedy = f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}."
+                raise ConfigError(name, value, "cannot change in the middle of a run", remedy)
+    config = configs.parse(wanted)
     check(config)
     _make_logs(path)
     if configs.digest(config) != values.get("digest"):
@@ -444,10 +446,9 @@ def _numbers(rows: Sequence[dict[str, Any]], kind: str, key: str) -> list[float]
 # --- rules for the path, checked before anything is written there
 #
 # Orbax finds the parts of a checkpoint by a glob pattern that contains the whole path. TensorStore takes a backslash
-# for
-# a separator of folders, and takes every path for UTF-8. With such a character in the path a checkpoint is incomplete,
-# or
-# lies in another folder, and no error is raised. All other paths work (tests/control/test_run_folder_paths.py).
+# for a separator of folders, and takes every path for UTF-8. With such a character in the path a checkpoint is
+# incomplete, or lies in another folder, and no error is raised. All other paths work
+# (tests/control/test_run_folder_paths.py).
 
 PATTERN_CHARACTERS = "*?[]\\"
 NAME_BYTES = 255  # of one folder's name: the limit of every common file system

@@ -16,6 +16,7 @@ import msgspec
 
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import HELDOUT, PLAY_KEYS, SOURCE_ITEMS, TaskPart, evaluation_set, task_parts
+from jaxroll.config.rewards import without_changeable
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
@@ -491,8 +492,8 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
             ("long_prompts", task.long_prompts if task.long_prompts != "drop" else ""),
             ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
             ("answer_after", task.answer_after),
-            ("sets", config.evaluator.sets),
-            ("own", [entry for entry in task.mixture if any(key in entry for key in PLAY_KEYS)]),
+            ("sets", {name: without_changeable(entry) for name, entry in config.evaluator.sets.items()}),
+            ("own", [without_changeable(entry) for entry in task.mixture if any(key in entry for key in PLAY_KEYS)]),
         )
         if value
     )

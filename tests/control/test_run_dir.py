@@ -202,6 +202,33 @@ def test_resuming_may_change_only_keys_about_length_and_supervision(tmp_path: Pa
     assert run_dir.load_config(path) == longer
 
 
+def test_resuming_may_change_the_address_and_budget_of_the_judge_of_a_source(tmp_path: Path) -> None:
+    """As it may those of `task.reward_args`, and nothing else of a source."""
+    judge = {"url": "http://a:1/v1", "model": "m"}
+    source = {"label": "a", "name": "gcd", "reward": "judge", "reward_args": {"judge": judge}}
+    other = {"label": "b", "name": "lcm"}
+    config = configs.parse({"task": {"mixture": [source, other]}})
+    path = run_dir.create(tmp_path / "run", config, [])
+
+    def resumed(*mixture: object) -> list[dict]:
+        return run_dir.resume(path, [f"task.mixture={json.dumps(mixture)}"], lambda config: None).task.mixture
+
+    moved = source | {"reward_args": {"judge": judge | {"url": "http://b:2/v1", "budget_calls": 9}}}
+    assert resumed(moved, other) == run_dir.load_config(path).task.mixture == [moved, other]
+    for mixture, key in (
+        (
+            [source | {"reward_args": {"judge": judge | {"model": "n"}}}, other],
+            r"mixture\[0\]\.reward_args\.judge\.model",
+        ),
+        ([moved, other | {"weight": 2.0}], r"task\.mixture\[1\]\.weight"),
+        ([moved], r"task\.mixture"),
+        ([moved, other | {"reward_args": {"judge": judge}}], r"task\.mixture\[1\]\.reward_args"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key} = .*middle of a run"):
+            resumed(*mixture)
+    assert run_dir.load_config(path).task.mixture == [moved, other]
+
+
 def test_the_link_moves_to_the_new_run_and_spares_a_real_folder(tmp_path: Path) -> None:
     first, second = (run_dir.create(tmp_path / name, Config(), []) for name in ("a", "b"))
     for path in (first, second):

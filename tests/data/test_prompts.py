@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
+from jaxroll.config import Config, EvaluatorConfig, RunConfig, SftConfig, TaskConfig
 from jaxroll.data import preparation, sources
 from jaxroll.data import tasks as candidates
 from jaxroll.data import tasks as heldout
@@ -294,6 +294,21 @@ def test_the_seed_decides_the_order_within_a_source() -> None:
     one, other = (draw(PromptPipeline(config(seed, MIXED)), 40) for seed in (1, 2))
     assert [task.index for task in one] != [task.index for task in other]
     assert [task.args()["source"] for task in one] == [task.args()["source"] for task in other]
+
+
+def test_the_order_of_prompts_does_not_depend_on_the_address_of_a_judge() -> None:
+    def judged(**settings: object) -> Config:
+        judge = {"reward": "judge", "reward_args": {"judge": {"url": "http://a:1/v1", "model": "m"} | settings}}
+        found = config(task=TaskConfig(mixture=[MIXTURE[0], MIXTURE[1] | judge], heldout_items=16))
+        sets = {"some": {"name": "count_bits", "args": {"max_n": 30}, "items": 2, **judge}}
+        return dataclasses.replace(found, evaluator=EvaluatorConfig(sets=sets))
+
+    first, second = PromptPipeline(judged()), PromptPipeline(judged(url="http://b:2/v1", budget_calls=9))
+    draw(first, 5)
+    second.restore(first.state())
+    assert draw(second, 20) == draw(first, 20)
+    with pytest.raises(ConfigError, match="other settings"):
+        PromptPipeline(judged(model="n")).restore(first.state())
 
 
 def test_a_state_of_another_mixture_is_refused() -> None:
