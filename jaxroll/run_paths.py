@@ -25,6 +25,10 @@ class RunPaths:
         """Config, digest, versions and devices of the run. A folder without it is no run."""
         return self.folder / "run.json"
 
+    def handed_config(self, digest: str) -> Path:
+        """A config that is too large for an environment variable, for the processes of its supervisor."""
+        return self.folder / f".config-{digest}.json"
+
     @property
     def lock(self) -> Path:
         """Lock of the supervisor, or of a store that was started alone."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -17,11 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from jaxroll.config import SupervisorConfig
+from jaxroll import config as configs
+from jaxroll.config import Config, SupervisorConfig
 from jaxroll.config.derived import LEADERS
+from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.run_paths import RunPaths
 
 _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
@@ -189,7 +193,7 @@ class GiveUp:
 Verdict = Done | Restart | GiveUp
 
 
-def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: SupervisorConfig) -> Verdict:
+def after_exit(name: str, code: int, lived_s: float, lives: Lives, limits: SupervisorConfig) -> Verdict:
     """The reaction to process `name`, which ended with `code` (negative: killed by that signal) after `lived_s`."""
     if code == 0:
         return Done()
@@ -198,14 +202,14 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
     if code == EXIT_CLOSED:
         return GiveUp("the store closed the run") if name in LEADERS else Done()
     if code == EXIT_WORN:
-        return Restart(config.backoff_s, replace(lives, restarts=lives.restarts + 1))
+        return Restart(limits.backoff_s, replace(lives, restarts=lives.restarts + 1))
     lives = replace(lives, deaths=1 if lived_s >= FORGIVEN_AFTER_S else lives.deaths + 1)
-    if lives.deaths > config.max_restarts:
+    if lives.deaths > limits.max_restarts:
         return GiveUp(
             f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "
-            f"{config.max_restarts})"
+            f"{limits.max_restarts})"
         )
-    delay_s = min(config.backoff_s * 2 ** (lives.deaths - 1), config.backoff_max_s)
+    delay_s = min(limits.backoff_s * 2 ** (lives.deaths - 1), limits.backoff_max_s)
     return Restart(delay_s, replace(lives, restarts=lives.restarts + 1))
 
 
@@ -214,6 +218,38 @@ def how(code: int) -> str:
     if code == EXIT_WORN:
         return f"with exit code {code}, worn out by environments that hang in its threads"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+
+# --- the config of the run, which a supervisor hands to its processes
+
+CONFIG_VARIABLE = "JAXROLL_RUN_CONFIG"
+VARIABLE_BYTES = 100_000  # Linux starts no process with a variable of 128 KiB or more (MAX_ARG_STRLEN)
+
+
+def config_environment(path: Path, config: Config) -> dict[str, str]:
+    """The variable by which a supervisor hands `config` of the run `path` to the processes it starts.
+
+    It contains the config, or names a file of the run folder with it if a variable cannot hold that much.
+    """
+    text = json.dumps({"run": str(path), "config": configs.to_dict(config)})
+    if len(text) > VARIABLE_BYTES:
+        file = RunPaths(path).handed_config(configs.digest(config))
+        run_dir.replace(file, text)
+        text = json.dumps({"run": str(path), "file": str(file)})
+    return {CONFIG_VARIABLE: text}
+
+
+def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
+    """The config of the run `path` as the supervisor handed it over; else as run.json says."""
+    given = json.loads(environ.get(CONFIG_VARIABLE) or "{}")
+    if given.get("run") != str(path):
+        return run_dir.load_config(path)
+    if file := given.get("file"):
+        try:
+            given = json.loads(run_dir.file_bytes(Path(file)))
+        except (OSError, ValueError) as error:
+            raise ConfigError("RUN", file, f"unreadable: {error}", "Continue the run: `train --resume`.") from error
+    return configs.parse(given["config"])
 
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:

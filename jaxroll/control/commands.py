@@ -22,7 +22,7 @@ from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, learner_names, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
-from jaxroll.control.child import run_foreground
+from jaxroll.control.child import config_environment, given_config, run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
@@ -127,7 +127,7 @@ def run_offline(options: argparse.Namespace) -> int:
     inventory = program.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
-    env |= run_dir.config_environment(path, config)
+    env |= config_environment(path, config)
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)
@@ -457,7 +457,7 @@ def _config_and_run(
         reason = "the run has its config already"
         raise ConfigError(options.overrides[0], folder, reason, "Give --config=FILE with overrides, or none.")
     path = run_dir.checked(folder)
-    config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
+    config = given_config(path) if options.child else run_dir.load_config(path)
     preflight.check_role(options, config)
     if check is not None:
         check(path, config)

@@ -1,7 +1,7 @@
 """Run folder: name, path rules, `run.json` (config, commit, versions, devices), lock, link.
 
 Only the process that holds the run's lock writes `run.json`, always as a whole file renamed into place. A supervisor
-hands its config to the roles that it starts (`config_environment`), so that they do not depend on the file.
+hands its config to the roles that it starts (`child.config_environment`), so that they do not depend on the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
 RUN_FILE_BYTES = 16 * 2**20  # a larger one is not ours
-CONFIG_VARIABLE = "JAXROLL_RUN_CONFIG"
 CREATION_S = 10.0  # how long a role waits for another process that is creating the same run
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
             "reasoning-gym", "libtpu")  # fmt: skip
@@ -186,7 +185,7 @@ def load(path: Path) -> dict[str, Any]:
     """The content of run.json in the folder; ConfigError when it is missing or not JaxRoll's."""
     file = RunPaths(Path(path)).run_file
     try:
-        values = json.loads(_run_file_bytes(file).decode())
+        values = json.loads(file_bytes(file).decode())
         values = run_paths.run_file(values, file) if isinstance(values, dict) else values
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("RUN", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
@@ -222,7 +221,7 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 }
 
 
-def _run_file_bytes(file: Path) -> bytes:
+def file_bytes(file: Path) -> bytes:
     """The bytes; ValueError for a path that is not a file (a FIFO would block) or too large."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -261,18 +260,6 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     return config
 
 
-def config_environment(path: Path, config: Config) -> dict[str, str]:
-    """The variable by which a supervisor hands `config` of the run `path` to the processes it starts."""
-    return {CONFIG_VARIABLE: json.dumps({"run": str(path), "config": configs.to_dict(config)})}
-
-
-def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
-    """The config of the run `path` as the supervisor handed it over; else as run.json says."""
-    text = environ.get(CONFIG_VARIABLE)
-    given = json.loads(text) if text else {}
-    return configs.parse(given["config"]) if given.get("run") == str(path) else load_config(path)
-
-
 def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
     """Write into run.json what devices a role found."""
     values = load(path)
@@ -283,10 +270,15 @@ def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
 
 def write(path: Path, values: dict[str, Any]) -> None:
     """Replace run.json."""
+    replace(RunPaths(path).run_file, json.dumps(values, indent=1, sort_keys=True) + "\n")
+
+
+def replace(file: Path, text: str) -> None:
+    """Write `text` to a file of a run folder, durably and at once; ConfigError where that is impossible."""
     try:
-        disk.replace_text(RunPaths(path).run_file, json.dumps(values, indent=1, sort_keys=True) + "\n", synced=True)
+        disk.replace_text(file, text, synced=True)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(file.parent, error) from error
 
 
 def _make_logs(path: Path) -> None:

@@ -25,7 +25,7 @@ from jaxroll.clock import simulated_unix
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import LEADERS, has_warm_start, with_a_sampler
 from jaxroll.config.rules import Inventory
-from jaxroll.control import launchers, preflight, program, run_dir
+from jaxroll.control import child, launchers, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
@@ -94,7 +94,7 @@ def train(
 
 def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
     restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
-    environ = {**os.environ, **run_dir.config_environment(path, config)}
+    environ = {**os.environ, **child.config_environment(path, config)}
     return Supervisor(specs, path, restarts, view, leader=leader, environ=environ).run()
 
 
@@ -360,7 +360,7 @@ def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> in
     with run_dir.locked(path):
         protocol.create(path)
         (path / URL_FILE).unlink(missing_ok=True)
-        environ = {**os.environ, **run_dir.config_environment(path, config)}
+        environ = {**os.environ, **child.config_environment(path, config)}
         shown = _Shown(path / URL_FILE)
         print(f"starts a trainer and a sampler; their logs are in {path}/logs", flush=True)
         code = Supervisor(specs, path, config.supervisor, shown, leader="trainer", environ=environ).run()

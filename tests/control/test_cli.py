@@ -17,7 +17,7 @@ import pytest
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
-from jaxroll.control import cli, commands, run_dir
+from jaxroll.control import child, cli, commands, run_dir
 from jaxroll.lifeline import PARENT_ENV
 
 ROOT = Path(__file__).parents[2]
@@ -339,7 +339,7 @@ def test_eval_of_a_run_takes_other_sets_from_a_config(
     assert cli.main(words) == 0
     ((argv, env),) = calls
     assert argv == ["eval", f"--run={path}", "--set=hard"]
-    found, own = run_dir.given_config(path, env), run_dir.load_config(path)
+    found, own = child.given_config(path, env), run_dir.load_config(path)
     assert set(found.evaluator.sets) == {"hard", "file"} and not own.evaluator.sets
     assert dataclasses.replace(found, evaluator=own.evaluator) == own
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.config import Config, RunConfig
-from jaxroll.control import cli, run_dir
+from jaxroll.config import Config, RunConfig, TaskConfig
+from jaxroll.control import child, cli, run_dir
 from jaxroll.errors import EXIT_CONFIG, ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -195,23 +196,41 @@ def test_roles_that_start_at_once_on_a_new_folder_create_one_run(tmp_path: Path)
             assert sum(pool.map(attempt, [tmp_path / f"{turn}"] * 6)) == 1
 
 
+def test_a_large_config_reaches_a_process(here: Path) -> None:
+    """Linux starts no process with a variable of 128 KiB, and few-shot messages may have megabytes."""
+    large = Config(task=TaskConfig(system_prompt="word " * 60_000))
+    path = run_dir.create(here / "r", large, [])
+    environ = child.config_environment(path, large)
+    program = "import sys\nfrom jaxroll.control import child, run_dir\nrun_dir.load_config = None\n"
+    program += "print(len(child.given_config(child.Path(sys.argv[1])).task.system_prompt))"
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    assert done.stdout == "300000\n", done.stderr
+    child.config_environment(path, Config(task=TaskConfig(system_prompt="other " * 60_000)))
+    assert child.given_config(path, environ) == large, "another command on this run has another config"
+    (file,) = set(path.glob(".config-*")) & {Path(json.loads(value)["file"]) for value in environ.values()}
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"\.config-.*unreadable.*--resume"):
+        child.given_config(path, environ)
+
+
 def test_a_role_keeps_the_config_that_its_supervisor_started_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later changes of run.json have no effect on it."""
     path = run_dir.create(here / "r", Config(), [])
-    environ = run_dir.config_environment(path, Config())
+    environ = child.config_environment(path, Config())
     run_dir.resume(path, ["--config.schedule.steps=7"], lambda config: None)
-    assert run_dir.given_config(path, environ) == Config()
-    assert run_dir.given_config(path, {}).schedule.steps == 7
+    assert child.given_config(path, environ) == Config()
+    assert child.given_config(path, {}).schedule.steps == 7
     other = run_dir.create(here / "other", Config(run=RunConfig(seed=3)), [])
-    assert run_dir.given_config(other, environ).run.seed == 3, "it was handed over for another run"
+    assert child.given_config(other, environ).run.seed == 3, "it was handed over for another run"
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
     options = cli.parser().parse_args(["learner", f"--run={path}"])
     options.overrides, options.words, options.extra = [], [], []
     steps = {}
-    for child in (True, False):
-        options.child = child
+    for is_child in (True, False):
+        options.child = is_child
         from jaxroll.control import commands
 
-        steps[child] = commands.role_args(options).config.schedule.steps
+        steps[is_child] = commands.role_args(options).config.schedule.steps
     assert steps == {True: Config().schedule.steps, False: 7}
