@@ -13,12 +13,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-from jaxroll.errors import DataError
+from jaxroll.errors import ConfigError, DataError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = frozenset({errno.EROFS, errno.EIO})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 # Messages of SQLite and tensorstore, which raise no OSError.
 _FULL_MESSAGES = ("disk is full", "no space left", "quota exceeded")
 _LOCKED_MESSAGE = "database is locked"
@@ -61,13 +62,29 @@ def replace_text(path: Path, text: str, *, synced: bool = False) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which is made and stays; BlockingIOError at once if another process holds it.
+    """Hold the lock file `path`, which is made and stays; errors as for `lock`.
 
     The lock ends with the block, or with the process.
     """
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
         yield
+
+
+def lock(file: IO[Any]) -> None:
+    """Lock an open file until it is closed. BlockingIOError at once if another process holds the lock.
+
+    ConfigError if its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        path = Path(file.name)
+        reason = f"{path.name} cannot be locked: its file system has no locks ({error.strerror})"
+        remedy = "Name a folder on a local disk, or mount that one with locks (Lustre: -o flock; NFS: with rpc.statd)."
+        raise ConfigError("RUN", str(path.parent), reason, remedy) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -20,6 +22,9 @@ from jaxroll import config as configs
 from jaxroll.config import Config, RunConfig, TaskConfig
 from jaxroll.control import child, cli, run_dir
 from jaxroll.errors import EXIT_CONFIG, ConfigError
+from jaxroll.rpc import tls
+from jaxroll.run_paths import RunPaths
+from jaxroll.store.log import database
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
@@ -194,6 +199,27 @@ def test_roles_that_start_at_once_on_a_new_folder_create_one_run(tmp_path: Path)
     with ThreadPoolExecutor(6) as pool:
         for turn in range(10):
             assert sum(pool.map(attempt, [tmp_path / f"{turn}"] * 6)) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("use", ["run", "certificates", "store"])
+def test_a_file_system_without_locks_is_named(here: Path, monkeypatch: pytest.MonkeyPatch, use: str, number: int):
+    """NFS without its lock daemon, and Lustre without -o flock. No such file system can be mounted in a test."""
+    path = run_dir.create(here / "r", Config(), [])
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=rf"RUN = '{path}.*no locks \({os.strerror(number)}\).*flock; NFS"):
+        match use:
+            case "run":
+                with run_dir.locked(path):
+                    pass
+            case "certificates":
+                tls.make_certificates(path, [], 1)
+            case _:
+                database.locked(RunPaths(path).store_lock)
 
 
 def test_a_large_config_reaches_a_process(here: Path) -> None:

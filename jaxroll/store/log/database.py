@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import sqlite3
@@ -199,16 +198,19 @@ def checked_folder(run_dir: Path) -> None:
 def locked(path: Path) -> IO[str]:
     """Lock the file and return it; the lock lasts until it is closed or the process ends.
 
-    InfraError names the process that holds the lock.
+    InfraError names the process that holds the lock; ConfigError if the file system has no locks.
     """
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (held until the log closes)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        disk.lock(file)
     except BlockingIOError as error:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
         raise InfraError(f"{path}: another store (pid {holder}) has this run open; stop it first") from error
+    except ConfigError:
+        file.close()
+        raise
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
