@@ -221,11 +221,19 @@ def run_file(values: dict[str, Any], path: Path) -> dict[str, Any]:
             if isinstance(keys := config.get(section), dict) and key in keys:
                 keys.setdefault(new.split(".")[1], keys.pop(key))
         values = values | {"config": config}
-    task = config.get("task") if isinstance(config, dict) else None
-    if isinstance(task, dict) and task.get("env") in _OWN_REWARD:
-        task = task | {"extract": "none", "reward": "auto", "reward_args": {}}
-        values = values | {"config": config | {"task": task}}
+    if isinstance(config, dict) and all(isinstance(section, dict) for section in config.values()):
+        values = values | {"config": _without_unread(config)}
     return values | {"format": FORMAT}
+
+
+def _without_unread(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`config` without settings that had no effect and are refused now."""
+    task, empty = config.get("task", {}), dict[str, Any]()
+    if task.get("env") in _OWN_REWARD:
+        config = config | {"task": task | {"extract": "none", "reward": "auto", "reward_args": {}}}
+    if config.get("placement", empty).get("colocated") and config.get("sampler", empty).get("count", 1) == 1:
+        config = config | {"schedule": config.get("schedule", empty) | {"repack_s": 0.0}}  # for several samplers
+    return config
 
 
 def row(row: dict[str, Any]) -> dict[str, Any]:

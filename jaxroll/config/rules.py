@@ -149,13 +149,6 @@ def _check_schedule(config: Config) -> None:
             "actors lease for the newest version of any sampler: the others would get no work",
             "Set it to 0, or placement.actors to 0.",
         )
-    if schedule.repack_s and not (schedule.weight_swap == "trajectory" and config.sampler.flush_tokens):
-        raise ConfigError(
-            "schedule.repack_s",
-            schedule.repack_s,
-            "members move only where new weights wait for them and their tokens are with the store",
-            "Set schedule.weight_swap to trajectory and sampler.flush_tokens to 64, or schedule.repack_s to 0.",
-        )
     sampling = config.sampling
     if sampling.temperature <= 0:
         raise ConfigError(

@@ -141,6 +141,15 @@ def check_flushes(config: Config) -> None:
             (actors > 0, "members that actors play are not continued elsewhere", f"{remedy} placement.actors to 0."),
             (swap == "restart", lost, f"{remedy} schedule.weight_swap to another policy."),
         ))  # fmt: skip
+    if period_s := config.schedule.repack_s:
+        where = "members move only where new weights wait for them and their tokens are with the store"
+        both = "Set schedule.weight_swap to trajectory and sampler.flush_tokens to 64, or schedule.repack_s to 0."
+        one = "placement.colocated has one sampler, and no other can join"
+        alone = config.placement.colocated and config.sampler.count == 1
+        _refuse("schedule.repack_s", period_s, (
+            (swap != "trajectory" or not config.sampler.flush_tokens, where, both),
+            (alone, one, "Set it to 0, or sampler.count to 2 or more."),
+        ))  # fmt: skip
 
 
 def check_algorithm(config: Config) -> None:

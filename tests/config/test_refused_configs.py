@@ -179,6 +179,8 @@ BAD = [
                  id="actors for more members than one sampler has"),
     pytest.param(["schedule.repack_s=5", "sampler.flush_tokens=16"], "schedule.repack_s", "5.0", "weight_swap to traj",
                  id="members move while weights wait for none"),
+    pytest.param(["schedule.repack_s=5", "sampler.flush_tokens=16", "schedule.weight_swap=trajectory",
+                  "placement.colocated=True"], "schedule.repack_s", "5.0", "no other can join", id="repack of one"),
     pytest.param(["schedule.repack_s=5", "schedule.weight_swap=trajectory"], "schedule.repack_s", "5.0",
                  "flush_tokens to", id="members move without their tokens"),
     pytest.param(["schedule.rolling_updates=1"], "schedule.rolling_updates", "1", "below sampler.count",

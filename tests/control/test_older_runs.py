@@ -92,6 +92,17 @@ def test_a_reward_that_a_game_never_read_is_left_out(env: str, tmp_path: Path) -
     assert run_dir.load_config(path).task.reward == "exact + 0.1*format"
 
 
+def test_a_plan_for_several_samplers_is_left_out_where_there_is_one(tmp_path: Path) -> None:
+    words = ["sampler.count=2", "placement.colocated=True", "sampler.flush_tokens=64"]
+    words += ["schedule.weight_swap=trajectory", "schedule.repack_s=5"]
+    path = run_dir.create(tmp_path / "run", configs.load(SMOKE, words), [])
+    assert run_dir.load_config(path).schedule.repack_s == 5.0
+    values = json.loads((path / "run.json").read_text())
+    values["config"]["sampler"]["count"] = 1
+    run_dir.write(path, values)
+    assert run_dir.load_config(path).schedule.repack_s == 0.0
+
+
 def test_a_folder_of_a_newer_version_is_refused(older: Path) -> None:
     values = json.loads((older / "run.json").read_text())
     (older / "run.json").write_text(json.dumps(values | {"format": run_paths.FORMAT + 1}))
