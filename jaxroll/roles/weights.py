@@ -410,17 +410,26 @@ class Profiler:
         self._trace, self._timer = Path(), threading.Timer(0.0, lambda: None)
 
     def ask(self, order: ProfileOrder) -> None:
-        """Record `order.steps` steps from the next one on, unless this order is known. Does not wait."""
-        # While a trace begins or is written, the order is dropped, and the store gives it again: a loop that waited
-        # would renew no leases.
+        """Record `order.steps` steps from the next one on, unless the order is known; end one that is withdrawn."""
+        # Does not wait. While a trace begins or is written, the order is dropped, and the store gives it again: a loop
+        # that waited would renew no leases.
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if order.request != self._known and self._began_s is None:
+            if order.withdrawn:
+                self._withdraw(order)
+            elif order.request != self._known and self._began_s is None:
                 self._known, self.order, self._left = order.request, order, order.steps
                 self._until_s = time.monotonic() + order.limit_s
         finally:
             self._lock.release()
+
+    def _withdraw(self, order: ProfileOrder) -> None:
+        if self.order is not None and self.order.request == order.request:
+            if self._began_s is None:
+                self.order = None
+            else:  # writing a trace takes long, and this may be the thread of a loop
+                threading.Thread(target=self.close, daemon=True).start()
 
     def step(self) -> None:
         """Note that a step begins; call it on the thread that uses JAX."""

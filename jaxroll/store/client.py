@@ -292,7 +292,10 @@ class StoreClient:
         await self._call("Control", msg.ControlCall(action), msg.Done)
 
     async def profile(self, order: msg.ProfileOrder) -> None:
-        """Ask a role for a profile. StoreRefusal if the store knows no such role, or one of it is under way."""
+        """Ask a role for a profile, or withdraw the order.
+
+        StoreRefusal if the store knows no such role, or a profile of it is under way.
+        """
         await self._call("Control", msg.ControlCall("profile", order), msg.Done)
 
     async def aclose(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from jaxroll.clock import unix_s
 from jaxroll.errors import StoreRefusal
 from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, Relay, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Refusal
@@ -256,7 +258,7 @@ class CloseCall(msgspec.Struct, frozen=True):
 class ProfileOrder(msgspec.Struct, frozen=True):
     """A person's request for a trace of the next `steps` steps of the process `role`, within `limit_s`.
 
-    `request` names it; `python` asks for the calls of Python functions too.
+    `request` names it; `python` asks for the calls of Python functions too. `withdrawn`: the request is taken back.
     """
 
     role: Label
@@ -264,37 +266,65 @@ class ProfileOrder(msgspec.Struct, frozen=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)]
     limit_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_PROFILE_S)]
     python: bool = False
+    withdrawn: bool = False
 
 
-class ProfileOrders(dict[str, tuple[ProfileOrder, float, bool]]):
-    """The profile that is wanted of each role, until when, and whether it has begun.
+@dataclass
+class WantedProfile:
+    """An order, until when it is wanted, the session of the process that has it ('': none), and whether it began."""
 
-    One that has begun is not wanted again: a role that a profile ends would record it after every restart.
+    order: ProfileOrder
+    until_s: float
+    session: str = ""
+    has_begun: bool = False
+
+
+class ProfileOrders(dict[str, WantedProfile]):
+    """The profile that is wanted of each role. `log` takes the row of one that its role will not end.
+
+    An order is for one process of its role: a role that a profile ends would record it again after every restart.
     """
 
+    def __init__(self, log: Callable[[Iterable[Mapping[str, Any]]], None]) -> None:
+        super().__init__()
+        self._log = log
+
     def place(self, order: ProfileOrder | None, callers: Iterable[str], now_s: float) -> StoreRefusal | None:
-        """Keep the order for its role; the refusal if that role is none of the callers, or busy with another one."""
+        """Keep or withdraw the order; the refusal if its role is none of the callers, or busy with another one."""
         known = sorted(name for name in callers if name.startswith(("learner", "sampler", "evaluator")))
         if order is None or order.role not in known:
             return StoreRefusal(f"there is no such role in this run; there are {', '.join(known) or 'none yet'}")
-        if now_s < self.get(order.role, (order, 0.0, False))[1]:
+        wanted = self.get(order.role)
+        if order.withdrawn:
+            if wanted is not None and wanted.order.request == order.request:
+                wanted.order = order
+            return None
+        if wanted is not None and now_s < wanted.until_s and (wanted.has_begun or not wanted.order.withdrawn):
             return StoreRefusal(f"another profile of {order.role} is under way, or waits for its next step")
-        self[order.role] = order, now_s + order.limit_s, False
+        self[order.role] = WantedProfile(order, now_s + order.limit_s)
         return None
 
     def note(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Note the begin of this role's profile if one of its rows reports it, and forget the order at its end."""
         for row in rows:
-            if row.get("kind") == "profile" and name in self and self[name][0].request == row["request"]:
+            if row.get("kind") == "profile" and name in self and self[name].order.request == row["request"]:
                 if row["state"] == "started":
-                    self[name] = *self[name][:2], True
+                    self[name].has_begun = True
                 else:
                     del self[name]
 
-    def of(self, name: str, now_s: float) -> ProfileOrder | None:
-        """The profile that is wanted of this role, as long as it is wanted."""
-        order, until_s, has_begun = self.get(name, (None, 0.0, False))
-        return order if now_s < until_s and not has_begun else None
+    def of(self, name: str, session: str, now_s: float) -> ProfileOrder | None:
+        """The profile that is wanted of this process of the role, or withdrawn from it."""
+        if (wanted := self.get(name)) is None or now_s >= wanted.until_s:
+            return None
+        order = wanted.order
+        if wanted.session not in ("", session):
+            del self[name]
+            row = {"t": unix_s(), "role": name, "kind": "profile", "request": order.request, "state": "failed"}
+            self._log([row | {"steps": 0, "reason": "the role started again before the end of its trace"}])
+            return None
+        wanted.session = session
+        return None if wanted.has_begun and not order.withdrawn else order
 
 
 class Reported(msgspec.Struct, frozen=True):

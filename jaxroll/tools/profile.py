@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 
 from jaxroll import metrics
-from jaxroll.errors import ConfigError, DataError, InfraError
+from jaxroll.errors import ConfigError, DataError, InfraError, JaxRollError
 from jaxroll.report import formats
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
@@ -97,9 +98,19 @@ async def recorded(client: StoreClient, read: Callable[[], list[metrics.Row]], o
     """Give the order, and return the row of the finished trace; `read` returns the rows since the last call.
 
     StoreRefusal if the store knows no such role or one is under way, InfraError if the role cannot record or makes no
-    step in time.
+    step in time. If the caller is cancelled, as by Ctrl-C, the order is withdrawn.
     """
-    await client.profile(order)
+    try:
+        await client.profile(order)
+        return await _row_of(client, read, order)
+    except asyncio.CancelledError:
+        with contextlib.suppress(JaxRollError):
+            await client.profile(msgspec.structs.replace(order, withdrawn=True))
+            _say(f"{order.role}: the order is withdrawn")
+        raise
+
+
+async def _row_of(client: StoreClient, read: Callable[[], list[metrics.Row]], order: ProfileOrder) -> metrics.Row:
     _say(f"{order.role}: waiting for its next step")
     now_s = asyncio.get_running_loop().time
     began_s = looked_s = told_s = now_s()

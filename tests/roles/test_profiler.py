@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from msgspec.structs import replace
 
 from jaxroll import metrics
 from jaxroll.errors import InfraError
@@ -106,6 +107,23 @@ def test_a_trace_ends_with_its_time_or_its_role_though_steps_are_missing(tmp_pat
     profiler.step()
     profiler.close()
     assert rows.states[2:] == [("started", 1000), ("ended", 0)]
+
+
+def test_a_withdrawn_order_ends_its_trace_or_is_forgotten(tmp_path: Path) -> None:
+    rows = Rows()
+    profiler = Profiler("learner", tmp_path, rows)
+    waits, runs = (ProfileOrder("learner", name, 1000, 600.0) for name in ("first", "second"))
+    profiler.ask(waits)
+    profiler.ask(replace(runs, withdrawn=True))  # of another command
+    assert profiler.order is not None
+    profiler.ask(replace(waits, withdrawn=True))
+    assert profiler.order is None
+    profiler.ask(runs)
+    profiler.step()
+    profiler.ask(replace(runs, withdrawn=True))
+    assert rows.ended.wait(60.0)
+    profiler.ask(replace(runs, withdrawn=True))  # again, as the store repeats it
+    assert rows.states == [("started", 1000), ("ended", 0)] and profiler.order is None
 
 
 def test_an_order_that_comes_while_a_trace_is_written_does_not_wait(

@@ -182,7 +182,7 @@ class StoreService:
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
-        self._profiles = msg.ProfileOrders()  # empty unless a person has asked for one
+        self._profiles = msg.ProfileOrders(metrics.log_all)  # empty unless a person has asked for one
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self._repacker = Repacker(room)
@@ -458,8 +458,7 @@ class StoreService:
             if self._profiles:
                 self._profiles.note(caller.name, rows)
             self._last_report[caller.session] = call.request
-        profile = self._profiles.of(caller.name, self._keeper.now_s()) if self._profiles else None
-        return msg.Reported(profile)
+        return msg.Reported(self._profile_of(caller))
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
         keeper, holders = self._keeper, {who: str(version) for who, version in self.holders.items()}
@@ -467,8 +466,10 @@ class StoreService:
         report |= {"paused": self.paused, "serving": self._workers.serving}
         report["log"] = await self._keeper.log.facts()
         report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
-        profile = self._profiles.of(caller.name, keeper.now_s()) if self._profiles else None
-        return msg.StatusReply(json.dumps(report).encode(), profile)
+        return msg.StatusReply(json.dumps(report).encode(), self._profile_of(caller))
+
+    def _profile_of(self, caller: Caller) -> msg.ProfileOrder | None:
+        return self._profiles.of(caller.name, caller.session, self._keeper.now_s()) if self._profiles else None
 
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]

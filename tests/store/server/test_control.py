@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal, Unauthorized
+from jaxroll import metrics
+from jaxroll.errors import Closed, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Version
 from jaxroll.sim import network
+from jaxroll.store.client import StoreClient
 from jaxroll.store.messages import ProfileOrder
+from jaxroll.tools import profile
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import VirtualRun
 
@@ -195,3 +198,77 @@ def test_a_profile_is_wanted_of_its_role_until_that_one_ends_it_or_its_time_is_o
             assert given["learner"][3:] == ["second"]
 
     network.run(acts(), 1000.0)
+
+
+def test_an_order_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+    """In virtual time. A role that a profile ends would record it again after every restart."""
+    given: list[str] = []
+
+    async def acts() -> None:
+        async with VirtualRun(configured(), tmp_path) as at:
+            person = await at.client("supervisor", "profile")
+
+            async def started() -> StoreClient:
+                learner = await at.client("learner", "learner")
+                learner.on_profile = lambda order: given.append(order.request)
+                await learner.status()
+                return learner
+
+            await (await started()).aclose()
+            await person.profile(order("first"))
+            learner = await started()
+            assert given == ["first"], "the process that has ended did not have it"
+            await learner.aclose()
+            waiting = asyncio.ensure_future(profile.recorded(person, at.store.metrics.written, order("second")))
+            with pytest.raises(StoreRefusal, match="under way"):
+                await waiting
+            await started()
+            assert given == ["first"]
+            (row,) = (row for row in at.store.metrics.written() if row["kind"] == "profile")
+            assert metrics.checked_row(row) and (row["request"], row["state"]) == ("first", "failed")
+            waiting = asyncio.ensure_future(profile.recorded(person, at.store.metrics.written, order("third")))
+            await asyncio.sleep(1.0)
+            await (await started()).aclose()
+            await started()
+            with pytest.raises(InfraError, match="learner: the role started again before the end of its trace"):
+                await waiting
+            assert given == ["first", "third"]
+
+    network.run(acts(), 1000.0)
+
+
+def test_ctrl_c_of_the_command_withdraws_its_order(tmp_path: Path) -> None:
+    """In virtual time. Otherwise its role records it, and refuses the next one until its time is over."""
+    given: list[tuple[str, bool]] = []
+
+    async def acts() -> None:
+        async with VirtualRun(configured(), tmp_path) as at:
+            learner, person = await at.client("learner", "learner"), await at.client("supervisor", "profile")
+            learner.on_profile = lambda order: given.append((order.request, order.withdrawn))
+            await learner.status()
+
+            async def interrupted(name: str) -> None:
+                command = asyncio.ensure_future(profile.recorded(person, at.store.metrics.written, order(name)))
+                await asyncio.sleep(1.0)
+                await learner.status()
+                command.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await command
+                await learner.status()
+
+            await interrupted("first")
+            await interrupted("second")
+            assert given == [("first", False), ("first", True), ("second", False), ("second", True)]
+            row = {"t": 0.0, "role": "learner", "kind": "profile", "request": "second", "steps": 3}
+            await learner.report([row | {"state": "started"}])
+            assert given[-1] == ("second", True), "it began before it knew"
+            with pytest.raises(StoreRefusal, match="under way"):
+                await person.profile(order("third"))
+            await learner.report([row | {"state": "ended"}])
+            await person.profile(order("third"))
+
+    network.run(acts(), 1000.0)
+
+
+def order(name: str) -> ProfileOrder:
+    return ProfileOrder("learner", name, 3, 60.0)
