@@ -295,6 +295,38 @@ def fetched(tree: Any) -> Any:
     return jax.tree.map(_fetched, tree) if _elsewhere(tree) else jax.device_get(tree)
 
 
+def own_shards(tree: Any) -> Any:
+    """The JAX arrays of `tree` on the host: whole, or as the `OwnShards` of this process if others have shards, too."""
+    if not _elsewhere(tree) and all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return jax.tree.map(OwnShards.of, tree)
+
+
+def of_own_shards(tree: Any) -> Any:
+    """`tree` of `own_shards` as it was passed there, but for whole arrays, which stay on the host."""
+    return jax.tree.map(lambda leaf: leaf.placed() if isinstance(leaf, OwnShards) else leaf, tree)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnShards:
+    """Host copies of those shards of an array that are on devices of this process."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    shards: list[tuple[Any, np.ndarray]]  # with their devices
+
+    @classmethod
+    def of(cls, array: jax.Array) -> OwnShards:
+        """The shards of `array`; waits for them."""
+        shards = [(shard.device, np.array(shard.data)) for shard in array.addressable_shards]
+        return cls(array.shape, array.sharding, shards)
+
+    def placed(self) -> jax.Array:
+        """The array; every process must call this."""
+        arrays = [jax.device_put(data, device) for device, data in self.shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
+
+
 def _elsewhere(tree: Any) -> bool:
     """True if a part of an array is only on devices of another process."""
     return any(not (leaf.is_fully_addressable or leaf.is_fully_replicated) for leaf in jax.tree.leaves(tree))

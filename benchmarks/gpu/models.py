@@ -22,7 +22,7 @@ from benchmarks.learner.gpu_arm import GROUP, flops, peak, prepared
 from benchmarks.lib.report import spread
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine import device, programs, requests
+from jaxroll.engine import programs, requests
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Sizes
 from jaxroll.models import families, params
@@ -112,7 +112,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, slots: int, longest: int, chunk: int) -> None:
         mesh = sharding.build(MeshConfig())
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
-        self.attention = device.choose_kernels(spec, mesh, sizes)
+        self.attention = programs.choose_kernels(spec, mesh, sizes)
         self._programs = programs.build(spec, mesh, sharding.SAMPLER, sizes, self.attention)
         self._state, self._params, self._chunk, self._sizes = self._programs.empty(), engine_weights(spec), chunk, sizes
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
@@ -265,7 +265,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
     attention = ""
     for layers in depths(quick):
         model = at_depth(spec, layers)
-        chosen = device.choose_kernels(model, mesh, sizes)
+        chosen = programs.choose_kernels(model, mesh, sizes)
         attention = str(chosen.prefill)
         made = programs.build(model, mesh, sharding.SAMPLER, sizes, chosen)
         held, words = (

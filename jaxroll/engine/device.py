@@ -7,22 +7,26 @@ host is that of recorded experts.
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layout
 from jaxroll.config.derived import no_memory_limit
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
@@ -64,7 +68,16 @@ class Device:
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
         self.shardings = self._programs.params
         self._state = self._programs.empty()
-        self._seed = self._placed(jax.random.key(seed))
+        self._seed = self._placed_key(seed)
+        of = self._programs  # the programs that change the state and take arrays of the host
+        self._updates: dict[str, Callable[..., programs.DecodeState]] = {
+            "insert": partial(of.insert, self._seed),
+            "restore": of.restore,
+            "copy": of.copy,
+            "copy_rings": of.copy_rings,
+            "cancel": of.cancel,
+            "allow": of.allow,
+        }
         # Kept on the device by value, because new arrays would need a host-to-device copy in every dispatch.
         self._limits: dict[tuple[int, int], jax.Array] = {}
         self.set_tables([((), ())] * sizes.slots)
@@ -75,35 +88,39 @@ class Device:
 
     def prefill(self, params: Held, fresh: bool, bucket: int, rows: Sequence[requests.PrefillRow]) -> None:
         """Compute prompt tokens into pages. `fresh` rows begin at position 0 and have no earlier tokens."""
-        packed = requests.pack_prefill(bucket, rows, self._sizes)
-        self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
+        self._prefill(params, fresh, bucket, requests.pack_prefill(bucket, rows, self._sizes))
 
     def insert(self, entries: Sequence[tuple]) -> None:
         """Start requests whose prompts are in the cache; for `entries` see `requests.pack_inserts`."""
         for some in _batches(entries, self._sizes.inserts):
-            packed = requests.pack_inserts(some, self._sizes)
-            self._state = self._programs.insert(self._seed, self._state, packed)
+            self._update("insert", requests.pack_inserts(some, self._sizes))
 
     def restore(self, entries: Sequence[tuple]) -> None:
         """Continue requests whose prompts and tokens are in the cache; for `entries` see `requests.pack_restores`."""
         for some in _batches(entries, self._sizes.inserts):
-            self._state = self._programs.restore(self._state, requests.pack_restores(some, self._sizes))
+            self._update("restore", requests.pack_restores(some, self._sizes))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy pages; each entry of `copies` is (shard, from, to)."""
         for some in _batches(copies, self._sizes.inserts):
-            self._state = self._programs.copy(self._state, requests.pack_copies(some, self._sizes))
+            self._update("copy", requests.pack_copies(some, self._sizes))
 
     def copy_rings(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy rings; each entry of `copies` is (shard, from, to)."""
         for some in _batches(copies, self._sizes.inserts):
-            self._state = self._programs.copy_rings(self._state, requests.pack_copies(some, self._sizes))
+            self._update("copy_rings", requests.pack_copies(some, self._sizes))
 
     def cancel(self, slots: Sequence[int]) -> None:
         """Make `slots` idle."""
         mask = np.zeros(self._sizes.slots, bool)
         mask[list(slots)] = True
-        self._state = self._programs.cancel(self._state, mask)
+        self._update("cancel", mask)
+
+    def _prefill(self, params: Held, fresh: bool, bucket: int, packed: np.ndarray) -> None:
+        self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
+
+    def _update(self, what: str, *inputs: np.ndarray) -> None:
+        self._state = self._updates[what](self._state, *inputs)
 
     # --- pages
 
@@ -113,19 +130,27 @@ class Device:
         for into, (table, ring) in zip(packed, tables, strict=True):
             into[: len(table)] = table
             into[len(into) - len(ring) :] = ring
-        self._tables = jax.device_put(packed, self._programs.tables)
+        self._put_tables(packed)
+
+    def _put_tables(self, packed: np.ndarray) -> None:
+        self._tables = self._placed(packed, self._programs.tables)
 
     def save(self, shard: int, held: Taken, tokens: int) -> SavedPages:
         """Copy the pages and the ring of a preempted request to the host, and wait for the copy."""
         # Arrays of the device would keep its memory until `load`, while `run_bytes` counts one request, and only until
         # the next program.
-        return SavedPages(jax.device_get(self._programs.save(self._state, self._place(shard, *held, fill=0))), tokens)
+        return SavedPages(self._read_pages(self._place(shard, *held, fill=0)), tokens)
 
     def load(self, shard: int, held: Taken, saved: SavedPages) -> None:
         """Copy what was saved back into these pages and this ring."""
         (table, ring), used = held, -(-saved.tokens // self._sizes.page_tokens)
-        place = self._place(shard, table[:used], ring, fill=self._sizes.shard_pages)
-        self._state = self._programs.load(self._state, place, saved.pages)
+        self._write_pages(self._place(shard, table[:used], ring, fill=self._sizes.shard_pages), saved.pages)
+
+    def _read_pages(self, place: np.ndarray) -> Any:
+        return layout.own_shards(self._programs.save(self._state, place))
+
+    def _write_pages(self, place: np.ndarray, pages: Any) -> None:
+        self._state = self._programs.load(self._state, place, layout.of_own_shards(pages))
 
     def experts(self, shard: int, table: Sequence[int]) -> jax.Array | None:
         """The recorded choices in the pages of a request, [J·U, X]; None without a record.
@@ -134,7 +159,11 @@ class Device:
         """
         if self._programs.experts is None:
             return None
-        found = self._programs.experts(self._state, self._place(shard, table, (), fill=0))
+        return self._read_experts(self._place(shard, table, (), fill=0))
+
+    def _read_experts(self, place: np.ndarray) -> jax.Array:
+        assert self._programs.experts is not None
+        found = self._programs.experts(self._state, place)
         found.copy_to_host_async()
         return found
 
@@ -149,7 +178,7 @@ class Device:
         """Dispatch up to `steps` ≤ `Sizes.chunk` steps; they stop early once `until_idle` (1 … S) slots are idle."""
         wanted = steps, _NEVER if until_idle is None else until_idle
         if wanted not in self._limits:
-            self._limits[wanted] = self._placed(np.array(wanted, np.int32))
+            self._limits[wanted] = self._placed(np.array(wanted, np.int32), self._programs.replicated)
         limits = self._limits[wanted]
         with jax.transfer_guard("disallow"):  # an array on the host would be copied in every dispatch
             self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
@@ -167,7 +196,7 @@ class Device:
         rows = np.ones((sizes.slots, self.mask_tokens), bool)
         for index, (slot, mask) in enumerate(masks.items()):
             slots[index], rows[index] = slot, mask
-        self._state = self._programs.allow(self._state, slots, rows)
+        self._update("allow", slots, rows)
 
     # --- weights
 
@@ -191,13 +220,13 @@ class Device:
 
     def _run_empty_moves(self) -> None:
         sizes = self._sizes
-        self._state = self._programs.insert(self._seed, self._state, requests.pack_inserts([], sizes))
-        self._state = self._programs.restore(self._state, requests.pack_restores([], sizes))
-        self._state = self._programs.copy(self._state, requests.pack_copies([], sizes))
+        self._update("insert", requests.pack_inserts([], sizes))
+        self._update("restore", requests.pack_restores([], sizes))
+        self._update("copy", requests.pack_copies([], sizes))
         self.cancel([])
         self.set_token_masks({})
-        self._state = self._programs.copy_rings(self._state, requests.pack_copies([], sizes))
-        self.load(0, ((), ()), SavedPages(self.save(0, ((), ()), 0).pages, 0))
+        self._update("copy_rings", requests.pack_copies([], sizes))
+        self.load(0, ((), ()), self.save(0, ((), ()), 0))
         self.experts(0, [])
 
     def compiles(self) -> int:
@@ -222,8 +251,137 @@ class Device:
         )
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
-    def _placed(self, value):
-        return jax.device_put(value, self._programs.replicated)
+    def _placed(self, value: np.ndarray, where: NamedSharding) -> jax.Array:
+        return jax.device_put(value, where) if where.is_fully_addressable else layout.placed_once(value, where)
+
+    def _placed_key(self, seed: int) -> jax.Array:
+        where = self._programs.replicated
+        if where.is_fully_addressable:
+            return jax.device_put(jax.random.key(seed), where)
+        return jax.jit(lambda: jax.random.key(seed), out_shardings=where)()
+
+
+# --- one engine on several hosts
+#
+# All processes run the same programs in the same order. Process 0 has the requests and decides; what it takes from its
+# host as an input is sent to the others, which have no other source. Sizes, seed and programs follow from the config.
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A call of `Device` with its inputs, which all processes make now."""
+
+    what: str
+    numbers: tuple[int, ...] = ()
+    arrays: tuple[np.ndarray, ...] = ()
+
+
+class LeadingDevice(Device):
+    """The device of process 0. It sends every operation to the other processes before it runs it here.
+
+    The pages of a preempted request stay on the hosts that have its devices.
+    """
+
+    def __init__(self, send: Callable[[Operation], None], *args: Any, **options: Any) -> None:
+        self._send, self._saves, self._is_warming = send, 0, False
+        self._unused: SimpleQueue[int] = SimpleQueue()  # numbers of saved pages that no request needs any more
+        super().__init__(*args, **options)
+
+    def _repeat(self, what: str, *numbers: int, arrays: tuple[np.ndarray, ...] = ()) -> None:
+        while not self._unused.empty():
+            self._send(Operation("forget", (self._unused.get(),)))
+        self._send(Operation(what, numbers, arrays))
+
+    def _prefill(self, params: Held, fresh: bool, bucket: int, packed: np.ndarray) -> None:
+        self._repeat("prefill", int(fresh), bucket, arrays=(packed,))
+        super()._prefill(params, fresh, bucket, packed)
+
+    def _update(self, what: str, *inputs: np.ndarray) -> None:
+        self._repeat(what, arrays=inputs)
+        super()._update(what, *inputs)
+
+    def _put_tables(self, packed: np.ndarray) -> None:
+        self._repeat("tables", arrays=(packed,))
+        super()._put_tables(packed)
+
+    def save(self, shard: int, held: Taken, tokens: int) -> SavedPages:
+        """See Device. Every process keeps its shards."""
+        found = super().save(shard, held, tokens)
+        weakref.finalize(found, self._unused.put, self._saves)
+        return found
+
+    def _read_pages(self, place: np.ndarray) -> Any:
+        self._saves += 1
+        self._repeat("save", self._saves, arrays=(place,))
+        return self._saves, super()._read_pages(place)
+
+    def _write_pages(self, place: np.ndarray, pages: Any) -> None:
+        number, own = pages
+        self._repeat("load", number, arrays=(place,))
+        super()._write_pages(place, own)
+
+    def _read_experts(self, place: np.ndarray) -> jax.Array:
+        self._repeat("experts", arrays=(place,))
+        return super()._read_experts(place)
+
+    def decode(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
+        """See Device."""
+        self._repeat("decode", steps, until_idle or 0)
+        return super().decode(params, steps, until_idle)
+
+    def held(self, params: Params) -> Held:
+        """See Device. The other processes use the parameters that they have placed last."""
+        self._repeat("hold", int(self._is_warming))
+        return super().held(params)
+
+    def warmup(self, params: Params | None, progress: Progress | None) -> None:
+        """See Device. The other processes keep the parameters for the swap to them."""
+        self._is_warming = True
+        super().warmup(params, progress)
+        self._is_warming = False
+
+
+class FollowingDevice(Device):
+    """The device of another process, which runs the operations that process 0 sends, with its own shards.
+
+    `placed` are the parameters that process 0 swaps in next.
+    """
+
+    placed: Params | None = None
+    _held: Held | None = None
+
+    def run(self, operation: Operation) -> None:
+        """Run what process 0 runs now; does not wait for the devices, except in "save"."""
+        what, numbers, arrays = operation.what, operation.numbers, operation.arrays
+        match what:
+            case "prefill":
+                self._prefill(self._in_use, bool(numbers[0]), numbers[1], *arrays)
+            case "decode":
+                self.decode(self._in_use, numbers[0], numbers[1] or None)
+            case "tables":
+                self._put_tables(*arrays)
+            case "save":
+                self._saved[numbers[0]] = self._read_pages(*arrays)
+            case "load":
+                self._write_pages(*arrays, self._saved[numbers[0]])
+            case "forget":
+                del self._saved[numbers[0]]
+            case "experts":
+                self._read_experts(*arrays)
+            case "hold":
+                assert self.placed is not None, "process 0 has placed the same version before"
+                self._held = None
+                self._held, self.placed = self.held(self.placed), self.placed if numbers[0] else None
+            case _:
+                self._update(what, *arrays)
+
+    @functools.cached_property
+    def _saved(self) -> dict[int, Any]:
+        return {}
+
+    @property
+    def _in_use(self) -> Held:
+        assert self._held is not None, "process 0 has weights before it dispatches"
+        return self._held
 
 
 def _batches(entries: Sequence, size: int) -> list[Sequence]:
@@ -237,46 +395,6 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
     work()
     if progress is not None:
         progress(f"compiled {what}, {time.monotonic() - start_s:.1f} s")
-
-
-# --- choice of the attention implementation, and of the cache of layers with windows
-
-
-def choose_kernels(
-    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
-) -> choice.Serving:
-    """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.
-
-    The choice for prompts depends on the largest bucket; shorter prompts are padded to the kernel's block.
-    """
-    site = choice.Site(spec, layout.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
-    return choice.Serving(
-        choice.choose("prefill", prefill, site),
-        choice.choose(
-            "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
-        ),
-    )
-
-
-def kernels_and_sizes(
-    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
-) -> tuple[Serving, Sizes]:
-    """The implementations, and `sizes` with rings where these need less memory."""
-    attention = choose_kernels(spec, mesh, sizes, prefill=prefill, paged=paged)
-    return attention, with_rings(sizes, spec, attention)
-
-
-def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
-    """`sizes` with rings for the layers with windows, if these need fewer pages so; otherwise as they are.
-
-    Only the XLA form over pages reads rings.
-    """
-    window = max(spec.each_window)
-    ringed = replace(sizes, window=window)
-    if not window or attention.paged.name != choice.XLA or ringed.ring * ringed.rings >= sizes.shard_pages:
-        return sizes
-    # Pages that no layer uses must not limit the engine.
-    return ringed if sizes.experts or not all(spec.each_window) else replace(ringed, pages=0)
 
 
 # --- the number of pages, from the memory of a device
@@ -299,11 +417,11 @@ def sized(
     """
 
     def state_bytes(pages: int) -> int:
-        attention, found = kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
+        attention, found = programs.kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
         return layout.device_bytes(programs.abstract_state(spec, mesh, rules, found, attention))
 
     def run_bytes_of(pages: int) -> int:
-        attention, found = kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
+        attention, found = programs.kernels_and_sizes(spec, mesh, replace(sizes, pages=pages), **kernels)
         return temporaries(found, attention)
 
     sizes = replace(sizes, pages=0)

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, WeightSwap
 from jaxroll.config.derived import cache_tokens, page_size, support_tokens
-from jaxroll.engine import device, requests
-from jaxroll.engine.device import Device
+from jaxroll.engine import device, programs, requests
+from jaxroll.engine.device import Device, FollowingDevice
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
@@ -175,7 +175,7 @@ class Engine:
 
     Stop strings need `decode`, the tokenizer's function. `attention` holds the chosen attention implementations, and
     `memory` how the cache was sized, empty without a `memory_fraction`. Then construction compiles, too, and reports
-    to `progress`.
+    to `progress`. Of an engine on several hosts, process 0 has a `LeadingDevice`.
     """
 
     def __init__(
@@ -188,6 +188,7 @@ class Engine:
         decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = unix_s,
         progress: Progress | None = None,
+        make_device: Callable[..., Device] = Device,
     ) -> None:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
@@ -199,9 +200,9 @@ class Engine:
             sizes, self.memory = device.sized_by_memory(
                 spec, mesh, rules, sizes, config.memory_fraction, kernels, progress
             )
-        self.attention, self._sizes = device.kernels_and_sizes(spec, mesh, sizes, **kernels)
+        self.attention, self._sizes = programs.kernels_and_sizes(spec, mesh, sizes, **kernels)
         sizes = self._sizes
-        self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
+        self._device = make_device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
         self._scheduler = Scheduler(
             sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
         )
@@ -455,6 +456,14 @@ class Engine:
     def _leave(self, ids: list[int]) -> None:
         with self._ids_lock:
             self._ids.difference_update(ids)
+
+
+def following_device(spec: ModelSpec, mesh: Mesh, rules: Rules, config: EngineConfig) -> FollowingDevice:
+    """The device of another process of an engine on several hosts, of which process 0 has the `Engine`."""
+    sizes, spec = config.sizes(kv.shards_of(config.slots, mesh, rules)), config.model(spec)
+    kernels = {"prefill": config.prefill_attention, "paged": config.paged_attention}
+    attention, sizes = programs.kernels_and_sizes(spec, mesh, sizes, **kernels)
+    return FollowingDevice(spec, mesh, rules, sizes, seed=config.seed, attention=attention)
 
 
 def check_sizes(sizes: Sizes, weight_swap: str) -> None:

@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxroll import sharding as layout
 from jaxroll.algorithms import sampling
 from jaxroll.engine import decoding
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.decoding import DecodeState, Model
 from jaxroll.engine.requests import Sizes
+from jaxroll.kernels import choice
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
@@ -133,6 +135,43 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         tables=tables,
         replicated=whole,
     )
+
+
+def choose_kernels(
+    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
+) -> Serving:
+    """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.
+
+    The choice for prompts depends on the largest bucket; shorter prompts are padded to the kernel's block.
+    """
+    site = choice.Site(spec, layout.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
+    return Serving(
+        choice.choose("prefill", prefill, site),
+        choice.choose(
+            "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
+        ),
+    )
+
+
+def kernels_and_sizes(
+    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
+) -> tuple[Serving, Sizes]:
+    """The implementations, and `sizes` with rings where these need less memory."""
+    attention = choose_kernels(spec, mesh, sizes, prefill=prefill, paged=paged)
+    return attention, with_rings(sizes, spec, attention)
+
+
+def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
+    """`sizes` with rings for the layers with windows, if these need fewer pages so; otherwise as they are.
+
+    Only the XLA form over pages reads rings.
+    """
+    window = max(spec.each_window)
+    ringed = replace(sizes, window=window)
+    if not window or attention.paged.name != choice.XLA or ringed.ring * ringed.rings >= sizes.shard_pages:
+        return sizes
+    # Pages that no layer uses must not limit the engine.
+    return ringed if sizes.experts or not all(spec.each_window) else replace(ringed, pages=0)
 
 
 def lowered(

@@ -171,7 +171,7 @@ def engine_programs(
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
-    chosen, sizes = device.kernels_and_sizes(
+    chosen, sizes = engine.kernels_and_sizes(
         spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention
     )
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}

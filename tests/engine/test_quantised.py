@@ -180,7 +180,7 @@ def state_of(**overrides: Any) -> tuple[Any, Any]:
     """The abstract cache of an engine, and its programs."""
     config = EngineConfig(**(SIZES | {"paged_attention": "xla"} | overrides))
     spec, mesh = config.model(families.spec("tiny", compute_dtype="bfloat16")), sharding.build(ONE)
-    chosen, sizes = device.kernels_and_sizes(spec, mesh, config.sizes(1), paged="xla")
+    chosen, sizes = programs.kernels_and_sizes(spec, mesh, config.sizes(1), paged="xla")
     return spec, programs.build(spec, mesh, sharding.SAMPLER, sizes, chosen)
 
 
@@ -205,7 +205,7 @@ def test_a_decode_step_of_layers_in_a_loop_has_one_wide_layer_at_most() -> None:
     base = replace(families.spec("nano"), layers=8, width=64, hidden=512)
     config = EngineConfig(**(SIZES | {"paged_attention": "xla", "weight_dtype": "int8", "scan_layers": True}))
     spec, mesh = config.model(base), sharding.build(ONE)
-    chosen, sizes = device.kernels_and_sizes(spec, mesh, config.sizes(1), paged="xla")
+    chosen, sizes = programs.kernels_and_sizes(spec, mesh, config.sizes(1), paged="xla")
     compiled = programs.lowered(spec, mesh, sharding.SAMPLER, sizes, chosen)["decode"].compile()
     layer = 4 * (3 * spec.width * spec.hidden + 2 * spec.width * (spec.heads + spec.kv_heads) * spec.head_dim)
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * layer

@@ -12,7 +12,7 @@ import pytest
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine import device, programs
+from jaxroll.engine import programs
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.kernels.choice import PLAIN
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_an_engine_without_rings(monkeypatch, variant: str, 
     engine, requests, results = played(variant, **overrides)
     assert engine._sizes.ring
     assert_those_of_whole_rows(variant, requests, results)
-    monkeypatch.setattr(device, "with_rings", lambda sizes, *_: sizes)
+    monkeypatch.setattr(programs, "with_rings", lambda sizes, *_: sizes)
     other, _, wanted = played(variant, **overrides)
     assert not other._sizes.ring and all(pool.shape[2] % other._sizes.shard_pages == 0 for pool in pools_of(other))
     for one in requests:
@@ -154,7 +154,7 @@ def pools_of(engine: Engine) -> tuple[jax.Array, ...]:
 def abstract(spec: ModelSpec, config: EngineConfig, *, rings: bool = True) -> tuple[Any, int]:
     """The sizes of an engine, and the bytes of its keys and values."""
     sizes = config.sizes(1)
-    sizes = device.with_rings(sizes, spec, PLAIN) if rings else sizes
+    sizes = programs.with_rings(sizes, spec, PLAIN) if rings else sizes
     state = programs.abstract_state(config.model(spec), sharding.build(ONE), sharding.SAMPLER, sizes)
     return sizes, sum(leaf.size * leaf.dtype.itemsize for leaf in (*state.cache.keys, *state.cache.values))
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine import device
+from jaxroll.engine import programs
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
@@ -20,7 +20,9 @@ SIZES = Sizes(
 
 def test_the_choice_of_attention_is_reported_with_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict] = []
-    chosen = device.choose_kernels(families.spec("nano"), MESH, dataclasses.replace(SIZES, max_tokens=128)).described()
+    chosen = programs.choose_kernels(
+        families.spec("nano"), MESH, dataclasses.replace(SIZES, max_tokens=128)
+    ).described()
     Progress("sampler-0", rows.append).devices(MESH, chosen)
     expected = {"prefill": "xla (no fused kernel on cpu)", "paged": "dense (auto on cpu)"}
     (row,) = rows
@@ -32,9 +34,9 @@ def test_the_choice_of_attention_is_reported_with_the_devices(capsys: pytest.Cap
 def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "platform", lambda mesh: "tpu")
     spec = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
-    serving = device.choose_kernels(spec, MESH, SIZES)
+    serving = programs.choose_kernels(spec, MESH, SIZES)
     assert (serving.prefill.name, serving.paged.name) == ("splash", "pallas")
-    serving = device.choose_kernels(spec, MESH, dataclasses.replace(SIZES, buckets=(16,), page_tokens=20))
+    serving = programs.choose_kernels(spec, MESH, dataclasses.replace(SIZES, buckets=(16,), page_tokens=20))
     assert "16 tokens" in serving.prefill.reason
     assert "20 tokens" in serving.paged.reason
 
@@ -42,10 +44,10 @@ def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytes
 def test_an_engine_reads_short_requests_side_by_side_where_there_is_room() -> None:
     spec = families.spec("nano")
     few = dataclasses.replace(SIZES, max_tokens=128, pages=8)
-    assert "requests have up to 512 tokens" in device.choose_kernels(spec, MESH, SIZES).paged.reason
-    assert "sampler.cache_pages" in device.choose_kernels(spec, MESH, few).paged.reason
+    assert "requests have up to 512 tokens" in programs.choose_kernels(spec, MESH, SIZES).paged.reason
+    assert "sampler.cache_pages" in programs.choose_kernels(spec, MESH, few).paged.reason
 
 
 def test_an_engine_refuses_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match=r"sampler\.paged_attention"):
-        device.choose_kernels(families.spec("nano"), MESH, SIZES, paged="pallas")
+        programs.choose_kernels(families.spec("nano"), MESH, SIZES, paged="pallas")

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig
-from jaxroll.engine import device, requests
 from jaxroll.engine import programs as engine
+from jaxroll.engine import requests
 from jaxroll.learner import step, trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
@@ -81,7 +81,7 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
         recipe = step.Recipe.of(config, case.spec, layout)
         yield "accumulate", str(recipe.attention), trainer.Programs(recipe).lowered("accumulate", case.micro_batch_rows)
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
-        serving = device.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
+        serving = engine.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)
         for name, chosen in ((f"prefill_{case.sizes.buckets[0]}", serving.prefill), ("decode", serving.paged)):
             yield name, str(chosen), lowered[name]
