@@ -122,10 +122,9 @@ class RunPaths:
         """Mark that the learner has made its fork, so that the supervisor starts the other roles."""
         return self.folder / ".forked"
 
-    @property
-    def coordinator_address(self) -> Path:
-        """HOST:PORT of JAX's coordinator, where the learner has several hosts and chooses the port itself."""
-        return self.folder / "learner.addr"
+    def coordinator_address(self, role: str) -> Path:
+        """HOST:PORT of JAX's coordinator, where `role` has several hosts and chooses the port itself."""
+        return self.folder / f"{role}.addr"
 
     def sampler_address(self, name: str) -> Path:
         """HOST:PORT at which the sampler `name` serves generation requests of actors."""

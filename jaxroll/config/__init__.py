@@ -343,6 +343,28 @@ class RoleArgs:
         return RunPaths(self.run_dir)
 
     @property
+    def learner_hosts(self) -> RoleHosts:
+        """The processes of the learner, of which this one has the number `index`."""
+        count, mesh = self.config.placement.learner_hosts, self.config.learner.mesh
+        meeting = self.paths.coordinator_address("learner")
+        return RoleHosts("learner", "placement.learner_hosts", count, self.index, mesh, meeting)
+
+    @property
     def config_digest(self) -> str:
         """The digest every role shows to the store."""
         return digest(self.config)
+
+
+@dataclass(frozen=True)
+class RoleHosts:
+    """The processes of a role, one per host: its name, their number, the index of this one, the mesh over all devices.
+
+    `key` is the config key of their number. To `meeting` process 0 writes JAX's coordinator if it chooses the port.
+    """
+
+    name: str
+    key: str
+    count: int
+    index: int
+    mesh: MeshConfig
+    meeting: Path

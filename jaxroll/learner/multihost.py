@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxroll import disk, wire
-from jaxroll.config import Config, RoleArgs
+from jaxroll.config import Config, RoleHosts
 from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, TransferError, exit_code
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import Params, TrainState
@@ -46,7 +46,6 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim, Version
 from jaxroll.rpc import protocol
-from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import Rules
 
 JOIN_S = 300  # from the arrival of the first process to that of the last
@@ -77,36 +76,39 @@ class _Greeting(msgspec.Struct, frozen=True):
 
 
 class Leader:
-    """Process 0's connections to the followers. `stop` is set when one of them is asked to stop."""
+    """Process 0's connections to the followers. `stop` is called when one of them is asked to stop."""
 
-    def __init__(self, links: Sequence[socket.socket], stop: threading.Event) -> None:
-        self._links, self._stop, self._ended, self._end_now = tuple(links), stop, False, _end_now
+    def __init__(self, links: Sequence[socket.socket], stop: Callable[[], None], role: str = "learner") -> None:
+        self._links, self._stop, self._role = tuple(links), stop, role
+        self._ended, self._end_now, self._sending = False, _end_now, threading.Lock()
         self._parts: dict[tuple[Version, int], tuple[str, bytes]] = {}  # that followers serve, until they are taken
         self._served = threading.Condition()
         for index, link in enumerate(self._links, 1):
             threading.Thread(target=self._watch, args=(link, index), name=f"follower-{index}", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Send `command` to all followers. Call this before executing it here, and always from the same thread."""
+        """Send `command` to all followers. Those that run programs must be sent by one thread, before they run here."""
         body = wire.encode(command)
-        for index, link in enumerate(self._links, 1):
-            try:
-                link.sendall(_LENGTH.pack(len(body)))
-                link.sendall(body)
-            except OSError as error:
-                self._end_now(f"process {index} of the learner is gone ({error})")
+        with self._sending:
+            for index, link in enumerate(self._links, 1):
+                try:
+                    link.sendall(_LENGTH.pack(len(body)))
+                    link.sendall(body)
+                except OSError as error:
+                    self._end_now(f"process {index} of the {self._role} is gone ({error})")
 
     def publish(self, version: Version, *, frozen: bool) -> None:
         """Let the followers publish the parameters that they have computed last; call it on the thread of `send`."""
         self.send(Command("freeze" if frozen else "publish", version))
 
     def parts(self, version: Version, limit_s: float) -> list[tuple[str, bytes]]:
-        """The address and the encoded manifest of each follower's part. TransferError after `limit_s`."""
+        """Address and manifest of the part that each follower `serves`. TransferError after `limit_s`."""
         wanted = [(version, index) for index in range(1, len(self._links) + 1)]
         with self._served:
             if not self._served.wait_for(lambda: all(one in self._parts for one in wanted), limit_s):
                 late = ", ".join(str(index) for _, index in wanted if (version, index) not in self._parts)
-                raise TransferError(f"processes {late} of the learner did not serve version {version} in {limit_s:g} s")
+                late = f"processes {late} of the {self._role}"
+                raise TransferError(f"{late} did not serve version {version} in {limit_s:g} s")
             return [self._parts.pop(one) for one in wanted]
 
     def end(self, code: int) -> None:
@@ -126,13 +128,13 @@ class Leader:
             self._end_now(text, code)
 
     def _watch(self, link: socket.socket, index: int) -> None:
-        reason = Command("abandon", text=f"process {index} of the learner is gone", code=EXIT_FAILURE)
+        reason = Command("abandon", text=f"process {index} of the {self._role} is gone", code=EXIT_FAILURE)
         while message := _read(link, 1):
             if message == _FAILED:
                 reason = _read_command(link) or reason
                 break
             if message == _STOP:
-                self._stop.set()
+                self._stop()
             elif part := _read_command(link):
                 with self._served:
                     self._parts[_version(part), index] = part.text, part.body
@@ -144,8 +146,9 @@ class Leader:
 class Follower:
     """A follower's connection to process 0."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link, self._end_now, self._sending = link, _end_now, threading.RLock()  # a signal may interrupt a sender
+    def __init__(self, link: socket.socket, role: str = "learner") -> None:
+        self._link, self._end_now, self._role = link, _end_now, role
+        self._sending = threading.RLock()  # a signal may interrupt a sender
         self._commands: queue.Queue[Command] = queue.Queue()
         threading.Thread(target=self._listen, name="leader", daemon=True).start()
 
@@ -192,71 +195,67 @@ class Follower:
             self._commands.put(command)
             if command.what == "end":
                 return
-        self._end_now("process 0 of the learner is gone")
+        self._end_now(f"process 0 of the {self._role} is gone")
 
 
-def join(args: RoleArgs, stop: threading.Event) -> Leader | Follower | None:
-    """The role of this process, after all processes of the learner have joined; None if it is the only one.
+def join(hosts: RoleHosts, coordinator: str | None, stop: Callable[[], None]) -> Leader | Follower | None:
+    """The part of this process, after all `hosts` have joined; None if it is the only one.
 
     Call it before anything else of JAX. Raises ConfigError when the processes cannot find each other or their number
     differs from the config, DeadlineExceeded when some do not join within JOIN_S.
     """
-    count = args.config.placement.learner_hosts
-    if count == 1:
+    if hosts.count == 1:
         return None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours
-    host = _join_cluster(args, count)
-    _check_cluster(args)
+    host = _join_cluster(hosts, coordinator)
+    _check_cluster(hosts)
     if jax.process_index():
-        return Follower(_connect(_broadcast(None)))
-    with socket.create_server((host if protocol.is_loopback(host) else "", 0), backlog=count) as listener:
+        return Follower(_connect(_broadcast(None)), hosts.name)
+    with socket.create_server((host if protocol.is_loopback(host) else "", 0), backlog=hosts.count) as listener:
         greeting = _Greeting(host, listener.getsockname()[1], secrets.token_hex(32).encode())
         _broadcast(greeting)
-        return Leader(_accept(listener, greeting.secret, count - 1), stop)
+        return Leader(_accept(listener, greeting.secret, hosts), stop, hosts.name)
 
 
-def _join_cluster(args: RoleArgs, count: int) -> str:
+def _join_cluster(hosts: RoleHosts, coordinator: str | None) -> str:
     """Join JAX's cluster; return the host name under which followers reach process 0 (used by process 0 only)."""
-    if args.coordinator is None:
+    if coordinator is None:
         try:
             jax.distributed.initialize(initialization_timeout=JOIN_S, heartbeat_timeout_seconds=SILENCE_S)
         except ValueError as error:
-            reason = f"the hosts of the learner cannot find each other ({error})"
-            remedy = "Give every host the address of the first one, as HOST:PORT, and its own --index."
+            reason = f"the hosts of the {hosts.name} cannot find each other ({error})"
+            remedy = "Give every host the address of the first one, as HOST:PORT, and its own number."
             raise ConfigError("--coordinator", None, reason, remedy) from error
         return socket.gethostname()
-    host, port = _coordinator_address(args.coordinator, args.run_dir, args.index)
+    host, port = _coordinator_address(coordinator, hosts.meeting, hosts.index)
     address = f"{host}:{port}"
     jax.distributed.initialize(
         address,
-        count,
-        args.index,
+        hosts.count,
+        hosts.index,
         cluster_detection_method="deactivate",  # the config, not a batch system, decides about devices
         initialization_timeout=JOIN_S,
         heartbeat_timeout_seconds=SILENCE_S,
-        coordinator_bind_address=address if protocol.is_loopback(host) and not args.index else None,
+        coordinator_bind_address=address if protocol.is_loopback(host) and not hosts.index else None,
     )
     return host
 
 
-def _check_cluster(args: RoleArgs) -> None:
-    count, mesh = args.config.placement.learner_hosts, args.config.learner.mesh
-    if jax.process_count() != count:
-        joined = f"{jax.process_count()} processes joined"
-        raise ConfigError("placement.learner_hosts", count, joined, "Set it to the number of the learner's hosts.")
-    if jax.device_count() != mesh.devices:
-        found = f"the {count} hosts have {jax.device_count()} devices"
-        remedy = "The mesh of a learner on several hosts must use all of their devices."
-        raise ConfigError("learner.mesh", mesh.devices, found, remedy)
+def _check_cluster(hosts: RoleHosts) -> None:
+    if (joined := jax.process_count()) != hosts.count:
+        raise ConfigError(hosts.key, hosts.count, f"{joined} processes joined", "Set it to the number of hosts.")
+    if jax.device_count() != (wanted := hosts.mesh.devices):
+        found = f"the {hosts.count} hosts have {jax.device_count()} devices"
+        key, remedy = f"{hosts.name.partition('-')[0]}.mesh", "The mesh must use all devices of all hosts."
+        raise ConfigError(key, wanted, found, remedy)
 
 
-def _coordinator_address(coordinator: str, run_dir: Path, index: int) -> tuple[str, int]:
-    """Host and port of JAX's coordinator. With port 0, process 0 takes a free port and writes it to a file."""
+def _coordinator_address(coordinator: str, file: Path, index: int) -> tuple[str, int]:
+    """Host and port of JAX's coordinator. With port 0, process 0 takes a free port and writes it to `file`."""
     host, _, text = coordinator.rpartition(":")
     if not host or not text.isdigit():
         raise ConfigError("--coordinator", coordinator, "not an address", "Write HOST:PORT.")
-    file = RunPaths(run_dir).coordinator_address
     if int(text) or index:
         return (host, int(text)) if int(text) else _wait_for_address(file)
     with socket.create_server((host, 0)) as probe:
@@ -276,7 +275,7 @@ def _wait_for_address(file: Path) -> tuple[str, int]:
                 if probe.connect_ex((host, int(port))) == 0:
                     return host, int(port)
         time.sleep(_POLL_S)
-    raise DeadlineExceeded(f"{file} named no address at which the learner's first process answers, within {JOIN_S} s")
+    raise DeadlineExceeded(f"{file} named no address at which process 0 of this role answers, within {JOIN_S} s")
 
 
 def _broadcast(greeting: _Greeting | None) -> _Greeting:
@@ -294,15 +293,15 @@ def _connect(greeting: _Greeting) -> socket.socket:
     return _configured(link)
 
 
-def _accept(listener: socket.socket, secret: bytes, count: int) -> list[socket.socket]:
-    """The connections of `count` processes that sent the secret, ordered by their index."""
-    links, deadline_s = {}, time.monotonic() + JOIN_S
+def _accept(listener: socket.socket, secret: bytes, hosts: RoleHosts) -> list[socket.socket]:
+    """The connections of the other processes, which send the secret, ordered by their index."""
+    links, deadline_s, count = dict[int, socket.socket](), time.monotonic() + JOIN_S, hosts.count - 1
     while len(links) < count:
         listener.settimeout(max(_POLL_S, deadline_s - time.monotonic()))
         try:
             link, _ = listener.accept()
         except TimeoutError as error:
-            reason = f"{count - len(links)} processes of the learner did not connect within {JOIN_S} s"
+            reason = f"{count - len(links)} processes of the {hosts.name} did not connect within {JOIN_S} s"
             raise DeadlineExceeded(reason) from error
         link.settimeout(protocol.HANDSHAKE_S)
         shown = _read(link, len(secret) + _INDEX.size)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxroll import lifeline, wire
-from tests.harness.xla import FAST_COMPILATION
+from jaxroll import wire
+from tests.harness.processes import ran_together
 
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).parents[1] / "harness/programs/learner_host.py"
-LIMIT_S = 240.0
 # Sharded over the two processes: rows; rows and parameters; heads and hidden units (with rows replicated).
 MESHES = {
     "rows": {"data": 2, "tensor": 2},
@@ -55,37 +50,6 @@ def wanted(pairs: list[tuple[str, str]]) -> dict[str, dict]:
     return {f"{name} on {mesh}": LEARNERS[name] | {"mesh": MESHES[mesh]} for name, mesh in pairs}
 
 
-def started(folder: Path, index: int, processes: int, address: str) -> subprocess.Popen:
-    """One process, with its share of four devices."""
-    flags = f"--xla_force_host_platform_device_count={4 // processes} --xla_cpu_collective_timeout_seconds=200"
-    environment = os.environ | {
-        "PYTHONPATH": str(_SCRIPT.parents[3]),
-        "XLA_FLAGS": f"{flags} {FAST_COMPILATION}",
-        "JAX_PLATFORMS": "cpu",
-        "NPROC": "1",
-        lifeline.PARENT_ENV: str(os.getpid()),
-    }
-    log = (folder / f"{processes}-{index}.log").open("w")
-    words = [sys.executable, str(_SCRIPT), str(folder), str(index), str(processes), address]
-    return subprocess.Popen(words, env=environment, stdout=log, stderr=log)
-
-
-def ran(folder: Path, processes: int) -> None:
-    """Run so many processes to their end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    children = [started(folder, index, processes, address) for index in range(processes)]
-    try:
-        codes = [child.wait(LIMIT_S) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    logs = "\n".join((folder / f"{processes}-{index}.log").read_text()[-3000:] for index in range(processes))
-    assert codes == [0] * processes, logs
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.soak
 @pytest.mark.parametrize("pairs", [FEW, MORE], ids=["few", "more"])
@@ -100,7 +64,7 @@ def test_two_processes_make_the_update_of_one(make_claim, tmp_path, pairs):
         for number, claim in enumerate(claims):
             (folder / f"claim-{number}").write_bytes(wire.encode(claim))
         (folder / "options.json").write_text(json.dumps(options))
-        ran(folder, processes)
+        ran_together(_SCRIPT, folder, processes, devices=4)
         for name in options:
             for index in range(processes):
                 rows = json.loads((folder / f"{name}-{index}.json").read_text())
