@@ -7,7 +7,7 @@ effect of all claims below k. `begin(k)` starts from that checkpoint, and the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy import selection
@@ -17,7 +17,7 @@ from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
 from jaxroll.store.core.events import Cut
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
-from jaxroll.store.core.state import FREE, LEASED, Batch, Group, Lineage, State, base_step, on_line
+from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
 
 SHRINK_LEAST = 2  # finished members, which can be compared; one of a group of two, which would wait forever
 
@@ -202,38 +202,6 @@ def _not_ready(
         lacking = ", ".join(str(m) for m, _ in first.missing())
         why = f"{missing} groups are not finished; group {first.id} misses members {lacking} ({first.state})"
     return Decision(events, NotReady(why))
-
-
-# --- times at which a tick or a claim is due
-
-
-def next_deadline_s(state: State, now_s: float) -> float | None:
-    """The time at which the next lease expires or the next resting member may be leased; None if there is none.
-
-    A free member whose rest is over is not due any more; an expired lease stays due until the next tick.
-    """
-    lacking = state.index.lacking.values()
-    due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
-    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
-    return min(due, default=None)
-
-
-def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
-    """True if an unfinished group among the next `batch` has been leased for longer than `deadline_s`."""
-    return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
-
-
-def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
-    """The time at which the next unfinished group of the next `batch` reaches `deadline_s`; None if there is none."""
-    return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
-
-
-def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float]:
-    for group in state.index.lacking.values():
-        if state.index.place_of(group) >= batch:
-            break
-        if group.leased_at_s is not None:
-            yield group.leased_at_s + deadline_s
 
 
 # --- calls of the learner

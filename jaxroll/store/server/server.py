@@ -10,7 +10,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings, status
-from jaxroll.store.core.state import outstanding
-from jaxroll.store.core.training import next_deadline_s, next_straggler_s, straggler_due
+from jaxroll.store.core.state import FREE, LEASED, State, outstanding
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
@@ -360,3 +359,35 @@ def _port_before(run_dir: Path) -> int:
 def _write_address(run_dir: Path, address: str) -> None:
     """Replace the address file; readers see a whole address even after a crash of the machine."""
     disk.replace_text(RunPaths(run_dir).store_address, address + "\n", synced=True)
+
+
+# --- times at which a tick or a claim is due
+
+
+def next_deadline_s(state: State, now_s: float) -> float | None:
+    """The time at which the next lease expires or the next resting member may be leased; None if there is none.
+
+    A free member whose rest is over is not due any more; an expired lease stays due until the next tick.
+    """
+    lacking = state.index.lacking.values()
+    due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
+    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
+    return min(due, default=None)
+
+
+def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
+    """True if an unfinished group among the next `batch` has been leased for longer than `deadline_s`."""
+    return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
+
+
+def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
+    """The time at which the next unfinished group of the next `batch` reaches `deadline_s`; None if there is none."""
+    return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
+
+
+def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float]:
+    for group in state.index.lacking.values():
+        if state.index.place_of(group) >= batch:
+            break
+        if group.leased_at_s is not None:
+            yield group.leased_at_s + deadline_s

@@ -21,7 +21,7 @@ from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases
 from jaxroll.store.core.admission import status, waits
-from jaxroll.store.core.training import next_deadline_s
+from jaxroll.store.server.server import next_deadline_s
 from tests.harness.store.machine import V0, Machine
 from tests.harness.store.virtual_cluster import Cluster, Fault, Result, World
 

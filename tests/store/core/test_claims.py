@@ -8,7 +8,7 @@ from jaxroll.errors import Closed, NotReady, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.invariants import Seen, impossible
-from jaxroll.store.core.training import next_straggler_s, straggler_due
+from jaxroll.store.server.server import next_straggler_s, straggler_due
 from tests.harness.store.machine import V0, Machine
 
 

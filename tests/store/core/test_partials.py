@@ -18,8 +18,8 @@ from jaxroll.store.core.admission import RESERVED_S, Settings
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import Index, State, conservation_residual, held_bytes
-from jaxroll.store.core.training import next_deadline_s
 from jaxroll.store.log import replay
+from jaxroll.store.server.server import next_deadline_s
 from tests.harness.store.machine import V0, Machine, offer
 
 V1 = Version(0, 1)
