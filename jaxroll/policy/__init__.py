@@ -1,1 +1,1 @@
-"""Pure admission decisions: staleness limiter, claim order, filters, health of lease holders. No JAX, no clock."""
+"""Pure admission decisions: staleness limiter, filters, adaptive window, health of lease holders. No JAX, no clock."""

@@ -1,4 +1,4 @@
-"""Groups of a claim (dynamic filtering, order, adaptive in-flight window), and the best of the checkpoints. Pure.
+"""Dynamic filtering of groups, the adaptive in-flight window, and the best of the checkpoints. Pure.
 
 Filters reject finished groups whose rewards carry little or no gradient.
 
@@ -19,12 +19,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import random
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +84,7 @@ def removable(
     return [version for version in older[: max(0, len(older) - (kept - 1))] if version not in spared]
 
 
-# --- Selection of groups (dynamic filtering, the order in which claims take them) and of checkpoints (the best). Pure
+# --- Dynamic filtering of groups. Pure
 
 KINDS = ("none", "mean_band", "pass_rate", "min_std")
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -193,77 +192,6 @@ _BUILT_IN: dict[str, Callable[[Filter, Sequence[float]], str]] = {
     "pass_rate": lambda f, rewards: _band(_mean([float(r >= 1.0) for r in rewards]), f.low, f.high, "pass rate"),
     "min_std": lambda f, rewards: "rewards too alike" if _spread(rewards) <= f.low else "",
 }
-
-
-# --- claim order (docs/store_contract.md, promise 8)
-#
-# `lease_order` takes groups in the order of their prompts, so short answers are not favoured and a run is reproducible.
-# `ready_first` takes the groups that finished first, `freshest_first` those sampled last; with these two, the other
-# groups grow stale.
-
-
-class Claimable(Protocol):
-    """The part of a group that `pick` reads; the fields are those of `Candidate`."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def ready_place(self) -> int | None: ...
-    @property
-    def oldest_step(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Unclaimed group. `ready_place` is its position in the order of completion; None if it is unfinished."""
-
-    group: int
-    ready_place: int | None
-    oldest_step: int = 0  # the version of its oldest token
-
-
-@dataclass(frozen=True)
-class Pick:
-    """Groups `chosen` for a claim and `surplus` ones to abort; or the unfinished groups that are `missing` for it."""
-
-    chosen: tuple[int, ...] = ()
-    surplus: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
-
-
-def pick(policy: str, candidates: Sequence[Claimable], batch: int, redundant: int, last: bool) -> Pick:
-    """Pick the groups of the next claim from `candidates` (in the order of issue).
-
-    `last`: no further group will come, so the batch may be short. With `redundant` groups the first `batch` to finish
-    among `batch + redundant` are chosen and the others are surplus.
-    """
-    head = candidates[: batch + redundant] if policy == "lease_order" else candidates
-    ready = [c for c in head if c.ready_place is not None]
-    wanted = min(batch, len(candidates)) if last else batch
-    if len(ready) < wanted or wanted == 0:
-        return Pick(missing=tuple(c.group for c in head if c.ready_place is None))
-    if policy == "ready_first":
-        ready.sort(key=lambda c: (c.ready_place, c.group))
-    elif policy == "freshest_first":
-        ready.sort(key=lambda c: (-c.oldest_step, c.group))
-    elif redundant:
-        ready.sort(key=lambda c: (c.ready_place, c.group))
-    chosen = sorted(c.group for c in ready[:wanted])
-    return Pick(chosen=tuple(chosen), surplus=_surplus(head, chosen, redundant))
-
-
-def _surplus(head: Sequence[Claimable], chosen: list[int], redundant: int) -> tuple[int, ...]:
-    """At most `redundant` groups of the head that were not chosen; unfinished ones first, because they cost least."""
-    rest = [c for c in head if c.group not in set(chosen)]
-    rest.sort(key=lambda c: (c.ready_place is not None, c.group))
-    return tuple(sorted(c.group for c in rest[:redundant]))
-
-
-def shuffled(groups: Sequence[int], seed: int) -> tuple[int, ...]:
-    """`groups` in a random order determined by `seed`."""
-    order = list(groups)
-    random.Random(seed).shuffle(order)
-    return tuple(order)
 
 
 # --- in-flight window: `adaptive` is the smallest one that keeps the learner busy

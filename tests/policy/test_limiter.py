@@ -10,7 +10,6 @@ from hypothesis import given
 
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter, groups_ahead
-from jaxroll.policy.selection import Candidate, pick, shuffled
 
 ALPHAS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
 
@@ -85,46 +84,6 @@ def test_settings_that_deadlock_are_refused_by_name(kwargs: dict, key: str) -> N
 
 def test_settings_at_the_edge_are_taken() -> None:
     assert AgeLimiter(1, 4, publish_every=2, buffer_groups=8).window(0) == 8
-
-
-# --- order
-
-READY = [Candidate(0, 3, 5), Candidate(1, 0, 7), Candidate(2, None), Candidate(3, 1, 6), Candidate(4, 2, 7)]
-
-
-def test_lease_order_waits_for_the_head() -> None:
-    assert pick("lease_order", READY, 2, 0, last=False).chosen == (0, 1)
-    assert pick("lease_order", READY[1:], 2, 0, last=False).missing == (2,)
-    assert pick("lease_order", READY[:2], 3, 0, last=False).missing == ()
-
-
-def test_redundancy_takes_the_first_to_finish_and_gives_up_the_rest() -> None:
-    found = pick("lease_order", READY, 3, 2, last=False)
-    assert found.chosen == (1, 3, 4)
-    assert found.surplus == (0, 2)
-    assert pick("lease_order", READY, 3, 1, last=False).surplus == (2,)
-
-
-def test_other_orders_take_from_the_whole_pool() -> None:
-    assert pick("ready_first", READY, 2, 0, last=False).chosen == (1, 3)
-    assert pick("freshest_first", READY, 2, 0, last=False).chosen == (1, 4)
-    assert pick("ready_first", READY[2:3], 1, 0, last=False).missing == (2,)
-
-
-def test_the_last_batch_may_be_short_but_not_partial() -> None:
-    assert pick("lease_order", READY[:2], 3, 0, last=True).chosen == (0, 1)
-    assert pick("lease_order", READY[:3], 4, 0, last=True).missing == (2,)
-    assert pick("lease_order", [], 4, 0, last=True).chosen == ()
-
-
-@given(st.lists(st.integers(), unique=True), st.integers(0, 2**31))
-def test_a_shuffle_is_a_permutation_that_its_seed_decides(groups: list[int], seed: int) -> None:
-    assert sorted(shuffled(groups, seed)) == sorted(groups)
-    assert shuffled(groups, seed) == shuffled(groups, seed)
-
-
-def test_a_shuffle_shuffles() -> None:
-    assert shuffled(range(50), 1) != shuffled(range(50), 2) != tuple(range(50))
 
 
 def test_only_lease_order_promises_a_place() -> None:

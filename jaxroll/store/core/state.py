@@ -85,7 +85,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def group(self) -> int:
-        """Its id: a group is a candidate of a claim (`selection.pick`)."""
+        """Its id: a group is a candidate of a claim (`training.pick`)."""
         return self.id
 
     @property

@@ -7,10 +7,12 @@ effect of all claims below k. `begin(k)` starts from that checkpoint, and the ne
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
-from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
@@ -65,23 +67,23 @@ def _new_claim(settings: Settings, state: State, r: ev.ClaimStep, now_s: float) 
         return Decision(events, Closed(over[0]))
     closed = {e.group: place for place, e in enumerate(shrinking)}
     gone = {e.group for e in rejected if isinstance(e, ev.Expired)}
-    candidates: Sequence[selection.Claimable] = usable  # a group is one itself
+    candidates: Sequence[Claimable] = usable  # a group is one itself
     if closed or settings.order == "freshest_first":
         candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
     if last and not candidates:
         return Decision(events, Closed(END_OF_DATA))
-    pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
-    if not pick.chosen:
-        first = state.open[pick.missing[0]] if pick.missing else None
-        return _not_ready(settings, state, r, events, len(pick.missing), first, len(candidates))
-    events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
-    claimed = _claimed(settings, state, r, pick, now_s)
+    picked = pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
+    if not picked.chosen:
+        first = state.open[picked.missing[0]] if picked.missing else None
+        return _not_ready(settings, state, r, events, len(picked.missing), first, len(candidates))
+    events += [ev.Expired(gid, "surplus") for gid in picked.surplus]
+    claimed = _claimed(settings, state, r, picked, now_s)
     return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
 
 
-def _claimed(settings: Settings, state: State, r: ev.ClaimStep, pick: selection.Pick, now_s: float) -> ev.Claimed:
+def _claimed(settings: Settings, state: State, r: ev.ClaimStep, picked: Pick, now_s: float) -> ev.Claimed:
     seed = settings.shuffle_seed(r.step)
-    groups = selection.shuffled(pick.chosen, seed)
+    groups = shuffled(picked.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
     waited_s, worked_s = _learner_s(state, now_s)
     pace = adapted_pace(settings, state, waited_s, worked_s)
@@ -170,10 +172,10 @@ def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> l
     return events
 
 
-def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> selection.Candidate:
+def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> Candidate:
     """The group as a candidate for a claim. `closed` maps the groups that this decision closes to their order."""
     place = ready_places + closed[group.id] if group.id in closed else group.ready_place
-    return selection.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
+    return Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
 
 
 def _may_straggle(settings: Settings, state: State, now_s: float) -> bool:
@@ -202,6 +204,77 @@ def _not_ready(
         lacking = ", ".join(str(m) for m, _ in first.missing())
         why = f"{missing} groups are not finished; group {first.id} misses members {lacking} ({first.state})"
     return Decision(events, NotReady(why))
+
+
+# --- claim order (docs/store_contract.md, promise 8)
+#
+# `lease_order` takes groups in the order of their prompts, so short answers are not favoured and a run is reproducible.
+# `ready_first` takes the groups that finished first, `freshest_first` those sampled last; with these two, the other
+# groups grow stale.
+
+
+class Claimable(Protocol):
+    """The part of a group that `pick` reads; the fields are those of `Candidate`."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def ready_place(self) -> int | None: ...
+    @property
+    def oldest_step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Unclaimed group. `ready_place` is its position in the order of completion; None if it is unfinished."""
+
+    group: int
+    ready_place: int | None
+    oldest_step: int = 0  # the version of its oldest token
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Groups `chosen` for a claim and `surplus` ones to abort; or the unfinished groups that are `missing` for it."""
+
+    chosen: tuple[int, ...] = ()
+    surplus: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+
+def pick(policy: str, candidates: Sequence[Claimable], batch: int, redundant: int, last: bool) -> Pick:
+    """Pick the groups of the next claim from `candidates` (in the order of issue).
+
+    `last`: no further group will come, so the batch may be short. With `redundant` groups the first `batch` to finish
+    among `batch + redundant` are chosen and the others are surplus.
+    """
+    head = candidates[: batch + redundant] if policy == "lease_order" else candidates
+    ready = [c for c in head if c.ready_place is not None]
+    wanted = min(batch, len(candidates)) if last else batch
+    if len(ready) < wanted or wanted == 0:
+        return Pick(missing=tuple(c.group for c in head if c.ready_place is None))
+    if policy == "ready_first":
+        ready.sort(key=lambda c: (c.ready_place, c.group))
+    elif policy == "freshest_first":
+        ready.sort(key=lambda c: (-c.oldest_step, c.group))
+    elif redundant:
+        ready.sort(key=lambda c: (c.ready_place, c.group))
+    chosen = sorted(c.group for c in ready[:wanted])
+    return Pick(chosen=tuple(chosen), surplus=_surplus(head, chosen, redundant))
+
+
+def _surplus(head: Sequence[Claimable], chosen: list[int], redundant: int) -> tuple[int, ...]:
+    """At most `redundant` groups of the head that were not chosen; unfinished ones first, because they cost least."""
+    rest = [c for c in head if c.group not in set(chosen)]
+    rest.sort(key=lambda c: (c.ready_place is not None, c.group))
+    return tuple(sorted(c.group for c in rest[:redundant]))
+
+
+def shuffled(groups: Sequence[int], seed: int) -> tuple[int, ...]:
+    """`groups` in a random order determined by `seed`."""
+    order = list(groups)
+    random.Random(seed).shuffle(order)
+    return tuple(order)
 
 
 # --- calls of the learner

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.policy import selection
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
@@ -46,28 +45,26 @@ def replayed_batch_in_another_order(patch: Patch) -> None:
 
 @breaks("8 order")
 def head_skipped(patch: Patch) -> None:
-    wrap(
-        patch, selection, "pick", lambda pick, policy, *rest: pick(policy.replace("lease_order", "ready_first"), *rest)
-    )
+    wrap(patch, training, "pick", lambda pick, policy, *rest: pick(policy.replace("lease_order", "ready_first"), *rest))
 
 
 @breaks("8 order")
 def batch_not_shuffled(patch: Patch) -> None:
-    patch.setattr(selection, "shuffled", lambda groups, seed: tuple(groups))
+    patch.setattr(training, "shuffled", lambda groups, seed: tuple(groups))
 
 
 @breaks("7 surplus")
 def surplus_trained(patch: Patch) -> None:
-    def pick(original: Any, *arguments: Any) -> selection.Pick:
+    def pick(original: Any, *arguments: Any) -> training.Pick:
         found = original(*arguments)
         return replace(found, chosen=tuple(sorted(found.chosen + found.surplus)), surplus=())
 
-    wrap(patch, selection, "pick", pick)
+    wrap(patch, training, "pick", pick)
 
 
 @breaks("7 surplus")
 def surplus_kept(patch: Patch) -> None:
-    wrap(patch, selection, "pick", lambda pick, *rest: replace(pick(*rest), surplus=()))
+    wrap(patch, training, "pick", lambda pick, *rest: replace(pick(*rest), surplus=()))
 
 
 @breaks("expired groups are re-issued")

@@ -1,13 +1,16 @@
-"""Claims: whole groups, stale tokens, stragglers and the last batch."""
+"""Claims: whole groups, stale tokens, stragglers, the last batch, and the order of groups."""
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from jaxroll.errors import Closed, NotReady, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.training import Candidate, pick, shuffled
 from jaxroll.store.server.server import next_straggler_s, straggler_due
 from tests.harness.store.machine import V0, Machine
 
@@ -168,3 +171,43 @@ def test_the_end_of_the_data_gives_a_short_batch_and_then_closes() -> None:
         m.claim(2)
     with pytest.raises(Closed, match="end of data"):
         m.lease(1, Version(0, 2))
+
+
+# --- order
+
+READY = [Candidate(0, 3, 5), Candidate(1, 0, 7), Candidate(2, None), Candidate(3, 1, 6), Candidate(4, 2, 7)]
+
+
+def test_lease_order_waits_for_the_head() -> None:
+    assert pick("lease_order", READY, 2, 0, last=False).chosen == (0, 1)
+    assert pick("lease_order", READY[1:], 2, 0, last=False).missing == (2,)
+    assert pick("lease_order", READY[:2], 3, 0, last=False).missing == ()
+
+
+def test_redundancy_takes_the_first_to_finish_and_gives_up_the_rest() -> None:
+    found = pick("lease_order", READY, 3, 2, last=False)
+    assert found.chosen == (1, 3, 4)
+    assert found.surplus == (0, 2)
+    assert pick("lease_order", READY, 3, 1, last=False).surplus == (2,)
+
+
+def test_other_orders_take_from_the_whole_pool() -> None:
+    assert pick("ready_first", READY, 2, 0, last=False).chosen == (1, 3)
+    assert pick("freshest_first", READY, 2, 0, last=False).chosen == (1, 4)
+    assert pick("ready_first", READY[2:3], 1, 0, last=False).missing == (2,)
+
+
+def test_the_last_batch_may_be_short_but_not_partial() -> None:
+    assert pick("lease_order", READY[:2], 3, 0, last=True).chosen == (0, 1)
+    assert pick("lease_order", READY[:3], 4, 0, last=True).missing == (2,)
+    assert pick("lease_order", [], 4, 0, last=True).chosen == ()
+
+
+@given(st.lists(st.integers(), unique=True), st.integers(0, 2**31))
+def test_a_shuffle_is_a_permutation_that_its_seed_decides(groups: list[int], seed: int) -> None:
+    assert sorted(shuffled(groups, seed)) == sorted(groups)
+    assert shuffled(groups, seed) == shuffled(groups, seed)
+
+
+def test_a_shuffle_shuffles() -> None:
+    assert shuffled(range(50), 1) != shuffled(range(50), 2) != tuple(range(50))

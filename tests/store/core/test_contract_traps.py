@@ -11,11 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from jaxroll.errors import ConfigError, NoCredit, NotReady, StoreRefusal
-from jaxroll.policy import selection
 from jaxroll.policy.limiter import AgeLimiter, Share
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import leases
+from jaxroll.store.core import leases, training
 from jaxroll.store.core.admission import MemberChooser
 from jaxroll.store.core.state import State, base_step
 from tests.harness.store.machine import Machine
@@ -169,19 +168,19 @@ def long_head() -> Greedy:
     return greedy
 
 
-def skipping(policy: str, candidates, batch: int, redundant: int, last: bool) -> selection.Pick:
+def skipping(policy: str, candidates, batch: int, redundant: int, last: bool) -> training.Pick:
     """The trap: the head is passed over when it is not ready, as if the next one were as good."""
     ready = [c for c in candidates if c.ready_place is not None]
     return true_pick(policy, ready if len(ready) >= batch else candidates, batch, redundant, last)
 
 
-true_pick = selection.pick
+true_pick = training.pick
 
 
 def test_heads_are_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is passed over grows stale, and its long prompt comes again and again."""
     clean(long_head)
-    monkeypatch.setattr(selection, "pick", skipping)
+    monkeypatch.setattr(training, "pick", skipping)
     with pytest.raises(AssertionError):
         clean(long_head)
     lengths = long_head().machine.state
@@ -216,7 +215,7 @@ def test_redundant_groups_are_inside_the_window(monkeypatch: pytest.MonkeyPatch)
 def test_the_surplus_ends_with_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Surplus that lives on grows older than the bound; the trap keeps it for the next claim."""
     kept = Machine(alpha=0.0, batch=3, redundant=1, size=1, steps=60)
-    monkeypatch.setattr(selection, "_surplus", lambda head, chosen, redundant: ())
+    monkeypatch.setattr(training, "_surplus", lambda head, chosen, redundant: ())
     greedy = Greedy(kept, lambda g: 1 if g % 4 == 0 else 0)
     for _ in range(40):
         greedy.round()
