@@ -1,4 +1,4 @@
-"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens; holders of leases; curriculum.
+"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens; adaptive window; lease holders.
 
 The contract is docs/store_contract.md, promise 7.
 
@@ -19,11 +19,10 @@ With `lease_order`, (a) implies (b): a < x·B + R groups ahead are consumed in �
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -124,77 +123,8 @@ class Health(msgspec.Struct):
         self.failures, self.rests, self.rested_at_s = 0, self.rests // 2, None
 
 
-# --- Staleness limiter
-
-# --- Curriculum: admit or skip the next prompt of the stream by the results of its question so far
+# --- Questions: counts of their groups and members
 #
-# With r̄ the mean reward of the question's members so far and s the next claim, a question is admitted if
-#
-#     band           low < r̄ < high
-#     easy_to_hard   r̄ ≥ high − (high − low)·min(1, s/steps)
-#
-# and, for every kind, if at least `rest` claims were made since the one that took it last. A question without results
-# is admitted. Of the others the share `explore` is admitted all the same: results go out of date while the model
-# learns, and a stream of skipped questions alone would give no prompts. The draw depends on `seed` and the prompt's
-# ordinal only, so equal histories give equal orders.
-#
-# Sources: bands of difficulty as in DAPO's filter (Yu et al. 2025, arXiv 2503.14476, 3.2), applied before sampling;
-# curricula from easy to hard: Bengio et al. 2009.
-
-KINDS = ("none", "band", "easy_to_hard")
-
-
-@dataclass(frozen=True)
-class Curriculum:
-    """Rule for prompts. `steps` is the number of claims over which `easy_to_hard` lowers its bound."""
-
-    kind: str = "none"
-    low: float = 0.0
-    high: float = 1.0
-    rest: int = 0
-    explore: float = 0.1
-    steps: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind != "none" and not self.low < self.high:
-            raise ConfigError(
-                "schedule.curriculum_low",
-                self.low,
-                f"there is no value between it and schedule.curriculum_high = {self.high:g}",
-                "Set it below schedule.curriculum_high.",
-            )
-
-    @property
-    def is_off(self) -> bool:
-        """True if it admits every prompt."""
-        return self.kind == "none" and not self.rest
-
-    def admits(self, reward_mean: float | None, last_step: int | None, step: int, ordinal: int) -> bool:
-        """True if prompt `ordinal` of the stream becomes a group before claim `step`.
-
-        `reward_mean` is that of its question (None: no result yet), `last_step` the claim that took it last.
-        """
-        if self.is_off:
-            return True
-        rests = last_step is not None and step - last_step < self.rest
-        if not rests and (reward_mean is None or self._fits(reward_mean, step)):
-            return True
-        return self._draw(ordinal) < self.explore
-
-    def _fits(self, reward_mean: float, step: int) -> bool:
-        if self.kind == "band":
-            return self.low < reward_mean < self.high
-        if self.kind == "easy_to_hard":
-            return reward_mean >= self.high - (self.high - self.low) * min(1.0, step / self.steps)
-        return True
-
-    def _draw(self, ordinal: int) -> float:
-        """A number in [0, 1) determined by the seed and the ordinal."""
-        digest = hashlib.blake2b(f"{self.seed}/curriculum/{ordinal}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") / 2**64
-
-
 # Every group that is claimed, or rejected by the filter, counts once among the questions, however often a learner
 # trains on the claim. Only the questions touched last are kept in the store's state; its table `questions` has all.
 
@@ -311,6 +241,76 @@ class AgeLimiter:
 def groups_ahead(policy: str, place: int, total: int) -> int:
     """The number of the `total` unclaimed groups that may be trained before the one at position `place`."""
     return place if policy == "lease_order" else max(0, total - 1)
+
+
+# --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
+#
+# The age limiter bounds how far samplers may run ahead: the full window. A window larger than the one that keeps the
+# learner busy only makes tokens older. So the window shrinks while the learner finds its claims ready and grows when it
+# waits, between the number of groups that the next publication needs and the full window.
+#
+# Waiting is measured as a share of the learner's time over about a hundred claims: below `TOLERATED`/2 the window
+# shrinks, above `TOLERATED` it grows. This bounds the cost of trying a smaller window. If the learner would wait under
+# any window (samplers are too slow, or a few answers are very long), the full window stays. The rule depends on the
+# logged claims only: how long the learner waited for each, and how long it worked before.
+
+TOLERATED = 0.01  # share of its time that the learner may wait
+_KEPT = 0.99  # decay of the past at each claim
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
+
+    The window is constant for `hold` claims, because a change has an effect only when groups leased under it are
+    claimed. `step` is the next increment; it doubles while growing does not help.
+    """
+
+    groups: int = 0
+    hold: int = 0
+    step: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of its recent time that the learner waited for claims."""
+        whole = self.waited_s + self.worked_s
+        return self.waited_s / whole if whole > 0 else 0.0
+
+
+def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
+    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: unknown).
+
+    `least` and `most` are the bounds of the window, `batch` the groups of a claim.
+    """
+    if pace.groups == 0:  # waits while the pipeline fills do not count
+        return Pace(most, _settling(most, batch))
+    groups = min(max(pace.groups, least), most)
+    if worked_s <= 0:
+        return replace(pace, groups=groups)
+    waited_s = min(waited_s, worked_s)  # one long wait, as after a sampler's death, must not dominate the share
+    past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
+    return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
+
+
+def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pace:
+    if pace.hold > 0:
+        return replace(pace, hold=pace.hold - 1)
+    first_step = math.ceil(batch / 8)
+    if waited and pace.waiting_share > TOLERATED:
+        wider = min(most, pace.groups + max(first_step, pace.step))
+        hold = _settling(wider, batch) if wider > pace.groups else 0
+        return replace(pace, groups=wider, hold=hold, step=2 * max(first_step, pace.step) if hold else pace.step)
+    if pace.waiting_share < TOLERATED / 2 and pace.groups > least:
+        narrower = max(least, pace.groups - first_step)
+        return replace(pace, groups=narrower, hold=_settling(pace.groups, batch), step=first_step)
+    return pace if waited else replace(pace, step=first_step)
+
+
+def _settling(groups: int, batch: int) -> int:
+    """The number of claims until the groups that are in flight now have been claimed."""
+    return math.ceil(groups / batch) + 1
 
 
 # --- shares of scarce work, and the splitting of groups

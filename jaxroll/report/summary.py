@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxroll.config.derived import GROUPS_AHEAD
-from jaxroll.policy.limiter import max_age
-from jaxroll.policy.selection import TOLERATED
+from jaxroll.policy.limiter import TOLERATED, max_age
 from jaxroll.report import activity, record
 from jaxroll.report.activity import Interval, intersection, length_s
 from jaxroll.report.formats import number

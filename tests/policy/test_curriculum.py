@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import Curriculum
+from jaxroll.policy.selection import Curriculum
 
 BAND = Curriculum("band", 0.2, 0.8, explore=0.0)
 RISING = Curriculum("easy_to_hard", 0.2, 0.8, explore=0.0, steps=10)

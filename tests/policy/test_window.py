@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxroll.policy.selection import TOLERATED, Pace, adapted
+from jaxroll.policy.limiter import TOLERATED, Pace, adapted
 
 LEAST, MOST, BATCH = 8, 40, 8
 

@@ -30,11 +30,12 @@ from jaxroll.policy.limiter import (
     LONGEST_S,
     UNRELIABLE,
     AgeLimiter,
-    Curriculum,
     HolderIndex,
+    Pace,
+    adapted,
 )
 from jaxroll.policy.routing import Pools, serves
-from jaxroll.policy.selection import Filter, Pace, adapted
+from jaxroll.policy.selection import Curriculum, Filter
 from jaxroll.records import Task, Version
 from jaxroll.store.core.state import (
     FREE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxroll.policy.selection import Pace
+from jaxroll.policy.limiter import Pace
 from jaxroll.records import Grant, Task, Version, VersionRef, VersionRun
 
 # --- Requests to the state machine, and its answers other than refusals (`jaxroll.errors`)

@@ -13,9 +13,9 @@ import msgspec
 
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Curriculum, Health, Question, Share, groups_ahead
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Health, Question, Share, groups_ahead
 from jaxroll.policy.routing import may_help, serves
-from jaxroll.policy.selection import longest_first, predicted_tokens
+from jaxroll.policy.selection import Curriculum, longest_first, predicted_tokens
 from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
@@ -305,7 +305,7 @@ def _passed(state: State, r: ev.Lease, used: int, curriculum: Curriculum) -> ev.
 
 
 def _admitted(state: State, curriculum: Curriculum, task: Task, ordinal: int) -> bool:
-    known = None if curriculum.is_off else state.questions.get(task.question_hash)
+    known = state.questions.get(task.question_hash)
     return known is None or curriculum.admits(known.reward_mean, known.last_step, state.next_claim, ordinal)
 
 

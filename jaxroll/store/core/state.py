@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from jaxroll.policy.limiter import Health, HolderIndex, Question, Recent
-from jaxroll.policy.selection import Pace
+from jaxroll.policy.limiter import Health, HolderIndex, Pace, Question, Recent
 from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core.events import Cut
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.limiter import Curriculum, Question
+from jaxroll.policy.limiter import Question
+from jaxroll.policy.selection import Curriculum
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status
