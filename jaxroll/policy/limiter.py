@@ -376,6 +376,8 @@ class Recent(msgspec.Struct):
 class HolderIndex:
     """Holders that have room and delay no claims, and the means of their durations in order.
 
+    Those that are `behind` have room and fetch newer weights: they count in shares, and no slow holder yields to them.
+
     A store with a thousand samplers asks at every lease and every put which of them are slow, have room, or are quicker
     than the one that asks; the index answers without a look at each. It reads the tables by holder that it was made
     with: after a change, add the name to `dirty`, or call `set_room`.
@@ -388,8 +390,9 @@ class HolderIndex:
         hungry: Mapping[str, float],
         rooms: Mapping[str, int],
         failing: Mapping[str, float],
+        behind: Mapping[str, float],
     ) -> None:
-        self._member_s, self._recent_s = member_s, recent_s
+        self._member_s, self._recent_s, self._hungry = member_s, recent_s, hungry
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = 0.0  # members that take longer delay claims; 0: none
         self._means: list[tuple[float, str]] = []
@@ -398,7 +401,7 @@ class HolderIndex:
         self._good: dict[str, int] = {}  # name → room, of those that delay no claims
         self._room = self._good_room = 0
         self.set_failing(failing)
-        for name, at_s in sorted(hungry.items(), key=lambda one: one[1]):
+        for name, at_s in sorted({**hungry, **behind}.items(), key=lambda one: one[1]):
             self.set_room(name, at_s, rooms.get(name, 0))
 
     def set_failing(self, failing: Mapping[str, float]) -> None:
@@ -439,10 +442,11 @@ class HolderIndex:
     def with_room(self, but: str, now_s: float) -> Iterator[str]:
         """Holders other than `but` that delay no claims and were refused within `HUNGRY_S` as the window was full."""
         self._expire(now_s)
-        return (name for name in self._good if name != but)
+        recent = (name for name in self._good if now_s - self._hungry.get(name, -math.inf) <= HUNGRY_S)
+        return (name for name in recent if name != but)
 
     def room_of_others(self, but: str, now_s: float) -> int:
-        """The room of those that compete with `but`, in members: of `with_room`, or of all if it delays claims too."""
+        """The room of those that compete with `but`, in members: of all, or without it those that delay no claims."""
         self._expire(now_s)
         if self.holds_up(but):
             return self._room - self._rooms.get(but, (0.0, 0))[1]

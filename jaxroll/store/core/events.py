@@ -441,10 +441,10 @@ class Awaited(msgspec.Struct, frozen=True, array_like=True, tag="awaited"):
 
 
 class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
-    """`name` has room for `room` members and got none (`leases._hunger`); `hungry` False ends this. Not logged."""
+    """`name` has room for `room` members and got none (`leases._hunger`); without `why` this ends. Not logged."""
 
     name: str
-    hungry: bool
+    why: str  # "window": it is full; "weights": those of the sampler are not the newest
     room: int = 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -228,7 +228,7 @@ def _lease_of_other_pools(
     settings: Settings, state: State, r: ev.Lease, room: int, taker: admission.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant]]:
     """Lease members of groups that other pools prefer, if none of their samplers has room."""
-    with_room = {pool for pool, _ in _rooms(state, r.name, now_s)}
+    with_room = {pool for pool, _ in _rooms(state, r.name, now_s, state.hungry)}
 
     def may_lease(group: Group) -> bool:
         work = admission.pool_of(settings, group.task)
@@ -347,12 +347,12 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
 def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
     """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason.
 
-    A sampler that is still fetching newer weights keeps its entry: it has room all the same.
+    A sampler that is still fetching newer weights has room all the same.
     """
-    if r.version.step < _published_step(state):
-        return []
     hungry = refused == "window" or bool(settings.pools.names)
-    return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
+    if r.version.step < _published_step(state):
+        return [ev.Hungry(r.name, LAGGING, r.max_members)] if hungry else []
+    return [ev.Hungry(r.name, "window" * hungry, r.max_members)] if hungry or r.name in state.rooms else []
 
 
 def _grants(
@@ -382,8 +382,8 @@ def _grants(
 def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: admission.MemberChooser) -> Share:
     """The caller's share if other samplers have room too; all that it has room for if it is alone."""
     if settings.pools.names:
-        own = state.pools.get(r.name, "")
-        others = sum(room for pool, room in _rooms(state, r.name, now_s) if serves(pool, own))
+        own, asked = state.pools.get(r.name, ""), state.hungry | state.behind
+        others = sum(room for pool, room in _rooms(state, r.name, now_s, asked) if serves(pool, own))
     else:
         others = by_holder(settings, state).room_of_others(r.name, now_s)
     if others == 0:
@@ -414,11 +414,11 @@ def _available(
     return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
 
 
-def _rooms(state: State, but: str, now_s: float) -> list[tuple[str, int]]:
-    """Pool and room of each holder other than `but` that was refused within `HUNGRY_S` though it has room."""
+def _rooms(state: State, but: str, now_s: float, asked: Mapping[str, float]) -> list[tuple[str, int]]:
+    """Pool and room of each holder other than `but` that `asked` within `HUNGRY_S`."""
     return [
         (state.pools.get(name, ""), state.rooms[name])
-        for name, at_s in state.hungry.items()
+        for name, at_s in asked.items()
         if name != but and now_s - at_s <= HUNGRY_S
     ]
 

@@ -93,7 +93,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
                 slot.deadline_s = now_s + lease_s
     state.moved_at_s = now_s
     state.claimed_at_s = state.awaited_at_s = None
-    for name in list(state.hungry):
+    for name in list(state.rooms):
         no_room(state, name)
     state.idle_s.clear()
     state.seen_s.clear()
@@ -406,7 +406,11 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 
 
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
-    if e.hungry:
+    if e.why == "weights":
+        state.behind[e.name], state.rooms[e.name] = now_s, e.room
+        state.by_holder.set_room(e.name, now_s, e.room)
+    elif e.why:
+        state.behind.pop(e.name, None)
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
         state.by_holder.set_room(e.name, now_s, e.room)
         state.idle_s.pop(e.name, None)

@@ -389,7 +389,7 @@ class State(msgspec.Struct, dict=True):
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
     hungry: dict[str, float] = {}  # sampler → time of its last refusal because the window was full; cleared by a lease
     idle_s: dict[str, float] = {}  # the same, but kept when it gets a lease
-    rooms: dict[str, int] = {}  # hungry sampler → members for which it has room
+    rooms: dict[str, int] = {}  # sampler that is hungry or behind → members for which it has room
     seen_s: dict[str, float] = {}  # holder → when it last leased, put, renewed or asked for a lease
     holders: dict[str, Health] = {}  # holders whose members failed lately
     failing: dict[str, float] = {}  # holder → share of its last members that failed, with DATA or INFRA
@@ -397,10 +397,11 @@ class State(msgspec.Struct, dict=True):
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     claimed_at_s: float | None = None  # time of this learner's newest claim; None after it or the store started
     awaited_at_s: float | None = None  # since when the learner has waited for the next claim
+    behind: dict[str, float] = {}  # sampler → when it last had room and lacked newer weights, which it fetches
 
     def __post_init__(self) -> None:
         self.index = Index(self.open, self.held)
-        self.by_holder = HolderIndex(self.member_s, self.recent_s, self.hungry, self.rooms, self.failing)
+        self.by_holder = HolderIndex(self.member_s, self.recent_s, self.hungry, self.rooms, self.failing, self.behind)
 
     @property
     def lineage(self) -> int:
@@ -472,8 +473,8 @@ def on_line(lineages: list[Lineage], version: Version, lineage: int | None = Non
 
 def no_room(state: State, holder: str) -> None:
     """Forget that the holder had room."""
-    state.hungry.pop(holder, None)
-    state.rooms.pop(holder, None)
+    for known in (state.hungry, state.behind, state.rooms):
+        known.pop(holder, None)
     state.by_holder.set_room(holder, 0.0, None)
 
 

@@ -121,14 +121,23 @@ def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
 
 
 @breaks("9 shares")
+def samplers_that_fetch_weights_are_passed_over(patch: Patch) -> None:
+    def hunger(original: Any, settings: Any, now: state.State, r: ev.Lease, refused: str) -> list:
+        return [] if r.version.step < leases._published_step(now) else original(settings, now, r, refused)
+
+    wrap(patch, leases, "_hunger", hunger)
+
+
+@breaks("9 shares")
 def who_was_given_work_still_has_room(patch: Patch) -> None:
     def leased(original: Any, now: state.State, e: ev.Leased, now_s: float) -> None:
-        hungry, rooms = dict(now.hungry), dict(now.rooms)
+        hungry, behind, rooms = dict(now.hungry), dict(now.behind), dict(now.rooms)
         original(now, e, now_s)
         now.hungry.update(hungry)
+        now.behind.update(behind)
         now.rooms.update(rooms)
         for name, room in rooms.items():
-            now.by_holder.set_room(name, hungry[name], room)
+            now.by_holder.set_room(name, (hungry | behind)[name], room)
 
     wrap(patch, machine._EFFECTS, ev.Leased, leased)
 

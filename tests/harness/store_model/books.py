@@ -97,6 +97,7 @@ class Books:
         self.idle: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
         self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
+        self.behind: dict[str, tuple[float, int]] = {}  # the same, if it got nothing because its weights are older
         self.slow: set[str] = set()  # samplers that the store calls slow
         self.proved: set[str] = set()  # holders that have put a member
         self.seen: dict[str, float] = {}  # holder → time of its last call
@@ -270,6 +271,7 @@ class Books:
         """The store came back: every open lease counts from now, rests are over, waits begin again."""
         self.idle.clear()
         self.rooms.clear()
+        self.behind.clear()
         self.seen.clear()
         for health in self.health.values():
             health["at"] = None

@@ -214,13 +214,16 @@ class Store:
         if whole and state.index != Index(state.open, state.held):
             broken("conservation", "what is found by the index is not what there is")
         index = by_holder(self.settings, state)
-        room = {
-            name: state.rooms[name]
-            for name, at_s in state.hungry.items()
-            if self.now - at_s <= HUNGRY_S and not index.holds_up(name)
-        }
-        if {*index.with_room("", self.now)} != {*room} or index.room_of_others("", self.now) != sum(room.values()):
-            broken("9 shares", f"the index of holders does not find {room}")
+        hungry, waiting = (
+            {
+                name: state.rooms[name]
+                for name, at_s in asked.items()
+                if self.now - at_s <= HUNGRY_S and not index.holds_up(name)
+            }
+            for asked in (state.hungry, state.hungry | state.behind)
+        )
+        if {*index.with_room("", self.now)} != {*hungry} or index.room_of_others("", self.now) != sum(waiting.values()):
+            broken("9 shares", f"the index of holders does not find {hungry} and {waiting}")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")
         resting = {name for name, health in state.holders.items() if health.rested_at_s is not None}

@@ -51,8 +51,8 @@ class Holders(LearnerSide):
 
     def busy(self, name: str) -> None:
         """It is at rest, so it has no room."""
-        self.rooms.pop(name, None)
-        self.idle.pop(name, None)
+        for known in (self.rooms, self.behind, self.idle):
+            known.pop(name, None)
 
     def note_end(self, name: str, failed: bool) -> None:
         """One more member of a holder, the last twenty of which count."""

@@ -51,7 +51,7 @@ class Reference(Sharing):
         self.failing.pop(r.name, None)
         if health := self.health.get(r.name):
             health |= {"failures": 0, "at": None}
-        for known in (self.idle, self.rooms, self.seen):
+        for known in (self.idle, self.rooms, self.behind, self.seen):
             known.pop(r.name, None)
 
     def on_Renew(self, r: ev.Renew, reply: Any, now: float) -> None:

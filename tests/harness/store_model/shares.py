@@ -50,11 +50,11 @@ class Sharing(Holders):
         return mine
 
     def deal(self, r: ev.Lease, now: float) -> Deal:
-        """The caller's share, given the samplers that were refused because there was no work."""
+        """The caller's share, given the samplers that were refused as there was no work, or none for their weights."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         others = [
             space
-            for name, (at, space) in self.rooms.items()
+            for name, (at, space) in (self.rooms | self.behind).items()
             if name != r.name and now - at <= ASKS_AGAIN_S and (self.holds_up(r.name) or not self.holds_up(name))
         ]
         if not sum(others):
@@ -81,11 +81,15 @@ class Sharing(Holders):
         return found + max(0, groups) * self.rules.members
 
     def note_room(self, r: ev.Lease, grants: dict, reply: str, now: float) -> None:
-        """Note a sampler's room: it has room only if the window alone refused it."""
+        """Note a sampler's room: it has room only if the window alone refused it, or it waits for weights."""
         if grants:
             self.rooms.pop(r.name, None)
+            self.behind.pop(r.name, None)
+        elif reply.startswith("no credit: weights") and " behind" in reply:
+            self.behind[r.name] = (now, r.max_members)
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
+            self.behind.pop(r.name, None)
             if reply.startswith("no credit: window"):
                 self.rooms[r.name] = (now, r.max_members)
                 self.idle[r.name] = now

@@ -47,23 +47,16 @@ def yields(settings: Settings, state: State, name: str, now_s: float) -> bool:
 
 
 def with_room(settings: Settings, state: State, but: str, now_s: float) -> dict[str, int]:
-    """Room of the others that delay no claims and were refused lately."""
-    return {
-        name: state.rooms[name]
-        for name, at_s in state.hungry.items()
-        if name != but
-        and now_s - at_s <= HUNGRY_S
-        and not admission.is_slow(settings, state, name)
-        and not admission.is_unreliable(state, name)
-    }
+    """Room of the others that delay no claims and were refused lately, as the window was full."""
+    hungry = {name for name, at_s in state.hungry.items() if name != but and now_s - at_s <= HUNGRY_S}
+    return {name: state.rooms[name] for name in hungry if not admission.holds_up(settings, state, name)}
 
 
 def competing(settings: Settings, state: State, name: str, now_s: float) -> dict[str, int]:
     """Room of the others that share scarce work with `name`: of all, if it delays claims itself."""
-    if not admission.holds_up(settings, state, name):
-        return with_room(settings, state, name, now_s)
-    hungry = {other for other, at_s in state.hungry.items() if now_s - at_s <= HUNGRY_S}
-    return {other: state.rooms[other] for other in hungry - {name}}
+    asked = {other for other, at_s in (state.hungry | state.behind).items() if now_s - at_s <= HUNGRY_S} - {name}
+    delays = admission.holds_up(settings, state, name)
+    return {other: state.rooms[other] for other in asked if delays or not admission.holds_up(settings, state, other)}
 
 
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:

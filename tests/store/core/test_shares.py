@@ -89,6 +89,26 @@ def test_who_had_room_long_ago_is_not_waited_for() -> None:
     assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 4}
 
 
+def test_samplers_that_fetch_the_new_weights_for_long_keep_their_part() -> None:
+    m = second_step("spread", A=8, B=8, C=8)
+    m.now += 11.0
+    for name in ("B", "C"):
+        with pytest.raises(NoCredit, match="weights"):
+            m.lease(8, V0, name=name)
+    assert by_group(m.lease(8, V1, name="A")) == {2: 2, 3: 1}
+    assert by_group(m.lease(8, V1, name="B")) == {2: 1, 3: 2}
+    assert by_group(m.lease(8, V1, name="C")) == {2: 1, 3: 1}
+
+
+def test_a_slow_sampler_does_not_wait_for_one_that_fetches_weights() -> None:
+    m = second_step("spread", A=8, B=8)
+    m.now += 11.0
+    m.state.step_s, m.state.member_s["A"] = 1.0, 50.0
+    with pytest.raises(NoCredit, match="weights"):
+        m.lease(8, V0, name="B")
+    assert by_group(m.lease(8, V1, name="A")) == {2: 2, 3: 2}
+
+
 def test_who_was_given_work_has_no_claim_to_more() -> None:
     m = second_step("together", batch=4, A=8, B=8, C=8)
     assert by_group(m.lease(8, V1, name="B")) == {4: 4, 5: 4}, "a third of sixteen, in whole groups"
