@@ -1,14 +1,18 @@
 """Ctrl-C or a closed terminal, then `--resume`: the run sees the same questions as an uninterrupted one."""
 
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxroll import metrics, run_paths
 from jaxroll.control import cli
-from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED
+from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED
 from tests.harness.run_folder import run_of_format_1
 from tests.harness.train_process import SMALL, Train, assert_sound, last_step, trained_questions
 
@@ -86,3 +90,55 @@ def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: 
 def checkpoints(run: Path, pattern: str = "*") -> set[tuple[str, int]]:
     """Every checkpoint and its modification time."""
     return {(path.name, path.stat().st_mtime_ns) for path in (run / "checkpoints").glob(pattern)}
+
+
+def cut(checkpoint: Path) -> None:
+    for path in checkpoint.glob("state/**/d/*"):
+        path.write_bytes(path.read_bytes()[:10])
+
+
+def junk(checkpoint: Path) -> None:
+    for path in checkpoint.glob("state/**/d/*"):
+        path.write_bytes(bytes(range(256)) * 20)
+
+
+def without_manifest(checkpoint: Path) -> None:
+    (checkpoint / "state" / "manifest.ocdbt").unlink()
+
+
+def other_facts(checkpoint: Path) -> None:
+    (checkpoint / "about" / "metadata").write_bytes(b"{")
+
+
+COMMANDS = (("generate", "{run}", "hello"), ("weights", "export", "{run}", "{out}"), ("eval", "{run}"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_damaged_checkpoint_ends_every_command_with_one_line(tmp_path: Path) -> None:
+    """The commands themselves, and the learner of a resumed run, without replacements."""
+    whole = tmp_path / "whole"
+    with Train(whole, *SMALL, "--config.schedule.steps=2", "--config.learner.checkpoint_every=2") as first:
+        assert first.finish() == 0, first.logs()
+    for damage in (cut, junk, without_manifest, other_facts):
+        run = tmp_path / damage.__name__
+        shutil.copytree(whole, run)
+        for checkpoint in (run / "checkpoints").iterdir():
+            damage(checkpoint)
+        for command in COMMANDS:
+            words = [word.format(run=run, out=tmp_path / "out") for word in command]
+            done = subprocess.run(
+                [sys.executable, "-m", "jaxroll", *words],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            )  # fmt: skip
+            assert done.returncode in (EXIT_FAILURE, EXIT_CONFIG), (damage.__name__, words, done.stderr)
+            assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (
+                damage.__name__,
+                words,
+                done.stderr,
+            )
+            assert checkpoint.name in done.stderr
+        with Train(run, "--config.schedule.steps=3", resume=True) as second:
+            assert second.finish() != 0, damage.__name__
+            assert "Traceback" not in second.logs() and checkpoint.name in second.logs()
