@@ -206,7 +206,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/tokenizers.py::build": TYPED,
     "policy/routing.py::Pools.of": ("a pool without a source",),
     "roles/session.py::Session._pool": HERE,
-    "policy/limiter.py::Curriculum.__post_init__": ("curriculum's band empty",),
+    "policy/selection.py::Curriculum.__post_init__": ("curriculum's band empty",),
     "policy/selection.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
     "policy/selection.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
