@@ -32,6 +32,7 @@ from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.lifeline import OWNER, SharedLoop
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards.processes import resident_bytes
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 # --- Executor that runs blocking calls of environments on daemon threads, with time limits
@@ -273,7 +274,7 @@ class Executors:
 
         They count calls in threads that were abandoned (and those that still hang), environment processes and scoring
         workers that were replaced or failed to start, times that a scoring worker became slow, answers that a scorer's
-        guard rejected, and items without a score, by cause.
+        guard rejected, and items without a score, by cause. With them comes the memory of this process in a role.
         """
         return {
             "env_threads_abandoned": self.threads.abandoned,
@@ -286,6 +287,7 @@ class Executors:
             "answers_rejected": dict(self._pool.rejected),
             "scoring_failed": dict(self._pool.failed),
             "scoring_remote": dict(self._pool.remote.counts) if self._pool.remote else {},
+            **({} if self._loop is None else {"resident_bytes": resident_bytes()}),  # simulations repeat their rows
         }
 
     async def raise_when_worn_out(self) -> None:

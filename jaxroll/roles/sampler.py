@@ -27,7 +27,6 @@ from jaxroll.envs.executors import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
-from jaxroll.rewards.processes import resident_bytes
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import Serving, Session, until_one_ends
 from jaxroll.roles.weights import Progress, SwapGate, suspended
@@ -360,7 +359,6 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
         "env_faults": dict(faults), "env_restored": asked.restored, **executors.counts(),
-        "resident_bytes": resident_bytes(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip
     if not (sources := manager.by_source):
