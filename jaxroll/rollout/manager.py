@@ -437,6 +437,7 @@ def _note_starts_of_threads() -> None:
     """From now on, let each `Owner` know the threads that it starts."""
     unnoted = threading.Thread.start  # Python 3.11 has no audit event for it
 
+    @functools.wraps(unnoted)
     def start(self: threading.Thread) -> None:
         if (owner := OWNER.get()) is not None and not self.name.startswith("asyncio_"):  # those are the loop's own
             owner.threads.append(weakref.ref(self))
