@@ -159,10 +159,10 @@ def test_too_many_environments_that_block_the_loop_fail_its_jobs(monkeypatch: py
 
 
 def test_a_busy_loop_is_not_taken_for_a_blocked_one() -> None:
-    thread = LoopThread("test", blocked_s=1.5)
+    thread = LoopThread("test", blocked_s=4.0, hand_over_s=4.0)  # a callback of 0.2 s takes longer on a busy machine
 
     async def job() -> None:
-        until_s = time.monotonic() + 4.0
+        until_s = time.monotonic() + 6.0
         while time.monotonic() < until_s:
             time.sleep(0.2)
             await asyncio.sleep(0)
