@@ -364,6 +364,7 @@ class Share:
 # --- durations and room of all holders
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
+FETCHES_S = 60.0  # one without the newest weights has its share for so long after it last worked
 
 
 class Recent(msgspec.Struct):

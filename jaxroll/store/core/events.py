@@ -495,4 +495,5 @@ Event = (
     | Extended
 )
 
+LAGGING = "weights"  # `Hungry.why` of a sampler that needs newer ones
 NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)

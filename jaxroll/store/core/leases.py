@@ -13,7 +13,7 @@ import msgspec
 
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOWER, Health, Question, Share, groups_ahead
+from jaxroll.policy.limiter import FETCHES_S, HUNGRY_S, SHORT_S, SLOWER, Health, Question, Share, groups_ahead
 from jaxroll.policy.routing import may_help, serves
 from jaxroll.policy.selection import Curriculum, longest_first, predicted_tokens
 from jaxroll.records import Grant, Task
@@ -43,7 +43,6 @@ from jaxroll.store.core.state import (
     unpublished_groups,
 )
 
-LAGGING = "weights"  # reason of a NoCredit: the sampler needs newer weights
 _ASK_AGAIN_S = 0.05
 
 
@@ -121,7 +120,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         more_events, more_grants = _lease_of_other_pools(settings, state, r, room, taker, now_s)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
-        unlogged = _seen(state, r, now_s) + _hunger(settings, state, r, refused)
+        unlogged = _seen(state, r, now_s) + _hunger(settings, state, r, refused, now_s)
         return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
     return Decision(events, ev.Leases(tuple(grants), used))
 
@@ -145,10 +144,10 @@ def _lease_refusal(settings: Settings, state: State, r: ev.Lease) -> StoreRefusa
     if state.sessions.get(r.name, r.session) != r.session:
         return StaleClient(f"another process took the name {r.name}")
     if state.published is None:
-        return NoCredit(f"{LAGGING}: lineage {state.lineage} has published none yet", _ASK_AGAIN_S)
+        return NoCredit(f"{ev.LAGGING}: lineage {state.lineage} has published none yet", _ASK_AGAIN_S)
     version, newest = r.version, state.published.version
     if version.lineage < newest.lineage:
-        return NoCredit(f"{LAGGING}: {version} is of an ended lineage, load {newest} first", _ASK_AGAIN_S)
+        return NoCredit(f"{ev.LAGGING}: {version} is of an ended lineage, load {newest} first", _ASK_AGAIN_S)
     if version > newest:
         return StaleClient(f"version {version} was never published here; the newest is {newest}")
     return None
@@ -328,7 +327,7 @@ def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: in
 def _no_credit(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> StoreRefusal:
     lag = _published_step(state) - r.version.step
     if refused == "window" and lag > 0:
-        return NoCredit(f"{LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
+        return NoCredit(f"{ev.LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
     if refused == "window":
         waiting = outstanding(state)
         return NoCredit(f"window: {waiting} groups outstanding of {window_in_force(settings, state)}", _ASK_AGAIN_S)
@@ -344,14 +343,15 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
     return [ev.Seen(r.name)] if due else []
 
 
-def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str) -> list[ev.Event]:
+def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> list[ev.Event]:
     """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason.
 
-    A sampler that is still fetching newer weights has room all the same.
+    A sampler that fetches newer weights has room as well, until it has worked at nothing for `FETCHES_S`.
     """
+    lately = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S
     hungry = refused == "window" or bool(settings.pools.names)
     if r.version.step < _published_step(state):
-        return [ev.Hungry(r.name, LAGGING, r.max_members)] if hungry else []
+        return [ev.Hungry(r.name, ev.LAGGING, r.max_members)] if hungry and lately else []
     return [ev.Hungry(r.name, "window" * hungry, r.max_members)] if hungry or r.name in state.rooms else []
 
 

@@ -406,7 +406,7 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 
 
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
-    if e.why == "weights":
+    if e.why == ev.LAGGING:
         state.behind[e.name], state.rooms[e.name] = now_s, e.room
         state.by_holder.set_room(e.name, now_s, e.room)
     elif e.why:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+from jaxroll.policy.limiter import FETCHES_S
 from jaxroll.store.core import events as ev
 from tests.harness.store_model.books import FREE
 from tests.harness.store_model.holders import Holders
@@ -86,7 +87,8 @@ class Sharing(Holders):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)
         elif reply.startswith("no credit: weights") and " behind" in reply:
-            self.behind[r.name] = (now, r.max_members)
+            if now - self.seen.get(r.name, -math.inf) <= FETCHES_S:
+                self.behind[r.name] = (now, r.max_members)
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)

@@ -100,6 +100,14 @@ def test_samplers_that_fetch_the_new_weights_for_long_keep_their_part() -> None:
     assert by_group(m.lease(8, V1, name="C")) == {2: 1, 3: 1}
 
 
+def test_a_sampler_that_fetches_weights_without_end_has_no_part() -> None:
+    m = second_step("spread", A=8, B=8)
+    m.now += 61.0
+    with pytest.raises(NoCredit, match="weights"):
+        m.lease(8, V0, name="B")
+    assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 4}
+
+
 def test_a_slow_sampler_does_not_wait_for_one_that_fetches_weights() -> None:
     m = second_step("spread", A=8, B=8)
     m.now += 11.0
