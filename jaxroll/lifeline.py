@@ -395,8 +395,9 @@ class Owner:
     that it started in a process with a `LoopThread`.
     """
 
-    def __init__(self, call: str, on_blocked: Callable[[Owner], None]) -> None:
+    def __init__(self, call: str, on_blocked: Callable[[Owner], None], name: str = "") -> None:
         self.call, self.blocked_at, self.cancelled, self._on_blocked = call, "", 0, on_blocked
+        self.name = name or call.partition(".")[0]
         self.threads: list[weakref.ref[threading.Thread]] = []
 
     def note_blocked(self, where: str) -> None:

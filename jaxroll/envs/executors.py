@@ -47,6 +47,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 T = TypeVar("T")
 HANGING_SHARE, HANGING_LEAST = 4, 4  # a quarter of all threads may hang, and at least four
 IDLE_S = 10.0  # a thread ends after this time without work
+LEFTOVER_LEAST = 256  # threads of a library that environments share are left over as well
 
 
 class Abandoned(DataError):
@@ -75,7 +76,7 @@ class Threads:
     """
 
     def __init__(self, most: int = 1024) -> None:
-        self.abandoned = self.hanging = self.started = self.left = 0
+        self.abandoned = self.hanging = self.started = self.leftover = 0
         self.worn = asyncio.Event()
         self._most, self._most_hanging = most, max(HANGING_LEAST, most // HANGING_SHARE)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
@@ -83,10 +84,10 @@ class Threads:
         self._live = self._idle = self._waiting = 0
         self._starting = False  # a thread is starting and does not run yet
 
-    def note_left(self, count: int) -> None:
-        """Take the number of threads that closed environments left running; as many as may hang are too many."""
-        self.left = count
-        if self.left >= self._most_hanging:
+    def note_leftover(self, count: int) -> None:
+        """Take the number of threads that closed environments left running; `worn` is set if they are too many."""
+        self.leftover = count
+        if self.leftover >= max(LEFTOVER_LEAST, self._most_hanging):
             self.worn.set()
 
     @property
@@ -312,13 +313,12 @@ class Executors:
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():
             raise InfraError(f"environment processes do not start: {self.processes.broken}")
-        hanging, left = self.threads.hanging, self.threads.left
-        kept = f" and {left} threads run on after their close" if left else ""
-        raise RestartRequired(f"{hanging} threads hang in environments{kept}; this process starts no more")
+        hanging, leftover = self.threads.hanging, self.threads.leftover
+        raise RestartRequired(f"environments: {hanging} threads hang, {leftover} run on after close; no more start")
 
     async def close(self) -> None:
         """Kill the processes. Threads are daemons, so hanging ones do not keep this process from ending."""
-        if self._loop is not None:
+        if self._loop is not None and self._loop.run_in_executor == self._run_owned:
             self._loop.run_in_executor = self._run_in_executor
         await self.processes.close()
 

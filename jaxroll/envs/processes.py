@@ -100,7 +100,7 @@ class Restored(msgspec.Struct, frozen=True, tag="restored"):
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """The environment is closed. Since the first one of its process was, so many threads and bytes have been added."""
+    """The environment is closed; its process has grown by these threads and bytes since the first close of its kind."""
 
     threads: int = 0
     grown_bytes: int = 0
@@ -142,8 +142,6 @@ def answer(body: bytes) -> Answer:
 # It plays one episode at a time and creates a new environment for each. It dies with its parent. Output of an
 # environment goes to stderr, which is the role's log.
 
-_SHOWN = "the value of reset()"
-
 
 class NoPool:
     """A placeholder for the scoring pool, which does not exist in an environment process."""
@@ -159,7 +157,8 @@ class Player:
     """The environment of the current episode. All its methods run on one event loop of this process."""
 
     def __init__(self, tasks: Mapping[str, TaskConfig], runner: asyncio.Runner) -> None:
-        self._tasks, self._runner, self._env, self._first, self._left = tasks, runner, None, None, 0
+        self._tasks, self._runner, self._env, self._name = tasks, runner, None, ""
+        self._first: dict[str, list[int]] = {}  # by kind, after its first episode: threads, bytes; then threads left
 
     def answer(self, order: Order) -> Answer:
         """Execute one order and return its answer; an exception is answered as Raised."""
@@ -171,12 +170,12 @@ class Player:
     def _execute(self, order: Order) -> Answer:
         match order:
             case Reset(name, task, seed):
-                section = registry.section(self._tasks, name)
+                section, self._name = registry.section(self._tasks, name), name
                 kind = section.env if "@" in name else name
                 self._env = registry.create(kind, NoPool(), section)  # type: ignore[arg-type]
-                return Shown(protocols.messages(self._done(self._env.reset(task, seed)), _SHOWN))
+                return Shown(protocols.messages(self._done(self._env.reset(task, seed)), "the value of reset()"))
             case NextTask(task, seed):
-                return Shown(protocols.messages(self._done(self._current.reset(task, seed)), _SHOWN))
+                return Shown(protocols.messages(self._done(self._current.reset(task, seed)), "the value of reset()"))
             case Step(text):
                 return Stepped(protocols.step_result(self._done(self._current.step(text))))
             case Restore(state):
@@ -189,11 +188,11 @@ class Player:
                 return self._closed()
 
     def _closed(self) -> Closed:
-        first = self._first = self._first or (_threads(), resident_bytes())  # libraries keep some
-        if _threads() - first[0] > self._left:
+        first = self._first.setdefault(self._name, [_threads(), resident_bytes(), 0])
+        if _threads() - first[0] > first[2]:
             time.sleep(_THREADS_END_S)
-        self._left = max(0, _threads() - first[0])
-        return Closed(self._left, max(0, resident_bytes() - first[1]))
+        first[2] = max(0, _threads() - first[0])
+        return Closed(first[2], max(0, resident_bytes() - first[1]))
 
     @property
     def _current(self) -> Environment:

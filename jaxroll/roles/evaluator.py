@@ -121,7 +121,7 @@ class EvaluatorLoops:
         }
         sets = {name: _figures(scored) for name, scored in others.items()}
         failed = _failures_by_cause([results, *others.values()])
-        self.session.executors.threads.note_left(self.manager.left_threads())
+        self.session.executors.threads.note_leftover(self.manager.left_threads())
         faults = self.manager.env_calls.faults + self.session.executors.processes.faults
         faults -= self._faults_reported
         self._faults_reported += faults

@@ -58,7 +58,7 @@ class Members:
 
     `version` returns, once there are weights, the version to request leases with; every token of the granted members is
     sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
-    Their tokens are flushed to the store `flush_tokens` at a time (0: never); `gather` requests the rest of the engine.
+    At most `flush_tokens` of a member are not with the store (0: no flushes); `gather` requests the rest of the engine.
     Members begin, and go on until their episodes end, while `gate` lets no new weights in.
     """
 
@@ -353,7 +353,7 @@ class Members:
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
     """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
     counts, asked = manager.counts, manager.env_calls
-    executors.threads.note_left(manager.left_threads())
+    executors.threads.note_leftover(manager.left_threads())
     faults = asked.faults + executors.processes.faults
     row: dict[str, Any] = {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,

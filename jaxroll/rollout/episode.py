@@ -40,7 +40,7 @@ T = TypeVar("T")
 Call = Callable[[], Any]
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
-CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close; its threads; a cancelled call, to end
+CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close, its threads and a cancelled call to end
 CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
 
@@ -88,8 +88,7 @@ class EnvironmentCalls:
 
     def make(self, make: Callable[[str], Environment], name: str) -> Environment:
         """The environment `name`, made by `make`."""
-        owner = self._new_owner("making it")
-        before = OWNER.set(owner)
+        before = OWNER.set(owner := self._new_owner("making it", name))
         try:
             env = make(name)
         except BaseException as error:
@@ -148,7 +147,7 @@ class EnvironmentCalls:
         while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
             _, owner = self._closed.popleft()
             for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
-                self.counts.add_fault(f"{owner.call.removesuffix('.close')} left the thread {thread.name} running")
+                self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
                 self._left.append(thread)
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
@@ -195,8 +194,9 @@ class EnvironmentCalls:
             self._owners[id(env)] = self._new_owner(type(env).__name__)
         return self._owners[id(env)]
 
-    def _new_owner(self, call: str) -> Owner:
-        return Owner(call, lambda it: self.counts.add_fault(f"{it.call} blocked the event loop at {it.blocked_at}"))
+    def _new_owner(self, call: str, name: str = "") -> Owner:
+        where = "{0.call} blocked the event loop at {0.blocked_at}".format
+        return Owner(call, lambda it: self.counts.add_fault(where(it)), name)
 
     async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
         """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.

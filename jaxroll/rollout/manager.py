@@ -435,22 +435,23 @@ class LoopThread:
 @functools.cache
 def _note_starts_of_threads() -> None:
     """From now on, let each `Owner` know the threads that it starts."""
-    unnoted = threading.Thread.start  # Python 3.11 has no audit event for it
+    original_start = threading.Thread.start  # Python 3.11 has no audit event for it
 
-    @functools.wraps(unnoted)
+    @functools.wraps(original_start)
     def start(self: threading.Thread) -> None:
         if (owner := OWNER.get()) is not None and not self.name.startswith("asyncio_"):  # those are the loop's own
             owner.threads.append(weakref.ref(self))
-            self.run = functools.partial(_owned, owner, self.run)
-        unnoted(self)
+            self.run = functools.partial(_owned, owner, self, vars(self).get("run"))
+        original_start(self)
 
     threading.Thread.start = start
 
 
-def _owned(owner: lifeline.Owner, run: Callable[[], None]) -> None:
-    """Run a thread of `owner`, which also owns what the thread starts."""
+def _owned(owner: lifeline.Owner, thread: threading.Thread, run: Callable[[], None] | None) -> None:
+    """Run a thread of `owner`, which also owns what the thread starts. `run` is one that only this thread had."""
     OWNER.set(owner)
-    run()
+    del thread.run  # it refers to the thread
+    (run or thread.run)()
 
 
 def _starting_thread() -> threading.Thread | None:

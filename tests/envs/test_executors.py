@@ -115,14 +115,20 @@ def test_a_process_plays_each_source_with_its_own_settings() -> None:
     """They are longer than an argument of a command may be."""
 
     async def job() -> None:
+        seen = set()
         sources = [{"name": name, "env": NAME.format("in_process")} for name in ("other", "told")]
         places = Executors(ScoringPool(1), Config(task=TaskConfig(name="another", mixture=sources, system_prompt=LONG)))
-        env = places.create(f"{NAME.format('in_process')}@told")
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await where(env)
+                for source in ("other", "told"):
+                    env = places.create(f"{NAME.format('in_process')}@{source}")
+                    process, _, name, _ = (await EnvironmentCalls().reset(env, TASK))[-1].content.split()
+                    assert name == source and int(process) != os.getpid()
+                    seen.add(process)
+                    await env.close()  # type: ignore[misc]
         finally:
             await places.close()
+        assert len(seen) == 1, "a process plays one after the other"
 
     asyncio.run(job())
 
@@ -288,7 +294,7 @@ def test_an_idle_process_that_died_is_given_to_no_episode() -> None:
 class Waiting:
     """An environment on the loop whose step waits in the default executor until the gate opens."""
 
-    step_limit_s = 0.05
+    step_limit_s = 3.0  # the calls have begun by then, also on a slow machine
 
     def __init__(self, gate: threading.Event) -> None:
         self._gate = gate
@@ -325,11 +331,11 @@ def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_co
 def test_a_process_with_too_many_left_threads_ends() -> None:
     async def body(places: Executors) -> None:
         exhausted = asyncio.ensure_future(places.raise_when_worn_out())
-        places.threads.note_left(255)
+        places.threads.note_leftover(255)
         await asyncio.sleep(0)
         assert not exhausted.done()
-        places.threads.note_left(256)
-        with pytest.raises(RestartRequired, match="256 threads run on after their close"):
+        places.threads.note_leftover(256)
+        with pytest.raises(RestartRequired, match="256 run on after close"):
             await exhausted
 
     play(body)

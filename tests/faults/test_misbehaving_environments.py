@@ -308,8 +308,7 @@ def test_threads_that_an_environment_leaves_are_counted_and_its_members_finish(
         misbehaving.RELEASED.set()
         misbehaving.RELEASED = threading.Event()
     assert states(found) == {"READY": 3}, found["failures"]
-    left = [times for cause, times in found["env_faults"].items() if cause.endswith("left the thread kept-N running")]
-    assert left == [2], found["env_faults"]
+    assert found["env_faults"].get(f"{NAME.format(name)} left the thread kept-N running") == 2, found["env_faults"]
     assert seen["failed"] == {} and seen["resident_bytes"] > 0
 
 
