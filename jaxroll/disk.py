@@ -83,7 +83,7 @@ def lock(file: IO[Any]) -> None:
             raise
         path = Path(file.name)
         reason = f"{path.name} cannot be locked: its file system has no locks ({error.strerror})"
-        remedy = "Name a folder on a local disk, or mount that one with locks (Lustre: -o flock; NFS: with rpc.statd)."
+        remedy = "Name a folder on a local disk or a block volume."
         raise ConfigError("RUN", str(path.parent), reason, remedy) from error
 
 

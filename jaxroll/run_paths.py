@@ -191,11 +191,11 @@ ROW_FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType({
 """Fields of metrics rows of format 1 and their present names, by kind of row."""
 
 # Environments with a reward of their own. Earlier configs could set the reward of answers for them, which nothing
-# read; it is refused now (`jaxroll.config.rewards`).
-_OWN_REWARD = frozenset({
+# read; it is refused now (`jaxroll.config.rewards`). Environments that came later never had such a config.
+_OWN_REWARD = (
     "frozen_lake", "gymnasium", "sokoban", "tool_calls", "code_repair", "shop", "textarena", "pettingzoo", "textworld",
     "openenv",
-})  # fmt: skip
+)  # fmt: skip
 
 
 def run_file(values: dict[str, Any], path: Path) -> dict[str, Any]:

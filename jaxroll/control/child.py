@@ -1,6 +1,7 @@
 """One supervised process: own session, output in a log file, ended as a whole group; and its restart policy.
 
-`run_foreground` runs a child without a supervisor, in this process's terminal.
+`run_foreground` runs a child without a supervisor, in this process's terminal. The config that a supervisor hands to
+its processes is here, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.protocols import described
 from jaxroll.run_paths import RunPaths
 
 _MARK = "=== started "
@@ -246,9 +248,10 @@ def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
         return run_dir.load_config(path)
     if file := given.get("file"):
         try:
-            given = json.loads(run_dir.file_bytes(Path(file)))
-        except (OSError, ValueError) as error:
-            raise ConfigError("RUN", file, f"unreadable: {error}", "Continue the run: `train --resume`.") from error
+            given = {"config": json.loads(run_dir.file_bytes(Path(file)))["config"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"it holds no config: {described(error)}"
+            raise ConfigError("RUN", file, reason, "Continue the run: `train --resume`.") from error
     return configs.parse(given["config"])
 
 

@@ -251,6 +251,8 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
         for name, value in changed:
             if not re.sub(r"^task\.mixture\[\d+\]", "task", name).startswith(RESUMABLE):
                 remedy = f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}."
+                if key == "task.mixture":
+                    remedy = "Give it as the run's run.json has it; only address and budget of judges may change."
                 raise ConfigError(name, value, "cannot change in the middle of a run", remedy)
     config = configs.parse(wanted)
     check(config)
@@ -269,8 +271,14 @@ def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
 
 
 def write(path: Path, values: dict[str, Any]) -> None:
-    """Replace run.json."""
-    replace(RunPaths(path).run_file, json.dumps(values, indent=1, sort_keys=True) + "\n")
+    """Replace run.json; ConfigError if it would be too large to be read again."""
+    text = json.dumps(values, indent=1, sort_keys=True) + "\n"
+    if len(text) > RUN_FILE_BYTES:
+        reason = f"its run.json would be larger than {RUN_FILE_BYTES // 2**20} MiB"
+        raise ConfigError(
+            "RUN", str(path), reason, "Shorten the system prompts, the few-shot messages or the settings of sources."
+        )
+    replace(RunPaths(path).run_file, text)
 
 
 def replace(file: Path, text: str) -> None:

@@ -211,7 +211,7 @@ def test_a_file_system_without_locks_is_named(here: Path, monkeypatch: pytest.Mo
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match=rf"RUN = '{path}.*no locks \({os.strerror(number)}\).*flock; NFS"):
+    with pytest.raises(ConfigError, match=rf"RUN = '{path}.*no locks \({os.strerror(number)}\).*local disk"):
         match use:
             case "run":
                 with run_dir.locked(path):
