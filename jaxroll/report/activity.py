@@ -349,15 +349,16 @@ def _members_allowed(config: Mapping[str, Any], actors: int) -> float:
 # --- Memory of the roles that play environments
 
 GROWTH_BYTES = 256 << 20
-_LEAST_ROWS = 32  # of a process, for a judgement
+# Rows of a process, one a second: in the first ones its engine still grows, and so many must follow.
+_WARM_ROWS, _LEAST_ROWS = 120, 480
 
 
 def growths(rows: Sequence[Row]) -> Counter[str]:
     """The processes of samplers and actors whose memory grows as long as they live, each `GROWTH_BYTES` once.
 
-    The least memory in each quarter of their life is larger than in the one before, by at least a tenth of the whole
-    growth. So peaks do not count, and neither does what an engine takes once. Environments on the loop and in threads
-    share the memory of their role, and most engines do not grow for so long.
+    After two minutes the least memory in each quarter of their life is larger than before, by a tenth of the whole
+    growth or more. So peaks do not count, and neither does what an engine takes once. Environments on the loop and in
+    threads share the memory of their role, and most engines do not grow for so long.
     """
     lives: dict[str, list[int]] = {}
     found: Counter[str] = Counter()
@@ -374,6 +375,7 @@ def growths(rows: Sequence[Row]) -> Counter[str]:
 
 
 def _growths(role: str, held: Sequence[int]) -> Counter[str]:
+    held = held[_WARM_ROWS:]
     if len(held) < _LEAST_ROWS:
         return Counter()
     size = len(held) // 4
@@ -385,6 +387,12 @@ def _growths(role: str, held: Sequence[int]) -> Counter[str]:
 
 
 def slow_scoring_workers(rows: Sequence[Row]) -> dict[str, int]:
-    """For each role with a slow scoring worker: how often one became slow since its start, by its newest row."""
-    newest = {row["role"]: row["scoring_slow"] for row in rows if row.get("scoring_slow") is not None}
-    return {role: count for role, count in sorted(newest.items()) if count}
+    """For each role with a slow scoring worker: how often one became slow in the run; a new process counts from 0."""
+    found: Counter[str] = Counter()
+    last: dict[str, int] = {}
+    for row in rows:
+        if row.get("kind") == "stats" and (count := row.get("scoring_slow")) is not None:
+            before = last.get(row["role"], 0)
+            found[row["role"]] += count - before if count >= before else count
+            last[row["role"]] = count
+    return {role: count for role, count in sorted(found.items()) if count}

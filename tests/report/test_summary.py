@@ -351,13 +351,14 @@ def held(role, mib, started=0):
 @pytest.mark.parametrize(
     ("mib", "times"),
     [
-        (range(1000, 2000, 10), 2),
-        ([1000] * 30 + [3000] * 70, 0),
-        ([1000, 1000, 1000, 3000] * 25, 0),
-        (range(1000, 1200, 2), 0),
-        (range(1000, 2000, 50), 0),
+        (range(1000, 2000), 2),
+        ([1000] * 300 + [3000] * 700, 0),
+        ([1000, 1000, 1000, 3000] * 250, 0),
+        (range(1000, 1300), 0),
+        ([*range(1000, 3000, 20), *[3000] * 900], 0),
+        (range(1000, 3000, 10), 0),
     ],
-    ids=["grows", "grows once", "peaks", "grows little", "is young"],
+    ids=["grows", "grows once", "peaks", "grows little", "grows at first", "is young"],
 )
 def test_memory_that_grows_as_long_as_a_process_lives_is_a_fault_of_its_environments(mib, times):
     found = summary.environment_faults(held("sampler-0", mib))
@@ -366,8 +367,8 @@ def test_memory_that_grows_as_long_as_a_process_lives_is_a_fault_of_its_environm
 
 
 def test_the_memory_of_each_process_is_judged_alone():
-    """Two processes grow by 600 MiB each, between two that hold as much from the start."""
-    full, grows = [1600] * 40, range(1000, 1600, 10)
+    """Two processes grow by 480 MiB each after their first rows, between two that hold as much from the start."""
+    full, grows = [1600] * 700, range(1000, 1600)
     rows = [*held("actor-1", full), *held("actor-1", grows), *held("actor-1", grows), *held("actor-1", full)]
     assert list(summary.environment_faults(rows).values()) == [2]
-    assert summary.environment_faults([*held("actor-1", [1000] * 40), *held("actor-1", [3000] * 40)]) == {}
+    assert summary.environment_faults([*held("actor-1", [1000] * 700), *held("actor-1", [3000] * 700)]) == {}
