@@ -326,8 +326,8 @@ class SamplerConfig:
     kv_dtype: Literal["", "int8", "fp8"] = ""
     # Matrices of the layers in a sampler: "" as model.dtype; int8 or fp8 with a scale per output (docs/engine.md).
     weight_dtype: Literal["", "int8", "fp8"] = ""
-    # Most tokens of an unfinished answer that a sampler loses if it ends: it sends them to the store, half as many at a
-    # time, and another one continues after those (docs/machines.md). 0: no flushes, members start again.
+    # Most tokens of an unfinished answer that a sampler loses if it ends (docs/machines.md): it sends them to the
+    # store, half as many at a time, and another one continues after those. 0: no flushes, members start again.
     flush_tokens: NonNegativeInt = 0
     # Processes that score answers.
     scoring_workers: PositiveInt = 1

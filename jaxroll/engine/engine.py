@@ -302,7 +302,8 @@ class Engine:
         working = self._params is not None and not self._stats.suspended and self._generate(self._params)
         if not working:
             self._deliver()
-            self.latencies.idle()
+            if self._stats.suspended or not self._scheduler.running:
+                self.latencies.idle()
         self._stats = replace(
             self._stats,
             queue_depth=len(self._scheduler.waiting),

@@ -48,7 +48,7 @@ class Work:
     def __init__(
         self, device: Device, scheduler: Scheduler, sizes: Sizes, clock: Callable[[], float], decode: Decode | None
     ) -> None:
-        self._decode = decode
+        self._decode, self._is_bounded = decode, False  # True once a request has `may_sample`
         self._device, self._scheduler, self._sizes, self._clock = device, scheduler, sizes, clock
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.dispatch_tokens)
         self._open: dict[int, _Open] = {}
@@ -58,6 +58,7 @@ class Work:
     def enter(self, add: Add, sequence: Sequence) -> Sequence:
         """Register the request of `sequence`, and return `sequence`."""
         self._open[add.request.id] = one = _Open(add)
+        self._is_bounded |= add.request.may_sample is not None
         if (known := add.request.before) is not None:
             tokens, logprobs = np.asarray(known.tokens, np.int32), np.asarray(known.logprobs, np.float32)
             support = Supports.decoded(known.support, tokens)
@@ -172,7 +173,7 @@ class Work:
     def _may_sample(self) -> int:
         """The number of tokens that every running request may sample, up to those of a dispatch."""
         most = self._sizes.dispatch_tokens
-        for sequence in self._scheduler.running:
+        for sequence in self._scheduler.running if self._is_bounded else ():
             if (may_sample := self._open[sequence.id].add.request.may_sample) is not None:
                 most = min(most, may_sample(max(sequence.sampled, 1)))  # the first token may be on the device still
         return max(most, 0)

@@ -455,7 +455,11 @@ class Deterministic(World):
         session.proxy = EngineProxy(session.parts.host, loop)
         self.sessions[spec.role] = session
         self._engines.append((session.parts.host, asyncio.ensure_future(session.parts.host.run_on_loop(_step_s))))
-        playing = session.run(lambda: asyncio.sleep(0), lambda: spec.play(session))
+
+        async def ready() -> None:
+            session.store.on_flushed(session.parts.host.wake)
+
+        playing = session.run(ready, lambda: spec.play(session))
         self._born(spec.role, asyncio.ensure_future(playing), transport)
 
     def _learner(self) -> asyncio.Future[int]:

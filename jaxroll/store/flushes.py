@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxroll import wire
-from jaxroll.errors import InfraError, StoreRefusal
+from jaxroll.errors import JaxRollError
 from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Partial, TurnEnd, prompt_digest, versions_after
 from jaxroll.store import messages as msg
@@ -211,7 +211,7 @@ class Flushes:
         self._asked_s = self._clock()
         try:
             known = (await self._call(PutCall(tuple(bodies)))).tokens
-        except (StoreRefusal, InfraError):
+        except (JaxRollError, msgspec.MsgspecError):
             known = (msg.LOST,) * len(batch)
         finally:
             self._asked_s = None

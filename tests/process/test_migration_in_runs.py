@@ -272,6 +272,7 @@ def lost_tokens(
             )
             lost[ends[before.pid]].append(before.end - after.start)
             found.update(moves=1, continued=after.start > 0, late=before.late, in_flight=before.sent > after.start)
+    assert found["late"] < found["moves"], "the store was late for all of them, so that none shows the bound"
     assert found["prefills"] == found["members"] + found["moves"]
     assert found["sampled"] == found["tokens"] + sum(map(sum, lost.values()))
     return lost, found

@@ -71,23 +71,25 @@ def test_a_sampler_that_leaves_gives_its_members_to_another_and_gets_none(
     """It leaves by itself, or because the run does not need it any more."""
     config = small.configured()
 
-    async def moves(folder: Path, leaving: str) -> tuple[str, str]:
-        """The samplers to which `a` with one member and `b` with two give them."""
+    async def moves(folder: Path, leaving: str, giver: str) -> tuple[str, str]:
+        """The samplers to which `a` with one member and `b` with two give them; `giver` waits for the other."""
         folder.mkdir()
         async with (
             small.serving(folder, config),
             small.connected(folder, config, "sampler", "a") as a,
             small.connected(folder, config, "sampler", "b") as b,
         ):
-            calls = a.repack(V0, 1, 0, 0.2, leaves=leaving == "a"), b.repack(V0, 2, 0, 0.2, leaves=leaving == "b")
-            one, other = await asyncio.gather(*calls)
+            one, other = await asyncio.gather(
+                a.repack(V0, 1, 0, 10.0 if giver == "a" else 0.2, leaves=leaving == "a"),
+                b.repack(V0, 2, 0, 10.0 if giver == "b" else 0.2, leaves=leaving == "b"),
+            )
             return one.to, other.to
 
     async def job() -> None:
-        assert await moves(tmp_path / "none", "") == ("b", "")
-        assert await moves(tmp_path / "a", "a") == ("b", "")
-        assert await moves(tmp_path / "b", "b") == ("", "a")
+        assert await moves(tmp_path / "none", "", "a") == ("b", "")
+        assert await moves(tmp_path / "a", "a", "a") == ("b", "")
+        assert await moves(tmp_path / "b", "b", "b") == ("", "a")
         monkeypatch.setattr(Workers, "is_surplus", lambda workers, caller: caller.name == "b")
-        assert await moves(tmp_path / "surplus", "") == ("", "a")
+        assert await moves(tmp_path / "surplus", "", "b") == ("", "a")
 
     run(job())
