@@ -261,7 +261,7 @@ class Device:
         return jax.jit(lambda: jax.random.key(seed), out_shardings=where)()
 
 
-# --- one engine on several hosts
+# --- one engine on several hosts: no role uses it yet (docs/placement.md)
 #
 # All processes run the same programs in the same order. Process 0 has the requests and decides; what it takes from its
 # host as an input is sent to the others, which have no other source. Sizes, seed and programs follow from the config.
@@ -362,7 +362,7 @@ class FollowingDevice(Device):
             case "save":
                 self._saved[numbers[0]] = self._read_pages(*arrays)
             case "load":
-                self._write_pages(*arrays, self._saved[numbers[0]])
+                self._write_pages(arrays[0], self._saved[numbers[0]])
             case "forget":
                 del self._saved[numbers[0]]
             case "experts":

@@ -225,7 +225,7 @@ def _join_cluster(hosts: RoleHosts, coordinator: str | None) -> str:
             jax.distributed.initialize(initialization_timeout=JOIN_S, heartbeat_timeout_seconds=SILENCE_S)
         except ValueError as error:
             reason = f"the hosts of the {hosts.name} cannot find each other ({error})"
-            remedy = "Give every host the address of the first one, as HOST:PORT, and its own number."
+            remedy = "Give every host the address of the first one, as HOST:PORT, and its own --index."
             raise ConfigError("--coordinator", None, reason, remedy) from error
         return socket.gethostname()
     host, port = _coordinator_address(coordinator, hosts.meeting, hosts.index)

@@ -153,7 +153,7 @@ def inference(
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s, relay, listener))
 
 
-# --- an engine on several hosts
+# --- an engine on several hosts: no role uses it yet (docs/placement.md)
 #
 # Process 0 has the requests and the scheduler. It sends a command for each program that it runs, and the others run it
 # too (`engine.device`). Every process fetches the parts of the weights for its own devices.
@@ -168,7 +168,7 @@ def run_commands(leader: Follower, device: FollowingDevice, arriving: Arriving) 
 
     def fetch(ref: VersionRef, before: Future[Staged | HandedOver] | None) -> Staged | HandedOver:
         staged = before.result() if before is not None and before.exception() is None else None
-        if staged is None or staged.version != ref.version:  # otherwise another process failed, which tries again
+        if staged is None or getattr(staged, "version", None) != ref.version:  # if not, another process failed
             try:
                 staged = asyncio.run(arriving.fetch(ref))
             except JaxRollError as error:
