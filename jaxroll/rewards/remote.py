@@ -24,6 +24,7 @@ import threading
 from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -344,13 +345,12 @@ class RemoteParts:
         self._classifiers: dict[Served, Classifier] = {}
 
     async def value(self, part: str, settings: EndpointSettings, request: Request) -> float:
-        """The value of one completion. InfraError when the endpoint fails or its budget is spent, DataError when its
-        verdicts are malformed."""
+        """The value of a completion. InfraError if the endpoint fails or has no budget, DataError for bad verdicts."""
         body = request.body(settings)
         key = hashlib.blake2b(msgspec.json.encode((_identity(settings), body)), digest_size=16).hexdigest()
         task = self._under_way.get(key)
-        if task is None:
-            task = self._under_way[key] = asyncio.get_running_loop().create_task(self._found(part, settings, key, body))
+        if task is None:  # outside of the context of the environment that asks: others may wait for it
+            task = self._under_way[key] = Context().run(asyncio.ensure_future, self._found(part, settings, key, body))
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)  # the caller may be cancelled; others may wait for the same verdict
 
