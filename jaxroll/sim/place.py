@@ -3,7 +3,6 @@
 Costs are those of the simulator (`sim.costs`): derived from rates of devices, measured by `jaxroll sim calibrate`, or
 taken from a plan (`jaxroll plan --json`). A prediction is the recursion of the schedule over drawn rollouts
 (`policy.step_times`): what an age bound admits, when new weights arrive, and the longest rollout of each step.
-
 `ranked` predicts every candidate, or for large clusters those that `policy.placement.partition` finds.
 """
 
@@ -362,7 +361,8 @@ def _found(planner: Planner, objective: Objective) -> Iterator[Candidate]:
 
         found = placement.partition(types, lambda own: side(own, "training_s"), rollout_s, min(between, 1e18), step)
         best, half = max(found.training), max(1, min(each.machine for each in types) // 2)
-        numbers = {1 << n for n in range(best.bit_length() + 1)} | {best + n for n in (-step, -half, 0, half, step)}
+        numbers = {1 << n for n in range(best.bit_length() + 1)} | {best // 4, best // 2}
+        numbers |= {best + n for n in (-step, -half, 0, half, step)}
         for kind, number in itertools.product(range(len(types)), numbers):
             training = tuple(min(max(number, 1), n) * (k == kind) for k, n in enumerate(counts))
             if one := _split(planner, *setting, training):
