@@ -267,9 +267,10 @@ def reward_by_source(steps: Sequence[Row], count: int = 10) -> dict[str, list[fl
 
 def _mean_of_source(steps: Sequence[Row], name: str, key: str) -> float | None:
     """The mean over all samples of the source; None without any."""
-    found = [of for row in steps if (of := (row.get("sources") or {}).get(name)) and of.get(key) is not None]
-    samples = sum(of["samples"] for of in found)
-    return sum(of["samples"] * of[key] for of in found) / samples if samples else None
+    found = [of for row in steps if (of := (row.get("sources") or {}).get(name))]
+    counted = [(of["samples"], of[key]) for of in found if of.get("samples") is not None and of.get(key) is not None]
+    samples = sum(count for count, _ in counted)
+    return sum(count * value for count, value in counted) / samples if samples else None
 
 
 def latest(rows: Sequence[Row], count: int = 50) -> list[Row]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 from rich.console import Console
@@ -84,6 +84,18 @@ def of_kind(kind: str) -> st.SearchStrategy[dict[str, Any]]:
 ROWS = st.one_of(*map(of_kind, metrics.KINDS))
 LINES = st.lists(st.one_of(ROWS.map(lambda row: json.dumps(row).encode()), st.sampled_from(NO_ROWS)), max_size=12)
 
+SOURCE = {
+    "kind": "step",
+    "role": "learner",
+    "step": 7,
+    "t": 1.79e9,
+    "t0": 1.79e9,
+    "t1": 1.79e9,
+    "train_s": 1,
+    "wait_s": 1,
+}
+SOURCE |= {"publish_s": 1, "age_hist": {"0": 1}, "sources": {"a": {"tokens": 0.0}}}  # without samples
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
@@ -100,6 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     phases=[Phase.explicit, Phase.generate],
 )
 @given(lines=LINES, alone=st.booleans())
+@example(lines=[json.dumps(SOURCE).encode()], alone=False)
 def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lines: list[bytes], alone: bool) -> None:
     path, own = made
     (path / "metrics.jsonl").write_bytes((b"" if alone else own) + b"\n".join(lines))
