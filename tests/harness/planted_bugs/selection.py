@@ -122,8 +122,8 @@ def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
 
 @breaks("9 shares")
 def samplers_that_fetch_weights_are_passed_over(patch: Patch) -> None:
-    def hunger(original: Any, settings: Any, now: state.State, r: ev.Lease, refused: str) -> list:
-        return [] if r.version.step < leases._published_step(now) else original(settings, now, r, refused)
+    def hunger(original: Any, settings: Any, now: state.State, r: ev.Lease, refused: str, now_s: float) -> list:
+        return [] if r.version.step < leases._published_step(now) else original(settings, now, r, refused, now_s)
 
     wrap(patch, leases, "_hunger", hunger)
 
