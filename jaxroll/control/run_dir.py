@@ -57,6 +57,7 @@ RESUMABLE = (
     "transfer.",
     *(f"task.reward_args.{part}.{name}" for part in REMOTE for name in CHANGEABLE),  # of a source, too
 )
+_SOURCE = r"^task\.mixture\[\d+\]|^evaluator\.sets(\.[^.]+)?"
 
 
 def new_name(name: str, now_s: float, suffix: str = "") -> str:
@@ -246,12 +247,15 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     for text in overrides:
         key, _, given = text.removeprefix("--").removeprefix("config.").partition("=")
         changed: Iterable[tuple[str, Any]] = ((key, given),)
-        if key == "task.mixture":
-            changed = differences(values["config"].get("task", {}).get("mixture", []), wanted["task"]["mixture"], key)
+        source = re.match(r"(task)\.(mixture)\b|(evaluator)\.(sets)\b", key)
+        if source:
+            section, field = filter(None, source.groups())
+            after = wanted[section][field]
+            changed = differences(values["config"].get(section, {}).get(field, type(after)()), after, source[0])
         for name, value in changed:
-            if not re.sub(r"^task\.mixture\[\d+\]", "task", name).startswith(RESUMABLE):
+            if not re.sub(_SOURCE, "task", name).startswith(RESUMABLE):
                 remedy = f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}."
-                if key == "task.mixture":
+                if source:
                     remedy = "Give it as the run's run.json has it; only address and budget of judges may change."
                 raise ConfigError(name, value, "cannot change in the middle of a run", remedy)
     config = configs.parse(wanted)

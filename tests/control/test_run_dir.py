@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,6 +228,27 @@ def test_resuming_may_change_the_address_and_budget_of_the_judge_of_a_source(tmp
         with pytest.raises(ConfigError, match=rf"{key} = .*middle of a run"):
             resumed(*mixture)
     assert run_dir.load_config(path).task.mixture == [moved, other]
+
+
+def test_resuming_may_change_the_address_of_the_judge_of_a_held_out_set_and_no_set(tmp_path: Path) -> None:
+    """The saved prompts are those of these sets."""
+    judge = {"url": "http://a:1/v1", "model": "m"}
+    held = {"name": "gcd", "items": 4, "reward": "judge", "reward_args": {"judge": judge}}
+    path = run_dir.create(tmp_path / "run", configs.parse({"evaluator": {"sets": {"a": held}}}), [])
+
+    def resumed(**sets: object) -> dict[str, Any]:
+        return run_dir.resume(path, [f"evaluator.sets={json.dumps(sets)}"], lambda config: None).evaluator.sets
+
+    moved = held | {"reward_args": {"judge": judge | {"url": "http://b:2/v1"}}}
+    assert resumed(a=moved) == run_dir.load_config(path).evaluator.sets == {"a": moved}
+    for sets, key in (
+        ({"a": moved, "b": {"name": "lcm", "items": 4}}, r"sets\.b"),
+        ({"a": moved | {"items": 5}}, r"sets\.a\.items"),
+        ({}, r"sets\.a"),
+    ):
+        with pytest.raises(ConfigError, match=rf"evaluator\.{key} = .*middle of a run.*run\.json"):
+            resumed(**sets)
+    assert run_dir.load_config(path).evaluator.sets == {"a": moved}
 
 
 def test_the_link_moves_to_the_new_run_and_spares_a_real_folder(tmp_path: Path) -> None:
