@@ -47,7 +47,11 @@ def test_only_engines_whose_requests_may_truncate_without_supports_sort_the_voca
     assert {"decode", "insert"} <= lowered.keys()
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(), MeshConfig(data=2, tensor=2), pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak)],
+    ids=str,
+)
 def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
     b = bench(mesh)
     b.run(work(0, 8))
@@ -59,6 +63,10 @@ def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
         wanted,
     )
     assert all(jax.tree.leaves(agree))
+    keys = state.cache.keys[0]  # over slots and heads
+    shards, heads, *page = keys.shape
+    assert shards == mesh.data
+    assert keys.addressable_shards[0].data.shape == (1, heads // mesh.tensor, *page)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(tensor=4), MeshConfig(data=2, tensor=4)], ids=str)

@@ -6,9 +6,7 @@ import dataclasses
 
 import jax
 import numpy as np
-import pytest
 
-from jaxroll.config import MeshConfig
 from jaxroll.engine import device, requests
 from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -141,16 +139,6 @@ def test_warm_up_reports_its_programs(bench, model):
         "compiled decode of 4 slots",
         "compiled insert",
     ]
-
-
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak), MeshConfig(data=2, tensor=2)], ids=str
-)
-def test_the_cache_is_sharded_over_slots_and_heads(bench, mesh):
-    keys = bench(mesh).engine._device._state.cache.keys[0]
-    shards, heads, pages, tokens, size = keys.shape
-    assert shards == mesh.data
-    assert keys.addressable_shards[0].data.shape == (1, heads // mesh.tensor, pages, tokens, size)
 
 
 SIZES = requests.Sizes(

@@ -74,7 +74,7 @@ def test_tokens_equal_the_naive_reference_on_meshes(bench, work, assert_naive, m
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"slots": 1},
+        pytest.param({"slots": 1}, marks=pytest.mark.soak),
         {"slots": 3, "decode_chunk": 1, "prefill_rows": 1},
         pytest.param({"slots": 16}, marks=pytest.mark.soak),
     ],
@@ -91,7 +91,7 @@ def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, ass
         (MeshConfig(), {"paged_attention": "dense"}),
         (MeshConfig(), {"paged_attention": "xla"}),
         pytest.param(MeshConfig(), LEVELS | {"paged_attention": "dense"}, marks=pytest.mark.soak),
-        (DATA_TENSOR, {"paged_attention": "dense"}),
+        pytest.param(DATA_TENSOR, {"paged_attention": "dense"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

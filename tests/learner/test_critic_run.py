@@ -76,7 +76,7 @@ def test_a_member_without_trained_tokens_has_no_say():
     ("lora", "offload"),
     [
         ({}, True),
-        ({"lora_rank": 2}, False),
+        pytest.param({"lora_rank": 2}, False, marks=pytest.mark.soak),
         pytest.param({}, False, marks=pytest.mark.soak),
         pytest.param({"lora_rank": 2}, True, marks=pytest.mark.soak),
     ],
