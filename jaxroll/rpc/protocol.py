@@ -255,9 +255,9 @@ def load_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> s
 
 
 def _read(path: Path) -> str | None:
+    if not os.path.lexists(path):  # first: another process may be making it
+        return None
     if not path.is_file():
-        if not os.path.lexists(path):
-            return None
         remedy = "Remove it: `jaxroll train` makes a new one."  # without a secret every process would be admitted
         raise ConfigError(str(path), "", "is not a file with a secret", remedy)
     keep_private(path)

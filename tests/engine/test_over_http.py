@@ -168,7 +168,9 @@ def test_other_pauses_end_what_runs_and_hold_what_comes_later(bench, mode: str) 
             gate.open()
             await pausing
             await asking
-            assert b.engine.stats().suspended and b.engine.stats().active == 0
+            while not b.engine.stats().suspended:  # the next step applies it, before it samples
+                await asyncio.sleep(0.002)
+            assert b.engine.stats().active == 0
             later = asyncio.create_task(http.api.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}))
             while http.front.counts.open == 0:
                 await asyncio.sleep(0.002)

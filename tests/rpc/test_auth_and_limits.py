@@ -73,6 +73,21 @@ def test_two_processes_that_make_a_token_have_the_same(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["token"]
 
 
+def test_a_token_that_another_process_makes_at_this_moment_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        found = original(path)
+        if path.name == "token" and not found:
+            path.write_text("ab" * 32)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert protocol.create(tmp_path) == protocol.load(tmp_path, {})
+
+
 def test_a_role_token_cannot_stand_for_the_secret(tmp_path: Path) -> None:
     """A store that took it for the secret would admit a caller with it in every role."""
     token = protocol.bearer(SECRET, "sampler")
