@@ -212,9 +212,11 @@ class Flushes:
         try:
             known = (await self._call(PutCall(tuple(bodies)))).tokens
         except (JaxRollError, msgspec.MsgspecError):
-            known = (msg.LOST,) * len(batch)
+            known = ()
         finally:
             self._asked_s = None
+        if len(known) != len(batch):
+            known = (msg.LOST,) * len(batch)
         ended = {
             stream.key
             for (stream, piece), tokens in zip(batch, known, strict=True)

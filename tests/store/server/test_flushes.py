@@ -30,7 +30,7 @@ from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import FlushedTokens
-from jaxroll.store.flushes import HOLD_S, UNBOUNDED, Stream, answers
+from jaxroll.store.flushes import HOLD_S, UNBOUNDED, Flushes, Stream, answers
 from jaxroll.store.log import commit_log
 from jaxroll.store.log.replay import replay_log
 from tests.harness.store import recorded_log
@@ -250,6 +250,28 @@ def test_malformed_pieces_are_refused(tmp_path: Path, change: dict, why: str) ->
         assert (await store._call("Flush", msg.PutCall((wire.encode(made),)), msg.FlushReply)).tokens == (4,)
 
     played(tmp_path, job)
+
+
+@pytest.mark.parametrize("reply", [None, msg.FlushReply(()), msg.FlushReply((4, 4))], ids=["unreadable", "none", "two"])
+def test_a_malformed_reply_ends_the_streams_of_its_call_only(reply: msg.FlushReply | None) -> None:
+    replies = [reply, msg.FlushReply((4,))]
+
+    async def call(_: msg.PutCall) -> msg.FlushReply:
+        if (found := replies.pop(0)) is None:
+            raise msgspec.ValidationError("Expected `array`, got `int`")
+        return found
+
+    async def job() -> None:
+        flushes = Flushes(call)
+        for member in (0, 1):
+            stream = flushes.begin((0, member, 0), 4)
+            assert stream.begin(PROMPT) is None
+            stream.add(piece(0, 4))
+            await flushes.idle()
+            assert flushes.takes(stream) == (member == 1)
+        assert stream.sent == 4
+
+    run(job())
 
 
 def test_a_piece_of_a_version_that_does_not_exist_ends_the_stream_only(tmp_path: Path) -> None:
