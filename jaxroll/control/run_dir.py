@@ -247,11 +247,11 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     for text in overrides:
         key, _, given = text.removeprefix("--").removeprefix("config.").partition("=")
         changed: Iterable[tuple[str, Any]] = ((key, given),)
-        source = re.match(r"(task)\.(mixture)\b|(evaluator)\.(sets)\b", key)
+        source = next((one for one in ("task.mixture", "evaluator.sets") if f"{key}.".startswith(f"{one}.")), "")
         if source:
-            section, field = filter(None, source.groups())
+            section, field = source.split(".")
             after = wanted[section][field]
-            changed = differences(values["config"].get(section, {}).get(field, type(after)()), after, source[0])
+            changed = differences(values["config"].get(section, {}).get(field, type(after)()), after, source)
         for name, value in changed:
             if not re.sub(_SOURCE, "task", name).startswith(RESUMABLE):
                 remedy = f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}."

@@ -495,5 +495,5 @@ Event = (
     | Extended
 )
 
-LAGGING = "weights"  # `Hungry.why` of a sampler that needs newer ones
+LAGGING = "weights"  # `Hungry.why`, and the reason of a NoCredit, where a sampler needs newer ones
 NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)
