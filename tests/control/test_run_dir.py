@@ -230,6 +230,17 @@ def test_resuming_may_change_the_address_and_budget_of_the_judge_of_a_source(tmp
     assert run_dir.load_config(path).task.mixture == [moved, other]
 
 
+def test_a_run_file_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run_dir.create(tmp_path / "run", Config(), [])
+    before = (path / "run.json").read_bytes()
+    monkeypatch.setattr(run_dir, "RUN_FILE_BYTES", len(before) + 50)
+    with pytest.raises(ConfigError, match=r"larger than 0 MiB.*few-shot"):
+        run_dir.write(path, run_dir.load(path) | {"more": "x" * 60})
+    assert (path / "run.json").read_bytes() == before
+
+
 def test_resuming_may_change_the_address_of_the_judge_of_a_held_out_set_and_no_set(tmp_path: Path) -> None:
     """The saved prompts are those of these sets."""
     judge = {"url": "http://a:1/v1", "model": "m"}

@@ -235,9 +235,10 @@ def test_a_large_config_reaches_a_process(here: Path) -> None:
     child.config_environment(path, Config(task=TaskConfig(system_prompt="other " * 60_000)))
     assert child.given_config(path, environ) == large, "another command on this run has another config"
     (file,) = set(path.glob(".config-*")) & {Path(json.loads(value)["file"]) for value in environ.values()}
-    file.write_text("{")
-    with pytest.raises(ConfigError, match=r"\.config-.*holds no config.*--resume"):
-        child.given_config(path, environ)
+    for damaged in ("{", "{}", "[]"):
+        file.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"\.config-.*holds no config.*--resume"):
+            child.given_config(path, environ)
 
 
 def test_a_role_keeps_the_config_that_its_supervisor_started_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,6 +328,18 @@ def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_co
         role.close()
 
 
+def test_growth_of_a_process_is_counted_from_the_first_episode_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    player = processes.Player({}, asyncio.Runner())
+    monkeypatch.setattr(processes, "_THREADS_END_S", 0.0)
+    seen = []
+    for kind, threads, held in (("a", 3, 100), ("b", 9, 700), ("b", 10, 900), ("a", 10, 900)):
+        monkeypatch.setattr(processes, "_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(processes, "resident_bytes", lambda held=held: held)
+        player._name = kind
+        seen.append(player.answer(processes.Close()))
+    assert seen == [processes.Closed(*grown) for grown in ((0, 0), (0, 0), (1, 200), (7, 800))]
+
+
 def test_a_process_with_too_many_left_threads_ends() -> None:
     async def body(places: Executors) -> None:
         exhausted = asyncio.ensure_future(places.raise_when_worn_out())

@@ -277,11 +277,11 @@ def test_resting_and_failing_holders_are_shown(tmp_path: Path) -> None:
     assert found["unreliable"]["actor-3"] == pytest.approx(0.185, abs=0.01)
     out = io.StringIO()
     write_run_file(tmp_path)
-    counts = [("actor-3", 1), ("actor-4", 0), ("actor-3", 2), ("sampler-0", None)]
+    counts = [("actor-3", 1), ("actor-4", 0), ("actor-3", 2), ("sampler-0", None), ("actor-3", 1)]  # a new process
     rows = [{"kind": "stats", "t": 1.0, "role": role, "scoring_slow": slow} for role, slow in counts]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     inspect.main(tmp_path, {}, group=None, as_json=False, console=Console(file=out, width=200))
     (line,) = [line for line in out.getvalue().splitlines() if "actor-3" in line and "18%" in line]
     assert "its scorer is gone" in line
     (line,) = [line for line in out.getvalue().splitlines() if "scoring worker of" in line]
-    assert " ".join(line.split()) == "2 a scoring worker of actor-3 became slow"
+    assert " ".join(line.split()) == "3 a scoring worker of actor-3 became slow"

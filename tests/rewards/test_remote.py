@@ -17,6 +17,7 @@ from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import EndpointSettings, JudgeSettings
 from jaxroll.envs.registry import SingleTurn
 from jaxroll.errors import DataError, InfraError
+from jaxroll.lifeline import OWNER, Owner
 from jaxroll.records import Message, Task
 from jaxroll.rewards import remote
 from jaxroll.rewards.remote import BudgetSpent, RemoteParts, Request
@@ -353,6 +354,23 @@ def test_calls_are_concurrent_up_to_a_limit_and_never_block_the_loop() -> None:
         assert endpoint.most == 5, "the server runs on the same loop: calls that block it are never five at a time"
 
     run(reply("Score: 1"), use=use)
+
+
+def test_a_verdict_belongs_to_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several may wait for it, and its cancellation would be a fault of the one that asked first."""
+    owners = []
+
+    async def found(*_: object) -> float:
+        owners.append(OWNER.get())
+        return 0.5
+
+    async def job() -> None:
+        OWNER.set(Owner("Asking.step", lambda _: None))
+        assert await RemoteParts().value("judge", JudgeSettings(url="http://127.0.0.1:1/v1", model="m"), REQUEST) == 0.5
+
+    monkeypatch.setattr(RemoteParts, "_found", found)
+    asyncio.run(job())
+    assert owners == [None]
 
 
 def test_a_judge_is_a_part_of_a_reward() -> None:
