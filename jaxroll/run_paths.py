@@ -124,7 +124,7 @@ class RunPaths:
 
     def coordinator_address(self, role: str) -> Path:
         """HOST:PORT of JAX's coordinator, where `role` has several hosts and chooses the port itself."""
-        return self.folder / f"{role}.addr"
+        return self.folder / ("learner.addr" if role == "learner" else f"{role}.hosts.addr")
 
     def sampler_address(self, name: str) -> Path:
         """HOST:PORT at which the sampler `name` serves generation requests of actors."""

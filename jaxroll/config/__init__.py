@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxroll import disk
 from jaxroll.config import derived
@@ -316,13 +316,13 @@ class RoleArgs:
     """Arguments of a role's `main`. Without `store_address` the address is read from `run_dir/store.addr`.
 
     For the store itself `store_address` is where it listens (default: any free port of the loopback). `index` is which
-    of several samplers, actors or hosts of the learner; `coordinator` is where those hosts meet, HOST:PORT (None: JAX
-    finds that out; port 0: any, written to `run_dir/learner.addr`). `host` is the name under which samplers reach
-    the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
-    actor that does not find them in `run_dir`. Traffic beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
-    `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
-    `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no more and has `drain_s` to
-    finish its running members; it returns the others.
+    of several samplers, actors or hosts of the learner, and `process` which host of the sampler; `coordinator` is where
+    the hosts of a role meet, HOST:PORT (None: JAX finds that out; port 0: any, written to a file in `run_dir`). `host`
+    is the name under which samplers reach the learner, or actors a sampler, which listens for them on `port` (0: any).
+    `samplers` are their addresses, for an actor that does not find them in `run_dir`. Traffic beyond the loopback takes
+    certificates (`jaxroll.rpc.tls`), or `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the
+    run at, as STEP@NAME (see `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no
+    more and has `drain_s` to finish its running members; it returns the others.
     """
 
     config: Config
@@ -335,6 +335,7 @@ class RoleArgs:
     insecure: bool = False
     fork: str | None = None
     coordinator: str | None = None
+    process: int = 0
     drain_s: float = 0.0
 
     @property
@@ -342,12 +343,16 @@ class RoleArgs:
         """The files and folders of the run."""
         return RunPaths(self.run_dir)
 
-    @property
-    def learner_hosts(self) -> RoleHosts:
-        """The processes of the learner, of which this one has the number `index`."""
-        count, mesh = self.config.placement.learner_hosts, self.config.learner.mesh
-        meeting = self.paths.coordinator_address("learner")
-        return RoleHosts("learner", "placement.learner_hosts", count, self.index, mesh, meeting)
+    def hosts(self, role: Literal["learner", "sampler"]) -> RoleHosts:
+        """The processes of the learner, or of this sampler."""
+        placement, name = self.config.placement, role
+        if role == "learner":
+            count, index, mesh = placement.learner_hosts, self.index, self.config.learner.mesh
+        else:
+            name, count, index = f"{role}-{self.index}", placement.sampler_hosts, self.process
+            mesh = self.config.sampler.mesh
+        key, meeting = f"placement.{role}_hosts", self.paths.coordinator_address(name)
+        return RoleHosts(name, key, count, index, mesh, meeting)
 
     @property
     def config_digest(self) -> str:

@@ -208,9 +208,9 @@ LEADERS = ("learner", COLOCATED)  # a run has one of these processes and ends wi
 
 
 def roles_with_devices(config: Config) -> dict[str, int]:
-    """Number of devices by role, in the order of assignment: learner, samplers, evaluator."""
+    """Number of devices by role, and by host of a role on several, in this order: learner, samplers, evaluator."""
     wanted = dict.fromkeys(learner_names(config), config.learner.mesh.devices // config.placement.learner_hosts)
-    wanted |= dict.fromkeys(sampler_names(config), config.sampler.mesh.devices)
+    wanted |= dict.fromkeys(sampler_processes(config), config.sampler.mesh.devices // config.placement.sampler_hosts)
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
@@ -249,6 +249,12 @@ def sampler_names(config: Config) -> tuple[str, ...]:
     return tuple(f"sampler-{index}" for index in range(config.sampler.count))
 
 
+def sampler_processes(config: Config) -> tuple[str, ...]:
+    """Names of the processes of these samplers, one per host; the first of each has the sampler's name and leads."""
+    hosts = config.placement.sampler_hosts
+    return tuple(f"{name}-{host}" if host else name for name in sampler_names(config) for host in range(hosts))
+
+
 def with_a_sampler(config: Config) -> Config:
     """`config` with one sampler at least: the first that joins, if the run starts with none."""
     return replace(config, sampler=replace(config.sampler, count=max(1, config.sampler.count)))
@@ -256,7 +262,7 @@ def with_a_sampler(config: Config) -> Config:
 
 def engines(config: Config) -> int:
     """Number of engines that receive the learner's weights: those of samplers and evaluator."""
-    return len(roles_with_devices(config)) - len(learner_names(config))
+    return len(sampler_names(config)) + has_evaluator(config)
 
 
 def has_evaluator(config: Config) -> bool:

@@ -26,7 +26,7 @@ from jaxroll.config.derived import (
 from jaxroll.config.parsing import FILES, check_bounds, nearest, task_parts
 from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplingConfig
-from jaxroll.config.section_rules import check_algorithm, check_flushes, check_places, check_prompts
+from jaxroll.config.section_rules import check_algorithm, check_flushes, check_places, check_prompts, several_hosts
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Supports
 
@@ -432,13 +432,9 @@ def _check_fractions(config: Config) -> None:
 
 def _check_chips(config: Config, chips: int) -> None:
     wanted = device_processes(config)
-    if (hosts := config.placement.learner_hosts) > 1:
-        raise ConfigError(
-            "placement.learner_hosts",
-            hosts,
-            "one process has all TPU chips of a host",
-            "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several.",
-        )
+    for key, hosts in several_hosts(config):
+        remedy = "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several."
+        raise ConfigError(key, hosts, "one process has all TPU chips of a host", remedy)
     total = sum(wanted.values())
     if chips < total:
         spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
@@ -468,9 +464,9 @@ def _check_gpus(config: Config, inventory: Inventory) -> None:
     if inventory.gpus >= sum(wanted.values()):
         return
     spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
-    if (hosts := config.placement.learner_hosts) > 1:
+    for key, hosts in several_hosts(config):
         reason = f"of {inventory.gpus} GPUs its processes need {sum(wanted.values())} with the others ({spelled})"
-        raise ConfigError("placement.learner_hosts", hosts, reason, "Set it to 1: they cannot share a GPU.")
+        raise ConfigError(key, hosts, reason, "Set it to 1: they cannot share a GPU.")
     if inventory.gpus != max(wanted.values()) or config.placement.colocated:
         raise ConfigError(
             "placement.platform",

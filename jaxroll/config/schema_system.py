@@ -95,6 +95,8 @@ class PlacementConfig:
     pools: dict = field(default_factory=dict)
     # Hosts of the learner, one process each; learner.mesh spans all of them.
     learner_hosts: PositiveInt = 1
+    # Hosts of each sampler, one process each; sampler.mesh spans all of them.
+    sampler_hosts: PositiveInt = 1
     # Run learner, samplers and evaluator in one process on the same devices.
     colocated: bool = False
     # CPU threads per role. 1 is as fast unless the other roles are idle meanwhile (α = 0).

@@ -58,8 +58,10 @@ def _check_agent(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Check what runs elsewhere: what a virtual clock cannot wait for, relays, samplers that may leave, pools."""
+    """Check what runs elsewhere: what a virtual clock cannot wait for, hosts of a sampler, relays, samplers that may
+    leave, pools."""
     _check_clock(config)
+    _check_sampler_hosts(config)
     _check_relay(config)
     _check_least_count(config)
     _check_pools(config)
@@ -91,6 +93,26 @@ def _refuse(key: str, value: object, cases: Iterable[tuple[bool, str, str]]) -> 
     for refused, reason, remedy in cases:
         if refused:
             raise ConfigError(key, value, reason, remedy)
+
+
+def several_hosts(config: Config) -> list[tuple[str, int]]:
+    """The keys of the roles that have several hosts, with their number."""
+    counts = {"learner": config.placement.learner_hosts, "sampler": config.placement.sampler_hosts}
+    return [(f"placement.{role}_hosts", count) for role, count in counts.items() if count > 1]
+
+
+def _check_sampler_hosts(config: Config) -> None:
+    """Refuse hosts of a sampler that do not share its devices, or would not agree on the size of its cache."""
+    hosts, devices, sampler = config.placement.sampler_hosts, config.sampler.mesh.devices, config.sampler
+    if hosts > 1:
+        uneven = f"each host has as many devices as the others, and sampler.mesh has {devices}"
+        one = "placement.colocated has one process for all that use devices"
+        memory = "the hosts would not find the same number of pages with sampler.memory_fraction"
+        _refuse("placement.sampler_hosts", hosts, (
+            (devices % hosts > 0, uneven, "Set it to a divisor of that, or make the mesh larger."),
+            (config.placement.colocated, one, "Set it to 1, or placement.colocated to False."),
+            (sampler.memory_fraction > 0, memory, "Set it to 1, or sampler.cache_pages in place of the fraction."),
+        ))  # fmt: skip
 
 
 def _check_relay(config: Config) -> None:

@@ -341,7 +341,8 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
     if role == "learner":
         one.add_argument("--host", default="127.0.0.1", help="the host name by which samplers reach this process")
         one.add_argument("--index", type=int, default=0, help="the number of this host among the learner's hosts")
-        text = "the address on the first host at which the learner's hosts meet (default: JAX finds it)"
+    if role in ("learner", "sampler"):
+        text = f"the address on the first host at which the hosts of a {role} meet (default: JAX finds it)"
         one.add_argument("--coordinator", metavar="HOST:PORT", help=text)
     if role in ("learner", "colocated"):
         _fork_option(one)
@@ -355,6 +356,7 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         )
         one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
         one.add_argument("--port", type=int, default=0, help="the port on which it listens for actors (0: any)")
+        one.add_argument("--process", type=int, default=0, help="the number of this host among the sampler's hosts")
     if role == "actor":
         text = "the address of a sampler that the run starts with, once for each (default: those in RUN)"
         one.add_argument("--sampler", action="append", default=[], metavar="HOST:PORT", help=text)

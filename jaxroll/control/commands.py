@@ -20,7 +20,7 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
-from jaxroll.config.derived import COLOCATED, learner_names, model_folder, with_a_sampler
+from jaxroll.config.derived import COLOCATED, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
 from jaxroll.control.child import config_environment, given_config, run_foreground
 from jaxroll.errors import ConfigError
@@ -96,12 +96,10 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    if options.command == "learner" and index >= (hosts := len(learner_names(config))):
-        raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
-    words = {key: key for key in ("host", "port", "insecure", "fork", "coordinator")} | {"drain": "drain_s"}
+    words = {key: key for key in ("host", "port", "insecure", "fork", "coordinator", "process")} | {"drain": "drain_s"}
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
-    return RoleArgs(config, path, getattr(options, "store", None), index, **given)
+    return preflight.checked_host(RoleArgs(config, path, getattr(options, "store", None), index, **given), options)
 
 
 def run_offline(options: argparse.Namespace) -> int:

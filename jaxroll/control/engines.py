@@ -23,8 +23,10 @@ from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.run_paths import RunPaths
 
-# Variables that each engine sets before the command.
+# Variables that each engine sets before the command; FIRST is the first host of a sampler on several.
 STORE, LEARNER, HOST, INDEX = "${STORE_HOST}", "${LEARNER_HOST}", "${HOST_NAME}", "${ROLE_INDEX}"
+FIRST = "${FIRST_HOST}"
+GROUP_INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"  # the copy of a role whose copies are jobs
 SECRETS = "/etc/jaxroll"  # where pods see token and certificates
 CERTIFICATES = ("ca.pem", "cert.pem", "key.pem", "client-cert.pem", "client-key.pem")
 DRAIN_S = 20  # below the 25 s and 30 s that clouds give before they take a machine
@@ -91,18 +93,17 @@ def program_of(config: Config, request: Request) -> Program:
     def command(role: str, *words: str, run: str = request.run) -> tuple[str, ...]:
         return (request.python, "-m", "jaxroll", role, *common, f"--run={run}", *words)
 
-    hosts = len(learner_names(config))
-    coordinator = ()
-    if hosts > 1:
-        coordinator = (f"--index={INDEX}", f"--coordinator={LEARNER}:{request.port + 1}")
+    hosts, of_sampler = len(learner_names(config)), config.placement.sampler_hosts
+    coordinator = (f"--index={INDEX}", f"--coordinator={LEARNER}:{request.port + 1}") if hosts > 1 else ()
     join = (request.python, "-m", "jaxroll", "sampler", f"--join={STORE}:{request.port}", f"--drain={DRAIN_S}")
+    join += (f"--process={INDEX}", f"--coordinator={FIRST}:{request.port + 2}") if of_sampler > 1 else ()
     serving = (f"--host={HOST}", *plain) if actor_names(config) else ()
     roles = [
         Role("store", command("store", f"--store=0.0.0.0:{request.port}", *plain, run=request.scratch or request.run)),
         Role("learner", command("learner", store, f"--host={LEARNER}", *coordinator, *plain), hosts=hosts,
              devices=config.learner.mesh.devices // hosts, before=warm_start(config, command("learner"), request.run)),
-        Role("sampler", (*join, *serving), count=len(sampler_names(config)), devices=config.sampler.mesh.devices,
-             spot=request.spot),
+        Role("sampler", (*join, *serving), count=len(sampler_names(config)), hosts=of_sampler,
+             devices=config.sampler.mesh.devices // of_sampler, spot=request.spot),
     ]  # fmt: skip
     if has_evaluator(config):
         roles.append(Role("evaluator", command("evaluator", store), devices=config.evaluator.mesh.devices))
@@ -197,6 +198,8 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
     ]
     for role in roles:
         inner = f"export ROLE_INDEX=$SLURM_PROCID HOST_NAME=$SLURMD_NODENAME; {role.line()}"
+        if role.name == "sampler" and role.hosts > 1:
+            inner = f'FIRST_HOST=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1); {inner}'
         copies = role.count if role.name == "sampler" else 1
         nodes = role.hosts if role.name == "sampler" else role.count * role.hosts
         body += [f"role {numbers[role.name]} {nodes} {shlex.quote(inner)} &"] * copies
@@ -237,10 +240,14 @@ def pod_host(name: str, role: str) -> str:
 
 
 def _replicated_job(program: Program, role: Role, request: Request) -> dict:
-    pods = role.hosts if role.hosts > 1 else role.count
+    pods, in_groups = role.hosts if role.hosts > 1 else role.count, role.name == "sampler" and role.hosts > 1
     limits, selector = _pod_devices(role, request)
     secret = f"{program.name}-secrets"
-    tls = [] if request.insecure else [{"name": TLS_VARIABLE, "value": SECRETS}]
+    more: list[dict] = [] if request.insecure else [{"name": TLS_VARIABLE, "value": SECRETS}]
+    if in_groups:
+        first = f"{program.name}-{role.name}-$(GROUP_INDEX)-0.{program.name}"
+        more.append({"name": "GROUP_INDEX", "valueFrom": {"fieldRef": {"fieldPath": GROUP_INDEX}}})
+        more.append({"name": "FIRST_HOST", "value": first})
     container = {
         "name": role.name,
         "image": request.image,
@@ -257,7 +264,7 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
                 },
             },
             {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
-            *tls,
+            *more,
         ],
         "volumeMounts": [
             {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
@@ -274,7 +281,8 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
     if role.spot:
         selector = selector | {"cloud.google.com/gke-spot": "true"}
     pod = {
-        "restartPolicy": "OnFailure" if role.hosts == 1 else "Never",
+        # If one process of a sampler dies, the others end, too: so all pods of its group start again in place.
+        "restartPolicy": "OnFailure" if role.hosts == 1 or in_groups else "Never",
         "terminationGracePeriodSeconds": DRAIN_S + 10,
         **({"nodeSelector": selector} if selector else {}),
         "containers": [container],
@@ -284,10 +292,10 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
         "parallelism": pods,
         "completions": pods,
         "completionMode": "Indexed",
-        "backoffLimit": program.restarts if role.hosts == 1 else 0,
+        "backoffLimit": program.restarts if role.hosts == 1 or in_groups else 0,
         "template": {"spec": pod},
     }
-    return {"name": role.name, "replicas": 1, "template": {"spec": job}}
+    return {"name": role.name, "replicas": role.count if in_groups else 1, "template": {"spec": job}}
 
 
 def _pod_devices(role: Role, request: Request) -> tuple[dict[str, int], dict[str, str]]:
@@ -312,10 +320,10 @@ def skypilot(program: Program, request: Request) -> dict[str, str]:
     """Two tasks: that of the fixed roles (`sky launch`) and that of one sampler (`sky jobs launch`)."""
     fixed = [role for role in program.roles if role.name != "sampler"]
     sampler = next(role for role in program.roles if role.name == "sampler")
-    if any(role.hosts > 1 for role in fixed):
-        reason = "a task has one host per role"
-        remedy = "Set it to 1, or use --on=slurm or --on=jobset."
-        raise ConfigError("placement.learner_hosts", max(role.hosts for role in fixed), reason, remedy)
+    for role in program.roles:
+        if role.hosts > 1:
+            reason, remedy = "a task has one host per role", "Set it to 1, or use --on=slurm or --on=jobset."
+            raise ConfigError(f"placement.{role.name}_hosts", role.hosts, reason, remedy)
     nodes = [role for role in fixed for _ in range(role.count)]
     cases = []
     for rank, role in enumerate(nodes):
@@ -398,7 +406,7 @@ def tpu_vm(program: Program, request: Request) -> dict[str, str]:
     names = [(role, f"{program.name}-{role.name}-{copy}") for role in program.roles for copy in range(role.count)]
     lines = [f"vms=({' '.join(name for role, name in names if role.devices)})"]
     for role, name in names:
-        found_by_jax = ("--index=", "--coordinator=") if role.hosts > 1 else ()  # on a slice
+        found_by_jax = ("--index=", "--process=", "--coordinator=") if role.hosts > 1 else ()  # on a slice
         command = [word for word in role.command if not word.startswith(found_by_jax)]
         index, home = name.rpartition("-")[2], f"$HOME/{kept}" if role.devices else request.run
         setup = f"cd {shlex.quote(request.workdir)} && export ROLE_INDEX={index} {TOKEN_VARIABLE}=$(cat {home}/token)"

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from jaxroll import disk
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions, sampler_names
+from jaxroll.config.derived import actor_names, device_processes, memory_fractions, sampler_names
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import engines, on_ray, program
-from jaxroll.control.program import ProcessSpec, role_words
+from jaxroll.control.program import ProcessSpec, gang, role_of, role_words
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import CONNECTION, PARENT_ENV
 from jaxroll.rpc import protocol
@@ -176,7 +176,7 @@ def plan(config: Config, target: Target) -> list[Launch]:
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
-    _check_learner_hosts(config, target)
+    _check_several_hosts(config, target)
     envs = _device_envs(config, target)
     common = program.common_env(CACHE)
     spread = len({target.host(name) for name in names}) > 1
@@ -194,48 +194,56 @@ def plan(config: Config, target: Target) -> list[Launch]:
         common = {**common, TLS_VARIABLE: target.tls}
     between = _words_between(config, target) if spread else {}
     found = [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
-    if target.kind == "tpu_vm" and len(learner_names(config)) > 1:
-        return [replace(one, workers="all") if one.name == "learner" else one for one in found]
+    if target.kind == "tpu_vm":
+        return [replace(one, workers="all") if gang(one.name, config) else one for one in found]
     return found
 
 
 def _with_devices(config: Config, target: Target) -> dict[str, int]:
-    """Devices of each process that is started by itself: on a TPU slice one line starts the learner on all hosts."""
+    """Devices of each process that is started by itself: on a TPU slice one line starts a role on all its hosts."""
     found = device_processes(config)
     if target.kind == "tpu_vm":
-        return {name: count for name, count in found.items() if name not in learner_names(config)[1:]}
+        return {name: count for name, count in found.items() if gang(name, config) in ("", name)}
     return found
 
 
-def _check_learner_hosts(config: Config, target: Target) -> None:
-    """True if each process of a learner of several has a host: of GPUs one by its name, of a TPU slice all."""
-    learners = learner_names(config)
-    hosts = len(learners)
-    if hosts == 1:
-        return
+def _gangs(config: Config) -> dict[str, list[str]]:
+    """The processes of each role on several hosts."""
+    found: dict[str, list[str]] = {}
+    for name in device_processes(config):
+        if role := gang(name, config):
+            found.setdefault(role, []).append(name)
+    return found
+
+
+def _check_several_hosts(config: Config, target: Target) -> None:
+    """True if each process of a role on several has a host: of GPUs one by its name, of a TPU slice all."""
     where = [target.host(name) for name in _with_devices(config, target)]
-    if target.kind == "tpu_vm" and (target.host("learner") == LOCAL or where.count(target.host("learner")) > 1):
-        reason = f"a learner of {hosts} hosts takes a TPU slice for itself"
-        remedy = "Add --on learner=NAME, and give the other roles another."
-        raise ConfigError("--on", target.host("learner"), reason, remedy)
-    theirs = {target.host(name) for name in learners}
-    if target.kind == "gpu" and (LOCAL in theirs or len(theirs) < hosts):
-        remedy = f"Name each: {' '.join(f'--on {name}=HOST' for name in learners)}."
-        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes that many", remedy)
+    for role, names in _gangs(config).items():
+        hosts, first = len(names), target.host(role)
+        if target.kind == "tpu_vm" and (first == LOCAL or where.count(first) > 1):
+            reason = f"a {role_of(role)} of {hosts} hosts takes a TPU slice for itself"
+            raise ConfigError("--on", first, reason, f"Add --on {role}=NAME, and give the other roles another.")
+        theirs = {target.host(name) for name in names}
+        if target.kind == "gpu" and (LOCAL in theirs or len(theirs) < hosts):
+            remedy = f"Name each: {' '.join(f'--on {name}=HOST' for name in names)}."
+            raise ConfigError("--on", first, f"a {role_of(role)} of {hosts} hosts takes that many", remedy)
 
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
     """The options by which the roles of different hosts find each other, by role; only a called role listens."""
     called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
-    if target.kind == "gpu" and len(learner_names(config)) > 1:  # on TPUs JAX finds out where they meet
-        meeting = f"--coordinator={target.host('learner')}:{target.port + 1 + len(sampler_names(config))}"
-        called |= {name: (*called.get(name, ()), meeting) for name in learner_names(config)}
     if actors := actor_names(config):  # they ask the samplers
         ports = {name: target.port + 1 + index for index, name in enumerate(sampler_names(config))}
         called |= {name: (f"--host={target.host(name)}", f"--port={port}") for name, port in ports.items()}
         asked = tuple(f"--sampler={target.host(name)}:{port}" for name, port in ports.items())
     else:
         asked = ()
+    if target.kind == "gpu":  # on TPUs JAX finds out where the hosts of a role meet
+        for role, names in _gangs(config).items():
+            offset = 1 if role == "learner" else 2 + sampler_names(config).index(role)
+            meeting = f"--coordinator={target.host(role)}:{target.port + len(sampler_names(config)) + offset}"
+            called |= {name: (*called.get(name, ()), meeting) for name in names}
     insecure = () if target.tls else ("--insecure",)
     return {name: (*words, *insecure) for name, words in called.items()} | dict.fromkeys(actors, asked)
 
@@ -430,12 +438,10 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
     """The roles as processes of a supervisor here: shells, or ssh, whose end ends the role on the other side."""
     found = []
     for one in plan(config, target):
-        is_learner = program.role_of(one.name) == "learner"
         # Here the warm start is a child of the shell, with the learner's devices and under the lock of this command.
         own = f"env {shlex.join(f'{key}={value}' for key, value in sorted(one.env.items()))} {PARENT_ENV}=$$ "
         own = own if one.host == LOCAL else ""
         warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
-        gang = "learner" if is_learner and len(learner_names(config)) > 1 else ""
         shell = shell_line(one, target, warm)
         command = (
             sys.executable,
@@ -445,7 +451,7 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
             "-c",
             shell if one.host == LOCAL else f"exec {shell}",
         )
-        found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang))
+        found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang(one.name, config)))
     return tuple(found)
 
 

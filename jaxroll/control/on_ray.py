@@ -67,6 +67,9 @@ def groups_of(config: Config, program: Program, request: Request) -> tuple[Group
     engines.check_scratch(request)
     found = []
     for role in program.roles:
+        if role.name == "sampler" and role.hosts > 1:
+            remedy = "Set it to 1, or use --on=ssh, --on=slurm, --on=jobset or --on=tpu-vm."
+            raise ConfigError("placement.sampler_hosts", role.hosts, "Ray starts samplers of one host", remedy)
         for copy in range(role.count):
             name = f"{role.name}-{copy}" if role.name in ("sampler", "actor") else role.name
             names = [name, *(f"{name}-{host}" for host in range(1, role.hosts))]

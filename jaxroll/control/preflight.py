@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from jaxroll import config as configs
-from jaxroll.config import Config, MeshConfig, TaskConfig
+from jaxroll.config import Config, MeshConfig, RoleArgs, TaskConfig
 from jaxroll.config.derived import (
     COLOCATED,
     cache_tokens,
@@ -469,3 +469,13 @@ def check_role(options: argparse.Namespace, config: Config) -> None:
     if not config.placement.actors:
         remedy = "Start the run, and every role of it, with --config.placement.actors=N."
         raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves", remedy)
+
+
+def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
+    """`args`. ConfigError for a process that the role does not have."""
+    if options.command not in ("learner", "sampler"):
+        return args
+    hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"
+    if not 0 <= hosts.index < hosts.count:
+        raise ConfigError(option, hosts.index, f"the run has {hosts.key}={hosts.count}", "They are numbered from 0.")
+    return args

@@ -80,7 +80,7 @@ def build(
             (*command, *role_words(name), *_meeting(name, config), f"--run={run_dir}"),
             common | env | _priority(name, inventory),
             ("store",),
-            gang="learner" if _meeting(name, config) else "",
+            gang=gang(name, config),
         )
         for name, env in devices.items()
     ]
@@ -89,10 +89,17 @@ def build(
     return (store, *others)
 
 
+def gang(process: str, config: Config) -> str:
+    """The role on several hosts that this process is a part of; '' if its role has one host."""
+    role = process.partition("-")[0]
+    if role == "sampler" and config.placement.sampler_hosts > 1:
+        return "-".join(process.split("-")[:2])
+    return role if process in (learners := learner_names(config)) and len(learners) > 1 else ""
+
+
 def _meeting(name: str, config: Config) -> tuple[str, ...]:
-    """The meeting point of a learner's processes on this machine: a file in the run's folder."""
-    several = name in (learners := learner_names(config)) and len(learners) > 1
-    return ("--coordinator=127.0.0.1:0",) if several else ()
+    """The meeting point of a role's processes on this machine: a file in the run's folder."""
+    return ("--coordinator=127.0.0.1:0",) if gang(name, config) else ()
 
 
 def _priority(name: str, inventory: Inventory) -> Env:
@@ -148,11 +155,11 @@ def compilers(
 ) -> tuple[ProcessSpec, ...]:
     """Processes that compile the programs of the roles `names` into the cache, each on the devices of its role.
 
-    Further samplers run the programs of the first. Left out: the one process of a colocated run, and a learner of
-    several hosts, whose programs need all of them. On a CPU they yield to the warm start.
+    Further samplers run the programs of the first. Left out: the one process of a colocated run, and roles on several
+    hosts, whose programs need all of them. On a CPU they yield to the warm start.
     """
     devices = device_env(config, inventory, visible_gpus)
-    names = [name for name in names if name in devices and not (name == "learner" and learner_names(config)[1:])]
+    names = [name for name in names if name in devices and not gang(name, config)]
     common = common_env(str(cache_dir))
     if inventory.platform == "cpu":
         common |= {lifeline.NICE_ENV: str(lifeline.NICE)}
@@ -174,9 +181,9 @@ def role_of(name: str) -> str:
 
 
 def role_words(name: str) -> tuple[str, ...]:
-    """The command-line words that say which role: `sampler --index=0` of `sampler-0`."""
-    role, _, index = name.partition("-")
-    return (role, f"--index={index}") if index else (role,)
+    """The command-line words that say which role, as `sampler --index=0` of `sampler-0`, and which host of it."""
+    role, *numbers = name.split("-")
+    return (role, *(f"--{word}={number}" for word, number in zip(("index", "process"), numbers, strict=False)))
 
 
 def offline_env(
@@ -184,7 +191,7 @@ def offline_env(
 ) -> dict[str, str]:
     """Environment of one JAX process outside a run (warm start, generate): the learner's devices, all to itself."""
     common = common_env(str(cache_dir))
-    config = replace(config, placement=replace(config.placement, learner_hosts=1))
+    config = replace(config, placement=replace(config.placement, learner_hosts=1, sampler_hosts=1))
     devices = device_env(config, inventory, visible_gpus)
     return common | devices[leader(config)]
 
@@ -418,7 +425,9 @@ def place_alone(role: str, args: RoleArgs) -> None:
     env = common_env(str(cache_dir))
     inventory = find(args.config.placement.platform)
     known = roles_with_devices(args.config) | device_processes(args.config)
-    devices = args.config.sampler.mesh.devices if role == "sampler" else known.get(role)
+    devices = known.get(role)
+    if role == "sampler":  # a run may start with none
+        devices = args.config.sampler.mesh.devices // args.config.placement.sampler_hosts
     if devices is None:
         env |= cpu_env()
     elif inventory.platform == "cpu":

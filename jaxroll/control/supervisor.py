@@ -222,9 +222,11 @@ class Supervisor:
 
     def _start_missing(self) -> None:
         """Start samplers again that had left in order, as many as the run asks for."""
-        spare = [slot for slot in self._slots.values() if slot.spec.role == "sampler" and slot.done]
+        leads = lambda slot: slot.spec.gang in ("", slot.spec.name)  # noqa: E731 - others start with it
+        spare = [slot for slot in self._slots.values() if slot.spec.role == "sampler" and slot.done and leads(slot)]
         for slot in spare[: self._missing]:
-            slot.done, slot.due_s, slot.since_s = False, self._clock.now_s(), self._clock.now_s()
+            for mate in self._gang(slot):
+                mate.done, mate.due_s, mate.since_s = False, self._clock.now_s(), self._clock.now_s()
             self._missing -= 1
             self._observer.say(f"{slot.spec.name} starts again: the run needs it.")
 

@@ -216,6 +216,8 @@ def join(options: argparse.Namespace, runs: Path) -> int:
     preflight.check(config)
     path = shared or _own_folder(own, config, joined, options.words, runs)
     words = ["sampler", f"--run={path}", f"--store={address}", f"--index={joined.index}", f"--drain={options.drain}"]
+    words += [f"--process={options.process}"] * (options.process > 0)
+    words += [f"--coordinator={options.coordinator}"] * (options.coordinator is not None)
     words += [f"--host={options.host}", f"--port={options.port}", *(["--insecure"] if options.insecure else [])]
     print(f"sampler-{joined.index} joins run {joined.run_id} at {address}; its folder is {path}", flush=True)
     # A sampler starts its scoring pool before anything else, so this process is replaced instead of going on.

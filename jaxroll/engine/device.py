@@ -261,7 +261,7 @@ class Device:
         return jax.jit(lambda: jax.random.key(seed), out_shardings=where)()
 
 
-# --- one engine on several hosts: no role uses it yet (docs/placement.md)
+# --- one engine on several hosts (docs/placement.md)
 #
 # All processes run the same programs in the same order. Process 0 has the requests and decides; what it takes from its
 # host as an input is sent to the others, which have no other source. Sizes, seed and programs follow from the config.

@@ -96,10 +96,10 @@ class EngineConfig:
     weight_dtype: str = ""
 
     @classmethod
-    def of(cls, config: Config, role: str, *, weight_swap: WeightSwap, slots: int = 0) -> EngineConfig:
-        """The engine of a sampler or of the evaluator (`role`) under `config`; with `slots` 0, a sampler's number."""
+    def of(cls, config: Config, role: str, *, weight_swap: WeightSwap | None = None, slots: int = 0) -> EngineConfig:
+        """The engine of a sampler or of the evaluator (`role`) under `config`; without `slots`, a sampler's number."""
         sampler, samples = config.sampler, role == "sampler"
-        slots = slots or sampler.slots
+        slots, weight_swap = slots or sampler.slots, weight_swap or config.schedule.weight_swap
         return cls(
             slots=slots,
             max_tokens=cache_tokens(config),
@@ -126,7 +126,7 @@ class EngineConfig:
     @classmethod
     def of_requests(cls, config: Config, slots: int, max_tokens: int, *, penalties: bool) -> EngineConfig:
         """The engine of single requests of up to `max_tokens`, outside a run, with `config`'s programs."""
-        engine = cls.of(config, "requests", slots=slots, weight_swap=config.schedule.weight_swap)
+        engine = cls.of(config, "requests", slots=slots)
         return replace(engine, max_tokens=max_tokens, penalties=penalties, page_tokens=0, prefill_budget=0)
 
     def model(self, spec: ModelSpec) -> ModelSpec:

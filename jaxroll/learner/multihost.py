@@ -1,4 +1,4 @@
-"""A learner that spans several hosts: process 0 leads, the others repeat its device work.
+"""A learner that spans several hosts: process 0 leads, the others repeat its device work. Samplers connect as well.
 
 They form one JAX cluster (`jax.distributed`), in which all processes must dispatch programs in the same order. The
 leader decides that order: it sends each command over a TCP connection to every follower before it executes it. Unlike
@@ -101,14 +101,14 @@ class Leader:
         """Let the followers publish the parameters that they have computed last; call it on the thread of `send`."""
         self.send(Command("freeze" if frozen else "publish", version))
 
-    def parts(self, version: Version, limit_s: float) -> list[tuple[str, bytes]]:
+    def parts(self, version: Version, limit_s: float, what: str = "serve") -> list[tuple[str, bytes]]:
         """Address and manifest of the part that each follower `serves`. TransferError after `limit_s`."""
         wanted = [(version, index) for index in range(1, len(self._links) + 1)]
         with self._served:
             if not self._served.wait_for(lambda: all(one in self._parts for one in wanted), limit_s):
                 late = ", ".join(str(index) for _, index in wanted if (version, index) not in self._parts)
                 late = f"processes {late} of the {self._role}"
-                raise TransferError(f"{late} did not serve version {version} in {limit_s:g} s")
+                raise TransferError(f"{late} did not {what} version {version} in {limit_s:g} s")
             return [self._parts.pop(one) for one in wanted]
 
     def end(self, code: int) -> None:

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jaxroll import lifeline, wire
 from jaxroll import sharding as layouts
-from jaxroll import wire
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
-from jaxroll.config.derived import update_in_force_s
+from jaxroll.config.derived import update_in_force_s, update_slot_s
 from jaxroll.data import sources
-from jaxroll.engine.device import FollowingDevice, Operation
-from jaxroll.engine.engine import Engine, EngineConfig
-from jaxroll.errors import JaxRollError
+from jaxroll.engine.device import Device, FollowingDevice, LeadingDevice, Operation
+from jaxroll.engine.engine import Engine, EngineConfig, following_device
+from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import Params
 from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer, described
-from jaxroll.records import Relay, VersionRef
-from jaxroll.roles.weights import Arriving, Progress, WeightFollower
+from jaxroll.records import Relay, Version, VersionRef
+from jaxroll.roles.weights import Arriving, Progress, WeightFollower, weights_token
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
@@ -42,9 +46,10 @@ from jaxroll.transfer.manifest import keeps_float32
 from jaxroll.transfer.relay import RelaySender
 
 if TYPE_CHECKING:
-    from jaxroll.learner.multihost import Follower
+    from jaxroll.learner.multihost import Follower, Leader
     from jaxroll.learner.trainer import Trainer
 
+ANSWER_POLL_S = 0.5
 SITE_VARIABLE = "JAXROLL_SITE"  # name of the site of this process, within which copies of weights are cheap
 
 
@@ -122,29 +127,29 @@ def inference(
     tls: Material | None = None,
     device_lock: AbstractContextManager[object] | None = None,
     listener: RelaySender | None = None,
+    leader: Leader | None = None,
 ) -> Inference:
     """An engine on this process's devices. It compiles with its first weights and dispatches under `device_lock`.
 
-    `listener` (`relay_listener`) serves the received weights to others. ConfigError if the model does not fit the mesh.
+    `listener` (`relay_listener`) serves the received weights to others. On several hosts process 0 has the `leader` of
+    the others, which call `follow`. ConfigError if the model does not fit the mesh.
     """
     text = tokenizer(config)
-    spec = model_spec(config, text)
-    families.check_mesh(spec, mesh_config, f"{role}.mesh")
-    mesh = layouts.build(mesh_config)
+    spec, mesh = _model_and_mesh(config, text, role, mesh_config)
     engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
-    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode, progress=progress)
+    make_device = Device if leader is None else partial(LeadingDevice, partial(_send_operation, leader))
+    engine = Engine(
+        spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode, progress=progress, make_device=make_device
+    )
     progress.devices(mesh, engine.attention.described())
     if engine.memory:
         progress(engine.memory)
     host = EngineHost(engine, device_lock)
     received = None if listener is None else listener.relay
     receiver = Receiver(config.transfer, token=token, tls=tls, relay=received)
-    layout = layouts.Layout(mesh, layouts.SAMPLER)
-    adapters = Lora.of(config.learner)
-    if adapters is None or config.learner.lora_publish == "merged":
-        arriving = FetchedParameters(receiver, params.shardings(spec, layout.mesh, layout.rules), params.served(spec))
-    else:
-        arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
+    arriving = _arriving(config, receiver, spec, mesh)
+    if leader is not None:
+        arriving = ParametersOfAllHosts(leader, arriving, update_slot_s(config))
     # With rolling updates a sampler keeps its update slot until the weight swap.
     in_force_s = update_in_force_s(config) if role == "sampler" else 0.0
     relay = None
@@ -153,10 +158,113 @@ def inference(
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s, relay, listener))
 
 
-# --- an engine on several hosts: no role uses it yet (docs/placement.md)
+def _model_and_mesh(config: Config, text: Tokenizer, role: str, mesh: MeshConfig) -> tuple[ModelSpec, Mesh]:
+    spec = model_spec(config, text)
+    families.check_mesh(spec, mesh, f"{role}.mesh")
+    return spec, layouts.build(mesh)
+
+
+def _arriving(config: Config, receiver: Receiver, spec: ModelSpec, mesh: Mesh) -> Arriving:
+    layout, adapters = layouts.Layout(mesh, layouts.SAMPLER), Lora.of(config.learner)
+    if adapters is None or config.learner.lora_publish == "merged":
+        return FetchedParameters(receiver, params.shardings(spec, mesh, layout.rules), params.served(spec))
+    return AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
+
+
+# --- a sampler on several hosts
 #
-# Process 0 has the requests and the scheduler. It sends a command for each program that it runs, and the others run it
-# too (`engine.device`). Every process fetches the parts of the weights for its own devices.
+# Process 0 has the requests, the scheduler and the connection to the store. It sends a command for each program that it
+# runs, and the others run it too (`engine.device`). Every process fetches the parts of the weights for its own devices.
+
+
+def _send_operation(leader: Leader, operation: Operation) -> None:
+    from jaxroll.learner.multihost import Command
+
+    leader.send(Command("run", body=wire.encode(operation)))
+
+
+class ParametersOfAllHosts:
+    """Weight sync of process 0: a version has arrived when every process has fetched its parts of it."""
+
+    def __init__(self, leader: Leader, own: Arriving, limit_s: float) -> None:
+        self._leader, self._own, self._limit_s = leader, own, limit_s
+
+    async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
+        """The parts of this process; TransferError if another process could not fetch its parts."""
+        from jaxroll.learner.multihost import Command
+
+        self._leader.send(Command("fetch", ref.version, body=wire.encode(ref)))
+        # To the end, also if one fails: the next attempt must not take the answers of this one.
+        both = asyncio.gather(self._own.fetch(ref, *relays), self._others(ref.version), return_exceptions=True)
+        own, others = await both
+        if isinstance(own, BaseException):
+            raise own
+        if isinstance(others, BaseException):
+            raise others
+        return own
+
+    async def _others(self, version: Version) -> None:
+        """Return when the other processes have their parts; TransferError if one fails, or after the limit."""
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + self._limit_s
+        while True:
+            try:  # briefly, because a thread that waits cannot be cancelled
+                answers = await asyncio.to_thread(self._leader.parts, version, ANSWER_POLL_S, "fetch")
+            except TransferError as error:
+                if now_s() >= until_s:
+                    raise TransferError(f"{error}, nor in {self._limit_s:g} s") from error
+                continue
+            if failures := [text for text, _ in answers if text]:
+                raise TransferError("; ".join(failures))
+            return
+
+    def place(self, staged: Staged | HandedOver) -> Params:
+        """The parameters on the mesh; call it on the JAX thread."""
+        from jaxroll.learner.multihost import Command
+
+        assert isinstance(staged, Staged), "a colocated run has one host"
+        self._leader.send(Command("place", staged.version))
+        return self._own.place(staged)
+
+
+def lead(args: RoleArgs, run: Callable[..., None], leave: Callable[[], None], interrupted: threading.Event) -> int:
+    """Join the other processes of this sampler and `run` as process 0; the exit code of all of them.
+
+    An error in one process ends all, and a stop signal to one stops this one, which sets `interrupted`. If this is not
+    process 0 (on a TPU slice JAX numbers the processes), `leave` is called, and the process follows.
+    """
+    from jaxroll.learner import multihost
+
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    leader = multihost.join(args.hosts("sampler"), args.coordinator, stop)
+    if isinstance(leader, multihost.Follower):
+        leave()
+        return follow(args, leader)
+    assert leader is not None, "there are several processes"
+    with leader:
+        run(leader=leader)
+        leader.end(code := EXIT_INTERRUPTED if interrupted.is_set() else 0)
+        return code
+
+
+def follow(args: RoleArgs, leader: Follower | None = None) -> int:
+    """Run what process 0 of this sampler runs, until it ends; the exit code. Joins without a `leader`."""
+    from jaxroll.learner import multihost
+
+    stop = threading.Event()
+    lifeline.on_stop(stop.set)
+    joined = leader or multihost.join(args.hosts("sampler"), args.coordinator, stop.set)
+    assert isinstance(joined, multihost.Follower), "process 0 leads"
+    lifeline.on_stop(joined.ask_to_stop)
+    if stop.is_set():  # before the other processes had joined
+        joined.ask_to_stop()
+    config = args.config
+    with joined:
+        spec, mesh = _model_and_mesh(config, tokenizer(config), "sampler", config.sampler.mesh)
+        engine_config = EngineConfig.of(config, "sampler")
+        device = following_device(spec, mesh, layouts.SAMPLER, engine_config)
+        receiver = Receiver(config.transfer, token=weights_token(args.run_dir), tls=tls_files.load(args.run_dir))
+        return run_commands(joined, device, _arriving(config, receiver, spec, mesh))
 
 
 def run_commands(leader: Follower, device: FollowingDevice, arriving: Arriving) -> int:
@@ -196,8 +304,11 @@ def run_commands(leader: Follower, device: FollowingDevice, arriving: Arriving) 
 
 
 def relay_listener(args: RoleArgs, role: str, token: str) -> RelaySender | None:
-    """The listener that serves this sampler's weights to others; None without relays and in other roles."""
-    if args.config.transfer.relay == "none" or role != "sampler":
+    """The listener that serves this sampler's weights to others; None without relays, in other roles, on several hosts.
+
+    On several hosts each has parts of the weights only.
+    """
+    if args.config.transfer.relay == "none" or role != "sampler" or args.hosts("sampler").count > 1:
         return None
     store = args.config.store
     return RelaySender(

@@ -132,7 +132,7 @@ def main(args: RoleArgs) -> int:
 
     stop = threading.Event()
     lifeline.on_stop(stop.set)
-    others = multihost.join(args.learner_hosts, args.coordinator, stop.set)
+    others = multihost.join(args.hosts("learner"), args.coordinator, stop.set)
     if isinstance(others, Follower):
         return _run_follower(args, stop, others)
     if isinstance(others, Leader):

@@ -24,7 +24,16 @@ from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import flush_tokens, one_version, renewal_s, sampler_members
 from jaxroll.envs.executors import Executors
-from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.errors import (
+    Closed,
+    Conflict,
+    Fenced,
+    InfraError,
+    NoCredit,
+    StaleClient,
+    StoreRefusal,
+    Unauthorized,
+)
 from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
@@ -373,8 +382,16 @@ REPORT_EVERY_S = 1.0
 
 
 def main(args: RoleArgs) -> int:
-    """Sample until the run is closed; the exit code."""
-    return sessions.main(role_spec(args), args)
+    """Sample until the run is closed; the exit code. On several hosts process 0 does so, and the others follow it."""
+    if args.hosts("sampler").count == 1:
+        return sessions.main(role_spec(args), args)
+    process = None if args.process else sessions.EngineProcess(role_spec(args), args)  # before JAX is loaded
+    from jaxroll.roles import build
+
+    if process is None:
+        return build.follow(args)
+    interrupted = sessions.install_signal_handlers(process.open())
+    return build.lead(args, process.run, process.close, interrupted)
 
 
 def compile_programs(args: RoleArgs, progress: Progress) -> None:

@@ -43,6 +43,7 @@ from jaxroll.serving.agents import Agents
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
+    from jaxroll.learner.multihost import Leader
     from jaxroll.roles.build import Inference
     from jaxroll.serving.engine_thread import EngineProxy
 
@@ -347,8 +348,11 @@ class EngineProcess:
         self.session = EngineSession(self.spec.role, self._args, self._pool, self._thread.loop)
         return self.session
 
-    def run(self, device_lock: AbstractContextManager[object] | None = None) -> None:
-        """Run the role until it ends or its session is stopped. Its engine dispatches under `device_lock`."""
+    def run(self, device_lock: AbstractContextManager[object] | None = None, leader: Leader | None = None) -> None:
+        """Run the role until it ends or its session is stopped. Its engine dispatches under `device_lock`.
+
+        `leader` leads the other processes of the engine, if it has several hosts.
+        """
         from jaxroll.roles import build, weights
 
         spec, args, session = self.spec, self._args, self.session
@@ -371,6 +375,7 @@ class EngineProcess:
                     tls=tls.load(args.run_dir),
                     device_lock=device_lock,
                     listener=listener,
+                    leader=leader,
                 )
             session.progress.end("building the engine")
             finished.add_done_callback(lambda _: parts.host.stop())

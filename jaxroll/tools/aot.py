@@ -167,7 +167,7 @@ def engine_programs(
     With `largest_only`, prefill has its largest bucket alone: smaller ones need less of everything.
     """
     sampler = config.sampler
-    settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
+    settings = EngineConfig.of(config, "sampler")
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
@@ -192,7 +192,7 @@ def sized_cache(
     ConfigError if the model does not fit.
     """
     sampler = config.sampler
-    settings = EngineConfig.of(config, "sampler", weight_swap=config.schedule.weight_swap)
+    settings = EngineConfig.of(config, "sampler")
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     check_sizes(sizes, settings.weight_swap)
     share = device.memory_share(spec, mesh, SAMPLER, limit_bytes, settings.memory_fraction)

@@ -25,7 +25,7 @@ WHITELIST: frozenset[str] = frozenset()
 MOST_READERS = 4  # files outside `jaxroll/config/`; others get values derived from the key
 # Keys above the limit, with their files; the numbers may only fall. A predicate of one key (`is_compact`) derives
 # nothing, so the files that ask it count as readers of its key.
-READ_IN_MORE = {"sft.steps": 5, "task.prompt_style": 6, "schedule.weight_swap": 5}
+READ_IN_MORE = {"sft.steps": 5, "task.prompt_style": 6}
 
 Kinds = dict[str, type]  # expression, as written → the dataclass it holds
 

@@ -136,7 +136,17 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         found[role] = words - common
     assert found == {
         "store": {"--store", "--insecure"},
-        "sampler": {"--store", "--index", "--host", "--port", "--insecure", "--join", "--drain"},
+        "sampler": {
+            "--store",
+            "--index",
+            "--host",
+            "--port",
+            "--insecure",
+            "--join",
+            "--drain",
+            "--process",
+            "--coordinator",
+        },
         "actor": {"--store", "--index", "--sampler", "--drain"},
         "learner": {"--store", "--host", "--insecure", "--fork", "--index", "--coordinator"},
         "evaluator": {"--store"},

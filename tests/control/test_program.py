@@ -69,6 +69,22 @@ def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in gpus[1:4]] == ["0", "1", "2,3"]
 
 
+def test_the_hosts_of_a_sampler_are_a_gang_that_divides_its_devices() -> None:
+    config = replace(UNEQUAL, placement=PlacementConfig(sampler_hosts=2))
+    config = replace(config, sampler=replace(config.sampler, count=2))
+    of_it = {"python": "python", "cache_dir": Path("/r/cache")}
+    specs = {spec.name: spec for spec in program.build(config, Path("/r/run"), INVENTORIES["cpu"], **of_it)}
+    gangs = {name: spec.gang for name, spec in specs.items() if spec.role == "sampler"}
+    assert gangs == {name: name[:9] for name in ("sampler-0", "sampler-0-1", "sampler-1", "sampler-1-1")}
+    words = ("python", "-m", "jaxroll", "sampler", "--index=1")
+    more = ("--coordinator=127.0.0.1:0", "--run=/r/run")
+    assert specs["sampler-1"].argv == (*words, *more)
+    assert specs["sampler-1-1"].argv == (*words, "--process=1", *more)
+    assert "device_count=1 " in specs["sampler-0"].env["XLA_FLAGS"]
+    compilers = program.compilers(config, Path("/r/run"), INVENTORIES["cpu"], names=("sampler-0",), **of_it)
+    assert compilers == (), "its programs need all hosts"
+
+
 def test_colocated_roles_are_one_process_with_the_devices_of_the_largest_mesh() -> None:
     config = replace(UNEQUAL, placement=PlacementConfig(colocated=True), learner=LearnerConfig(mesh=MeshConfig(fsdp=4)))
     of_it = {"python": "python", "cache_dir": Path("/r/cache")}
@@ -254,12 +270,17 @@ def test_a_sampler_that_joins_a_run_without_samplers_gets_the_devices_of_its_mes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(UNEQUAL, sampler=replace(UNEQUAL.sampler, count=0))
+    of_two = replace(config, placement=PlacementConfig(sampler_hosts=2))
     specs = program.build(config, tmp_path, Inventory("cpu"), python="python", cache_dir=tmp_path)
     assert [spec.name for spec in specs] == ["store", "learner", "evaluator"]
     environ = {"JAX_PLATFORMS": "cpu"}
     monkeypatch.setattr(program.os, "environ", environ)
     program.place_alone("sampler", RoleArgs(config, tmp_path, index=3))
     assert "--xla_force_host_platform_device_count=2" in environ["XLA_FLAGS"]
+    environ.clear()
+    environ["JAX_PLATFORMS"] = "cpu"
+    program.place_alone("sampler", RoleArgs(of_two, tmp_path, index=3))
+    assert "--xla_force_host_platform_device_count=1" in environ["XLA_FLAGS"]
 
 
 @pytest.mark.process

@@ -30,6 +30,15 @@ SLICE = [
     "--on=sampler=vm-a",
     "--on=evaluator=vm-c",
 ]
+SAMPLER = [
+    "--config.placement.sampler_hosts=2",
+    "--config.sampler.mesh.tensor=4",
+    "--insecure",
+    "--run=/shared/x",
+    "--on=store=vm-a",
+    "--on=learner=vm-a",
+    "--on=evaluator=vm-c",
+]
 ACTORS_ON += ["--devices-per-host=3"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
@@ -48,6 +57,8 @@ CASES = {
     ),
     "tpu_slice": ("tpu_vm.sh", [*SLICE, "--on=learner=slice-b", "--zone=us-central2-b"]),
     "gpu_learner_hosts": ("gpu.sh", [*SLICE, "--on=learner=gpu-a", "--on=learner-1=gpu-b"]),
+    "gpu_sampler_hosts": ("gpu.sh", [*SAMPLER, "--on=sampler-0=gpu-a", "--on=sampler-0-1=gpu-b"]),
+    "tpu_sampler_slice": ("tpu_vm.sh", [*SAMPLER, "--on=sampler=slice-b", "--zone=us-central2-b"]),
     "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }
 

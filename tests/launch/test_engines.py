@@ -27,12 +27,18 @@ TPU_VM = ["--zone=us-central2-b", "--accelerator=v5litepod-8", "--runtime=v2-alp
           "--scratch=/local/spell"]  # fmt: skip
 TWO_HOSTS = ["--config.placement.learner_hosts=2", "--config.learner.mesh.fsdp=8", "--config.sampler.count=3",
              "--config.evaluator.every=0"]  # fmt: skip
+SAMPLERS = ["--config.placement.sampler_hosts=2", "--config.sampler.mesh.tensor=4", "--config.sampler.count=2",
+            "--config.evaluator.every=0"]  # fmt: skip
 CASES = {
     "slurm": ["--on=slurm", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu:h100", "--queue=gpus"],
     "slurm_two_hosts": ["--on=slurm", "--run=/shared/spell", "--scratch=/local/spell", "--insecure", *TWO_HOSTS],
     "jobset": ["--on=jobset", "--image=registry/jaxroll:gpu", "--run=/runs/spell", "--accelerator=gpu"],
     "jobset_tpu": ["--on=jobset", "--image=registry/jaxroll:tpu", "--run=/runs/spell", "--queue=team", "--spot",
                    "--accelerator=tpu:tpu-v5-lite-podslice:2x2", *TWO_HOSTS],
+    "slurm_samplers": ["--on=slurm", "--run=/shared/spell", "--scratch=/local/spell", "--insecure", *SAMPLERS],
+    "jobset_samplers": ["--on=jobset", "--image=registry/jaxroll:gpu", "--run=/runs/spell", "--accelerator=gpu",
+                        *SAMPLERS],
+    "tpu_vm_samplers": ["--on=tpu-vm", *TPU_VM, "--insecure", *SAMPLERS],
     "skypilot": ["--on=skypilot", "--accelerator=H100", "--spot", "--config.placement.actors=2"],
     "ray": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu:H100"],
     "ray_two_hosts": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu", "--insecure",
@@ -102,7 +108,7 @@ def closed(schema: Any) -> Any:
 def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixture[str]) -> None:
     schema = closed(json.loads(SCHEMA.read_text()))
     schema["properties"]["metadata"] = {"type": "object"}
-    for name in ("jobset", "jobset_tpu"):
+    for name in ("jobset", "jobset_tpu", "jobset_samplers"):
         manifest = yaml.safe_load(files(launched(capsys, *CASES[name]))["jobset.yaml"])
         jsonschema.Draft7Validator(schema).validate(manifest)
         manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["comand"] = []
@@ -122,6 +128,8 @@ def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixtur
         (["--on=jobset", "--image=x", "--run=/x", "--accelerator=tpu"], "--accelerator"),
         (["--on=tpu-vm", "--zone=z"], "--zone"),
         (["--on=skypilot", *TWO_HOSTS], "placement.learner_hosts"),
+        (["--on=skypilot", *SAMPLERS], "placement.sampler_hosts"),
+        (["--on=ray", "--scratch=/x", *SAMPLERS], "placement.sampler_hosts"),
         (["--on=slurm", "--scratch=x", "--config.placement.colocated=True"], "placement.colocated"),
         (["--on=nomad"], "--on"),
         (["--on=slurm", "--on=jobset"], "--on"),

@@ -110,7 +110,7 @@ def test_a_process_without_the_secret_is_refused():
             stranger.settimeout(LIMIT_S)
             stranger.sendall(b"x" * 68)
             ours.sendall(secret + multihost._INDEX.pack(1))
-            (link,) = multihost._accept(listener, secret, RoleArgs(TWO_HOSTS, Path()).learner_hosts)
+            (link,) = multihost._accept(listener, secret, RoleArgs(TWO_HOSTS, Path()).hosts("learner"))
             link.sendall(b"!")
             assert ours.recv(1) == b"!"
             assert stranger.recv(1) == b""
