@@ -38,7 +38,7 @@ from benchmarks.serving import (
     tokens_in,
     until_idle,
 )
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.serving.http_answers import Served
 from jaxroll.serving.http_requests import Room
 from jaxroll.serving.http_server import FrontEnd

@@ -45,7 +45,7 @@ from uvicorn.server import ServerState
 
 from benchmarks.lib.child import Child, python_of
 from benchmarks.lib.report import Runs, arguments, finish, percentile_ms, ratio, say, spread
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 from jaxroll.rpc import http

@@ -6,11 +6,10 @@ Read `engine` first (the public interface), then `scheduler` (which sequences ru
     requests         requests, results and commands; their host arrays, one transfer each way
     engine           the engine: one thread steps it, any thread sends commands
     scheduler        slots and pages of sequences, preemption, order of prefills (pure)
-    sequence         the scheduler's values, free pages and shared prefixes of prompts (pure)
+    sequence         the scheduler's values, free pages, shared prefixes of prompts; counters and latencies (pure)
     work             executes the schedule on the device
     device           device state, and one dispatch per operation
     programs         jitted prefill, insert and page moves
     decoding         jitted decode steps: sampling, and speculative decoding
     ledger           the tokens of running requests on the host
-    stats            counters and latencies
 """

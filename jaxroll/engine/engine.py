@@ -25,8 +25,7 @@ from jaxroll.engine.device import Device, FollowingDevice
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Limits, Sequence
-from jaxroll.engine.stats import EngineStats, Latencies
+from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.kernels.choice import AUTO, check_quantised

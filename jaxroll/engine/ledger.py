@@ -58,6 +58,16 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Filled:
+    """Changes of cache and slots by one step."""
+
+    prefills: int = 0
+    rows: int = 0
+    tokens: int = 0
+    started: int = 0
+
+
+@dataclass(frozen=True)
 class Progress:
     """The result of one dispatch by slot: decoded tokens, first tokens, and ended requests.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device, SavedPages
-from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
+from jaxroll.engine.ledger import Ended, Filled, Ledger, Partial, Progress
 from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
@@ -20,16 +20,6 @@ from jaxroll.protocols import Completion, Supports
 from jaxroll.records import Version
 
 Decode = Callable[[list[int]], str]
-
-
-@dataclass(frozen=True)
-class Filled:
-    """Changes of cache and slots by one step."""
-
-    prefills: int = 0
-    rows: int = 0
-    tokens: int = 0
-    started: int = 0
 
 
 @dataclass(eq=False, slots=True)

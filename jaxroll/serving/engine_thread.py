@@ -24,7 +24,7 @@ import numpy as np
 from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import MaySample, OnTokens, Request, Result, TokenMask
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 R = TypeVar("R")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxroll.clock import unix_s
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Version, VersionRun
 from jaxroll.serving.engine_thread import PauseMode, Turns

@@ -25,7 +25,7 @@ from jaxroll import records
 from jaxroll.clock import unix_s
 from jaxroll.config import Config
 from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Task, Version, VersionRef, VersionRun

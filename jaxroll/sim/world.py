@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxroll.config import Config, RoleArgs, digest
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.errors import InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 from starlette.routing import Route
 
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun

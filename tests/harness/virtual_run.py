@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs import registry
 from jaxroll.errors import TransferError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult

@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.data.tasks import Candidates
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.sequence import EngineStats
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import SamplingParams
 from jaxroll.rpc import http, protocol
