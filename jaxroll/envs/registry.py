@@ -30,7 +30,16 @@ import msgspec
 from jaxroll import lifeline, protocols
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest, played_tasks
-from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, functions, is_function, terms
+from jaxroll.config.rewards import (
+    SHAPING,
+    EndpointSettings,
+    GymSettings,
+    LengthSettings,
+    Term,
+    functions,
+    is_function,
+    terms,
+)
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Environment, Place, StepResult, described, traits
 from jaxroll.records import Message, Task
@@ -219,12 +228,11 @@ class Grader:
 
     def __init__(self, pool: ScoringPool, task: TaskConfig) -> None:
         self.limit_s = pool.time_limit_s + QUEUE_ALLOWANCE_S
-        self._pool, self._terms = pool, terms(task.reward, task.reward_args)
+        self._pool, (self._terms, self._grading) = pool, _parsed(task)
         self._cuts = task.extract != "none"
         self._plain = not self._terms and not self._cuts
         self._remote = [term for term in self._terms if isinstance(term.settings, EndpointSettings)]
         self.limit_s += max((_patience_s(term.settings) for term in self._remote), default=0.0)
-        self._grading = "" if self._plain else msgspec.json.encode(instructions(task)).decode()
 
     async def grade(self, env_args: str, completion: str, tokens: int, messages: tuple[Message, ...] = ()) -> Grade:
         """The grade of `completion`, which has `tokens` tokens and answers `messages`.
@@ -279,6 +287,21 @@ def _patience_s(settings: EndpointSettings) -> float:
 
 def _binary(raw: float) -> float:
     return 1.0 if raw == 1.0 else 0.0
+
+
+_PARSED: dict[tuple[str, str, str], tuple[tuple[Term, ...], str]] = {}
+
+
+def _parsed(task: TaskConfig) -> tuple[tuple[Term, ...], str]:
+    """The terms of the task's reward, and the instructions of scoring workers as JSON.
+
+    They are parsed once for each reward of the run, because every episode makes a grader.
+    """
+    key = task.extract, task.reward, repr(task.reward_args)
+    if key not in _PARSED:
+        instructed = msgspec.json.encode(instructions(task)).decode()
+        _PARSED[key] = terms(task.reward, task.reward_args), instructed
+    return _PARSED[key]
 
 
 def instructions(task: TaskConfig) -> Grading:
