@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -141,6 +141,14 @@ class Follower:
             return self._path.stat().st_size
         except OSError:  # `rows` raises it
             return 0
+
+
+class Tracker(Protocol):
+    """A sink for metrics rows."""
+
+    def log(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonlTracker:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -187,6 +190,28 @@ def _declared(name: str, value: Any, least: float, most: float) -> float:
     return number
 
 
+class Owner:
+    """Foreign code, such as one environment: its tasks and callbacks run in contexts in which `OWNER` is this object.
+
+    `call` names what it does now. `blocked_at` is the source line at which it blocked the loop last, if it did, and
+    `on_blocked` is called then. `cancelled` counts the tasks of others that it tried to cancel. `threads` are those
+    that it started in a process with a `LoopThread`.
+    """
+
+    def __init__(self, call: str, on_blocked: Callable[[Owner], None], name: str = "") -> None:
+        self.call, self.blocked_at, self.cancelled, self._on_blocked = call, "", 0, on_blocked
+        self.name = name or call.partition(".")[0]
+        self.threads: list[weakref.ref[threading.Thread]] = []
+
+    def note_blocked(self, where: str) -> None:
+        """Record that this owner blocked the loop."""
+        self.blocked_at = where
+        self._on_blocked(self)
+
+
+OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
+
+
 class Tokenizer(Protocol):
     """Converter between text and token ids. Sampled ids are never re-tokenised."""
 
@@ -206,14 +231,6 @@ class Tokenizer(Protocol):
         `tools` are JSON schemas that the chat template shows; ConfigError if it shows none.
         """
         ...
-
-
-class Tracker(Protocol):
-    """A sink for metrics rows."""
-
-    def log(self, row: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Source(Protocol):

@@ -25,8 +25,7 @@ from rich.text import Text
 from jaxroll.config.derived import lives_in
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
-from jaxroll.metrics import Scalars, TensorBoardTracker
-from jaxroll.protocols import Tracker
+from jaxroll.metrics import Scalars, TensorBoardTracker, Tracker
 from jaxroll.report import activity
 from jaxroll.report.activity import Bottleneck
 from jaxroll.run_paths import RunPaths

@@ -25,7 +25,6 @@ from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
-from jaxroll.lifeline import OWNER, Owner
 from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, StepResult, Tokenizer
 from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Partial, Segment, Task, VersionRun
 
@@ -33,7 +32,7 @@ from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Part
 #
 # Each call is a task of its own: environment code that cancels its task, raises CancelledError, or ignores a
 # cancellation affects only its own member. It cannot cancel tasks of others, and if it blocks the loop of a role,
-# another thread runs the loop (`lifeline.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
+# another thread runs the loop (`shared_loop.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
 # DataError, because the environment raised them and the process goes on.
 
 T = TypeVar("T")
@@ -74,8 +73,8 @@ class EnvironmentCalls:
 
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
         self.counts, self._sleep = EnvCallCounts(), sleep
-        self._owners: dict[int, Owner] = {}  # id of an environment → the owner of its tasks
-        self._closed: deque[tuple[float, Owner]] = deque(maxlen=1 << 14)  # with the time of the close
+        self._owners: dict[int, protocols.Owner] = {}  # id of an environment → the owner of its tasks
+        self._closed: deque[tuple[float, protocols.Owner]] = deque(maxlen=1 << 14)  # with the time of the close
         self._left: list[threading.Thread] = []  # of closed environments
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
@@ -88,7 +87,7 @@ class EnvironmentCalls:
 
     def make(self, make: Callable[[str], Environment], name: str) -> Environment:
         """The environment `name`, made by `make`."""
-        before = OWNER.set(owner := self._new_owner("making it", name))
+        before = protocols.OWNER.set(owner := self._new_owner("making it", name))
         try:
             env = make(name)
         except BaseException as error:
@@ -97,7 +96,7 @@ class EnvironmentCalls:
                 raise
             raise DataError(f"making the environment raised {protocols.described(error)}") from error
         finally:
-            OWNER.reset(before)
+            protocols.OWNER.reset(before)
         self._owners[id(env)] = owner
         return env
 
@@ -167,7 +166,7 @@ class EnvironmentCalls:
     async def _within_limit(self, env: Environment, call: Call, limit_s: float, what: str) -> Any:
         """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
         owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
-        context.run(OWNER.set, owner)
+        context.run(protocols.OWNER.set, owner)
         owner.blocked_at, owner.cancelled, owner.call = "", 0, name
         task = asyncio.get_running_loop().create_task(_answered(call, what), name=name, context=context)
         try:
@@ -189,14 +188,14 @@ class EnvironmentCalls:
             raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
         return task.result()
 
-    def _owner_of(self, env: Environment) -> Owner:
+    def _owner_of(self, env: Environment) -> protocols.Owner:
         if id(env) not in self._owners:
             self._owners[id(env)] = self._new_owner(type(env).__name__)
         return self._owners[id(env)]
 
-    def _new_owner(self, call: str, name: str = "") -> Owner:
+    def _new_owner(self, call: str, name: str = "") -> protocols.Owner:
         where = "{0.call} blocked the event loop at {0.blocked_at}".format
-        return Owner(call, lambda it: self.counts.add_fault(where(it)), name)
+        return protocols.Owner(call, lambda it: self.counts.add_fault(where(it)), name)
 
     async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
         """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.

@@ -26,15 +26,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from jaxroll import lifeline
 from jaxroll.config import Config
 from jaxroll.config.parsing import SOURCE_ITEMS, played_tasks
 from jaxroll.errors import EXIT_FAILURE, InfraError
-from jaxroll.lifeline import OWNER
-from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
+from jaxroll.protocols import OWNER, Environment, GenerationKey, LLMProxy, Owner, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import EnvCallCounts, EnvironmentCalls, is_cancellation
+from jaxroll.shared_loop import SharedLoop
 
 # --- Rollouts of leased members
 
@@ -282,7 +281,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, blocked_s: float = BLOCKED_S, hand_over_s: float = HAND_OVER_S) -> None:
-        self.loop, self.escapes, self.failure = lifeline.SharedLoop(), 0, ""
+        self.loop, self.escapes, self.failure = SharedLoop(), 0, ""
         self._name, self._blocked_s, self._hand_over_s = name, blocked_s, hand_over_s
         self._closing = threading.Event()
         self._jobs: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
@@ -447,7 +446,7 @@ def _note_starts_of_threads() -> None:
     threading.Thread.start = start
 
 
-def _owned(owner: lifeline.Owner, thread: threading.Thread, run: Callable[[], None] | None) -> None:
+def _owned(owner: Owner, thread: threading.Thread, run: Callable[[], None] | None) -> None:
     """Run a thread of `owner`, which also owns what the thread starts. `run` is one that only this thread had."""
     OWNER.set(owner)
     del thread.run  # it refers to the thread

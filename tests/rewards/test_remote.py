@@ -17,7 +17,7 @@ from jaxroll.config import TaskConfig
 from jaxroll.config.rewards import EndpointSettings, JudgeSettings
 from jaxroll.envs.registry import SingleTurn
 from jaxroll.errors import DataError, InfraError
-from jaxroll.lifeline import OWNER, Owner
+from jaxroll.protocols import OWNER, Owner
 from jaxroll.records import Message, Task
 from jaxroll.rewards import remote
 from jaxroll.rewards.remote import BudgetSpent, RemoteParts, Request

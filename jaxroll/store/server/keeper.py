@@ -23,7 +23,7 @@ from jaxroll.clock import Clock, unix_s
 from jaxroll.config import Config
 from jaxroll.config.derived import COLOCATED, leader, sampler_names
 from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
-from jaxroll.protocols import Tracker
+from jaxroll.metrics import Tracker
 from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
