@@ -11,6 +11,7 @@ import argparse
 import io
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tarfile
@@ -189,6 +190,7 @@ def plan(config: Config, target: Target) -> list[Launch]:
             "copy them to the hosts and add --tls=DIR; or add --insecure on a net you trust. Every host "
             f"needs the run's secret in {TOKEN_VARIABLE}.",
         )
+    _check_reached(config, target, names)
     address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
     if spread and target.tls:
         common = {**common, TLS_VARIABLE: target.tls}
@@ -228,6 +230,16 @@ def _check_several_hosts(config: Config, target: Target) -> None:
         if target.kind == "gpu" and (LOCAL in theirs or len(theirs) < hosts):
             remedy = f"Name each: {' '.join(f'--on {name}=HOST' for name in names)}."
             raise ConfigError("--on", first, f"a {role_of(role)} of {hosts} hosts takes that many", remedy)
+
+
+def _check_reached(config: Config, target: Target, names: Sequence[str]) -> None:
+    """Refuse the name of the loopback for a role that roles on other machines call."""
+    others = [host for name in names if (host := target.host(name)) != LOCAL and not protocol.is_loopback(host)]
+    called = ("store", "learner", *(sampler_names(config) if actor_names(config) else ()))
+    for name in called:
+        if others and name in names and target.host(name) == LOCAL:
+            remedy = f"Add --on {name}=NAME, the name of its machine in the network. It may be this one."
+            raise ConfigError("--on", f"{name}={LOCAL}", f"the roles on {others[0]} cannot reach it", remedy)
 
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
@@ -436,8 +448,10 @@ def _secrets(run_dir: Path) -> dict[str, bytes]:
 
 def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
     """The roles as processes of a supervisor here: shells, or ssh, whose end ends the role on the other side."""
-    found = []
+    found, here = [], _hosts_here(target)
     for one in plan(config, target):
+        if one.host in here:  # over ssh it would be refused: this command holds the lock of RUN
+            one = replace(one, host=LOCAL)
         # Here the warm start is a child of the shell, with the learner's devices and under the lock of this command.
         own = f"env {shlex.join(f'{key}={value}' for key, value in sorted(one.env.items()))} {PARENT_ENV}=$$ "
         own = own if one.host == LOCAL else ""
@@ -455,6 +469,15 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
     return tuple(found)
 
 
+def _hosts_here(target: Target) -> tuple[str, ...]:
+    """The names of this machine: that of the store's host, if its address can be listened on."""
+    try:
+        with socket.create_server((target.host("store"), 0)):
+            return (LOCAL, target.host("store"))
+    except OSError:
+        return (LOCAL,)
+
+
 def send_secrets(target: Target, run_dir: Path) -> None:
     """Copy token and certificates into the run's folder on every other host, through the standard input of ssh.
 
@@ -468,7 +491,7 @@ def send_secrets(target: Target, run_dir: Path) -> None:
             archive.addfile(info, io.BytesIO(content))
     folder = shlex.quote(target.run)
     inner = f"umask 077 && cd {shlex.quote(target.workdir)} && mkdir -p {folder} && tar -xpf - -C {folder}"
-    for host in sorted(set(target.hosts.values()) - {LOCAL}):
+    for host in sorted(set(target.hosts.values()) - set(_hosts_here(target))):
         done = subprocess.run(["ssh", host, inner], input=packed.getvalue(), capture_output=True, check=False)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip()[-500:]

@@ -137,10 +137,15 @@ class Train:
 
     def report(self) -> dict:
         """The output of `jaxroll report RUN --json`."""
-        words = [sys.executable, "-m", "jaxroll", "report", str(self.run_dir), "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return report_of(self.run_dir)
+
+
+def report_of(run_dir: Path) -> dict:
+    """The output of `jaxroll report RUN --json`."""
+    words = [sys.executable, "-m", "jaxroll", "report", str(run_dir), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def trained_again(rows: Sequence[dict]) -> dict[int, list[dict]]:

@@ -46,7 +46,13 @@ CASES = {
     "tpu_one_chip": ("tpu_vm.sh", ["--devices-per-host=1", "--config.placement.colocated=True"]),
     "tpu_colocated_slice": (
         "tpu_vm.sh",
-        ["--config.placement.colocated=True", "--on=colocated=slice-a", "--zone=us-central2-b", "--tls=runs/x/tls"],
+        [
+            "--config.placement.colocated=True",
+            "--on=store=vm-a",
+            "--on=colocated=slice-a",
+            "--zone=us-central2-b",
+            "--tls=runs/x/tls",
+        ],
     ),
     "gpu_one": ("gpu.sh", ["--devices-per-host=1", "--gpu-memory-mb=81920"]),
     "gpu_eight": ("gpu.sh", ["--devices-per-host=8", "--config.sampler.count=3"]),
@@ -178,14 +184,14 @@ def test_ssh_lines_are_quoted_so_that_a_shell_restores_the_arguments(tmp_path: P
         "gpu",
         "my configs/c.py",
         overrides=("run.name=x",),
-        hosts={"sampler": "box"},
+        hosts={"store": "hub", "learner": "hub", "sampler": "box"},
         workdir="/my dir",
         devices_per_host=2,
         insecure=True,
     )
     lines = launchers.text(CONFIG, target, dry_run=False).splitlines()
     assert len(lines) == 4
-    (remote,) = (line for line in lines if line.startswith("ssh "))
+    (remote,) = (line for line in lines if line.startswith("ssh -tt box "))
     script = tmp_path / "ssh"
     script.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     script.chmod(0o755)
@@ -195,7 +201,7 @@ def test_ssh_lines_are_quoted_so_that_a_shell_restores_the_arguments(tmp_path: P
     assert (flag, host) == ("-tt", "box")
     assert inner.startswith("cd '/my dir' && exec env ")
     assert re.search(r"jaxroll sampler --index=0 '--config=my configs/c.py' --config.run.name=x ", inner)
-    assert inner.endswith("--store=localhost:7077")
+    assert inner.endswith("--store=hub:7077")
 
 
 @pytest.mark.process
@@ -230,8 +236,29 @@ def test_several_hosts_without_tls_need_insecure() -> None:
         launchers.plan(CONFIG, spread)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "named"),
+    [({"sampler": "box"}, "store=localhost"), ({"store": "hub", "sampler": "box"}, "learner=localhost")],
+)
+def test_other_machines_cannot_reach_localhost(hosts: dict[str, str], named: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--on = '{named}': .*cannot reach it\. Add --on {named.split('=')[0]}=NAME"
+    ):
+        launchers.plan(CONFIG, Target("gpu", "c.py", hosts=hosts, devices_per_host=8, insecure=True))
+
+
+def test_the_roles_of_the_store_s_host_run_in_shells_if_it_is_this_one() -> None:
+    """Over ssh they would find RUN locked by the command that has started them."""
+    hosts = {"store": "127.0.0.1", "learner": "127.0.0.1", "sampler": "127.0.0.2", "evaluator": "127.0.0.1"}
+    target = Target("gpu", "c.py", hosts=hosts, devices_per_host=8, insecure=True)
+    commands = {spec.name: spec.argv[-1] for spec in launchers.supervised(CONFIG, target)}
+    assert {name for name, command in commands.items() if "ssh -tt" in command} == {"sampler-0"}
+    assert all("--store=127.0.0.1:7077" in command for command in commands.values())
+
+
 def test_certificates_replace_insecure() -> None:
-    for launch in launchers.plan(CONFIG, Target("gpu", "c.py", hosts={"sampler": "box"}, devices_per_host=8, tls="t")):
+    hosts = {"store": "hub", "learner": "hub", "sampler": "box"}
+    for launch in launchers.plan(CONFIG, Target("gpu", "c.py", hosts=hosts, devices_per_host=8, tls="t")):
         assert "--insecure" not in launch.argv and launch.env["JAXROLL_TLS"] == "t"
     for launch in launchers.plan(CONFIG, Target("gpu", "c.py", devices_per_host=8, tls="t")):
         assert "JAXROLL_TLS" not in launch.env, "one host uses only the loopback interface"

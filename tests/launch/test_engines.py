@@ -142,7 +142,7 @@ def test_unusable_options_are_refused(capsys: pytest.CaptureFixture[str], words:
 
 
 # Words with which each way to launch works: every option that it reads changes the output of one of them.
-SPREAD = ["--on=sampler=vm-a", "--devices-per-host=8"]
+SPREAD = ["--on=store=vm-a", "--on=learner=vm-a", "--on=sampler=vm-a", "--devices-per-host=8"]
 LAUNCHES = {
     "--on=local": [["--config.placement.platform=cpu"]],
     "--on=ssh": [[*SPREAD, "--tls=runs/tls"], ["--devices-per-host=1", "--gpu-memory-mb=80000"]],

@@ -4,6 +4,7 @@ the role's terminal when the connection ends."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from jaxroll import metrics
+from tests.harness.namespaces import Hosts
 from tests.harness.train_process import ROOT, START_S, last_step
 from tests.harness.xla import ROLE_FLAGS
 from tests.process.test_separate_roles import free_port
@@ -31,17 +33,23 @@ GONE_S = 60.0  # well below the time for which roles wait for a store that is go
 
 
 @contextlib.contextmanager
-def launched(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen]:
-    """A run on the smoke config whose roles, but for the store, are started over the stand-in for ssh."""
+def launched(tmp_path: Path, *words: str, hosts: Hosts | None = None) -> Iterator[subprocess.Popen]:
+    """A run on the smoke config whose roles, but for the store, are started over the stand-in for ssh.
+
+    With `hosts` the command runs on the first of them, and its `words` place the roles.
+    """
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(SSH.format(notes=tmp_path / "calls"))
     ssh.chmod(0o755)
     env = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "JAXROLL_TOKEN": ""}
+    entered = [] if hosts is None else hosts.enter(hosts.addresses[0])
+    if hosts is not None:
+        env["SSH_HOSTS"] = json.dumps({ip: hosts.enter(ip) for ip in hosts.addresses})
     words = (
         "launch",
         "--on=ssh",
-        "--on=sampler=127.0.0.2",
+        *(["--on=sampler=127.0.0.2"] if hosts is None else []),
         "--insecure",
         f"--run={tmp_path / 'run'}",
         f"--config={ROOT / 'configs' / 'smoke.py'}",
@@ -54,7 +62,7 @@ def launched(tmp_path: Path, *words: str) -> Iterator[subprocess.Popen]:
     )
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxroll", *words],
+            [*entered, sys.executable, "-m", "jaxroll", *words],
             cwd=ROOT,
             env=env,
             stdout=out,

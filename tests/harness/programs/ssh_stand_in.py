@@ -2,10 +2,12 @@
 
 The server is a process of its own session. When the client ends, even by SIGKILL, the server closes the terminal, as
 sshd does; without -tt the command reads the client's standard input. HOST is written to $SSH_NOTES with the command.
+$SSH_HOSTS may hold, as JSON, the words that enter a host.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -15,11 +17,16 @@ import sys
 KEPT = ("HOME", "PATH", "JAXROLL_CACHE", "XLA_FLAGS", "JAXROLL_TEST_ID")
 
 
-def serve(connection: int, command: str) -> int:
-    """Run the command on a terminal until it ends or the client is gone; its exit code."""
+def entered(host: str, command: str) -> list[str]:
+    """The words that run `command` on `host`."""
+    return [*json.loads(os.environ.get("SSH_HOSTS", "{}")).get(host, ()), "bash", "-c", command]
+
+
+def serve(connection: int, words: list[str]) -> int:
+    """Run the words on a terminal until it ends or the client is gone; its exit code."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvpe("bash", ["bash", "-c", command], {name: os.environ[name] for name in KEPT if name in os.environ})
+        os.execvpe(words[0], words, {name: os.environ[name] for name in KEPT if name in os.environ})
     while True:
         ready, _, _ = select.select([connection, terminal], [], [])
         try:
@@ -40,11 +47,11 @@ def main() -> int:
         notes.write(" ".join(words) + "\n")
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     if words[0] != "-tt":
-        return subprocess.run(["bash", "-c", words[1]], env=env, check=False).returncode
+        return subprocess.run(entered(*words), env=env, check=False).returncode
     held, ours = os.pipe()
     os.set_inheritable(held, True)
     server = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(held), words[2]], pass_fds=[held], start_new_session=True
+        [sys.executable, __file__, "--serve", str(held), *entered(*words[1:])], pass_fds=[held], start_new_session=True
     )
     os.close(held)
     code = server.wait()
@@ -53,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(int(sys.argv[2]), sys.argv[3]) if sys.argv[1] == "--serve" else main())
+    sys.exit(serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--serve" else main())
