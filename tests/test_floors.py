@@ -38,7 +38,7 @@ PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
-    "shared_loop": Room(0, "none"),  # event loop that foreign code cannot block
+    "loop_thread": Room(0, "none"),  # the event loop of a role, which foreign code cannot block
     "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority, standard streams
     "records": Room(0, "none"),
     "protocols": Room(0, "none"),

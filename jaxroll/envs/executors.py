@@ -29,11 +29,11 @@ from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
+from jaxroll.loop_thread import SharedLoop
 from jaxroll.protocols import OWNER, Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.processes import resident_bytes
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.shared_loop import SharedLoop
 
 # --- Executor that runs blocking calls of environments on daemon threads, with time limits
 #

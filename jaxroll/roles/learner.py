@@ -43,6 +43,7 @@ from jaxroll.errors import (
     NotReady,
     StaleClient,
 )
+from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.roles.weights import (
@@ -54,7 +55,6 @@ from jaxroll.roles.weights import (
     transfer_config,
     weights_token,
 )
-from jaxroll.rollout.manager import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from jaxroll.store.core.admission import END_OF_DATA

@@ -30,11 +30,12 @@ from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors, Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
+from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Profiler, Progress
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import BLOCKED_S, HAND_OVER_S, LoopThread, RolloutManager, own_bounds
+from jaxroll.rollout.manager import RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
 from jaxroll.rpc.server import RawServer

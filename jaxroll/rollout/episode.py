@@ -32,7 +32,7 @@ from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Part
 #
 # Each call is a task of its own: environment code that cancels its task, raises CancelledError, or ignores a
 # cancellation affects only its own member. It cannot cancel tasks of others, and if it blocks the loop of a role,
-# another thread runs the loop (`shared_loop.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
+# another thread runs the loop (`loop_thread.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
 # DataError, because the environment raised them and the process goes on.
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ import grpc.aio
 
 from jaxroll.envs.executors import Threads
 from jaxroll.errors import Closed, DataError, InfraError
+from jaxroll.loop_thread import LoopThread
 from jaxroll.rewards.processes import Scored
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.manager import LoopThread
 from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import Metadata
 from jaxroll.rpc.intake import Intake, RefusalThrottle

@@ -30,10 +30,10 @@ from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import DataError, JaxRollError
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
+from jaxroll.loop_thread import LoopThread
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
-from jaxroll.rollout.manager import LoopThread
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method, RawServer
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy

@@ -29,7 +29,7 @@ from jaxroll import disk, lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import max_message_bytes, model_folder
 from jaxroll.errors import DataError
-from jaxroll.rollout.manager import DeviceThread, LoopThread
+from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker.sampler import ADDRESS_FILE, SERVICE

@@ -1,6 +1,6 @@
 """Models that clients train: forward and backward passes, optimizer steps, and their states on disk.
 
-Everything runs on one JAX thread (`rollout.manager.DeviceThread`). Models with adapters share the frozen parameters
+Everything runs on one JAX thread (`loop_thread.DeviceThread`). Models with adapters share the frozen parameters
 of the base model; each has its own adapters, moments and gradients. A model trained whole has its own parameters.
 
 R rows, T tokens of a row. The datums of a request are packed into rows (`learner.packing`), in micro-batches of a few

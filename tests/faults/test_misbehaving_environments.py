@@ -29,6 +29,7 @@ from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, Stor
 from jaxroll.control import cli
 from jaxroll.envs.processes import MOST_LEFT_THREADS
 from jaxroll.errors import Closed
+from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -36,7 +37,7 @@ from jaxroll.roles import session as sessions
 from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import LoopThread, RolloutManager
+from jaxroll.rollout.manager import RolloutManager
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve

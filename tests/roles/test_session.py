@@ -13,10 +13,10 @@ import pytest
 
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import RestartRequired, Unauthorized
+from jaxroll.loop_thread import LoopThread
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import actor, evaluator
 from jaxroll.roles import session as sessions
-from jaxroll.rollout.manager import LoopThread
 from jaxroll.store.server.server import LINGER_S
 
 

@@ -16,10 +16,10 @@ from benchmarks.faults import machine
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import Closed, InfraError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.loop_thread import DeviceThread
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import learner, session
 from jaxroll.roles import store as role
-from jaxroll.rollout.manager import DeviceThread
 from jaxroll.rpc.server import is_silent
 from jaxroll.sim.network import VirtualTimeLoop
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient

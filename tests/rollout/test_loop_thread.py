@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from jaxroll import loop_thread
 from jaxroll.errors import InfraError
+from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import StepResult
 from jaxroll.roles.session import ended
-from jaxroll.rollout import manager
 from jaxroll.rollout.episode import EnvironmentCalls
-from jaxroll.rollout.manager import LoopThread
 
 DEADLINE_S = 60.0
 
@@ -149,7 +149,7 @@ def test_a_thread_that_lost_the_loop_waits_quietly_after_the_loop_is_closed(capf
 
 
 def test_too_many_environments_that_block_the_loop_fail_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "MOST_BLOCKED", 1)
+    monkeypatch.setattr(loop_thread, "MOST_BLOCKED", 1)
     thread, calls, free = LoopThread("test", blocked_s=1.5, hand_over_s=0.2), EnvironmentCalls(), threading.Event()
     jobs = [thread.start(calls.step(Blocks(free), "")) for _ in range(2)]  # type: ignore[arg-type]
     with pytest.raises(InfraError, match=r"Blocks\.step blocked the event loop"):
@@ -190,9 +190,9 @@ def test_a_process_ends_whose_main_thread_starts_a_thread_that_never_runs() -> N
     """As without memory: the new thread dies before its first line, and `Thread.start` waits for it without end."""
     code = (
         "import threading\n"
-        "from jaxroll.rollout import manager\n"
-        "manager._WATCH_EVERY_S, manager._START_S = 0.05, 0.3\n"
-        "loop = manager.LoopThread('learner')\n"
+        "from jaxroll import loop_thread\n"
+        "loop_thread._WATCH_EVERY_S, loop_thread._START_S = 0.05, 0.3\n"
+        "loop = loop_thread.LoopThread('learner')\n"
         "threading._start_new_thread = lambda *_: 1\n"
         "threading.Thread(target=print, name='late').start()\n"
     )
@@ -205,7 +205,7 @@ def test_a_process_ends_whose_loop_has_no_memory_again_and_again(callbacks: int,
     """As a learner did not: its loop could not read the byte that wakes it, and tried again without end."""
     program = f"""
 import asyncio, gc
-from jaxroll.rollout.manager import LoopThread
+from jaxroll.loop_thread import LoopThread
 def callback():
     raise MemoryError
 async def task():

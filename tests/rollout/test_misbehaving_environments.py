@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxroll import wire
+from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import LoopThread, RolloutManager
+from jaxroll.rollout.manager import RolloutManager
 from jaxroll.store.server import puts
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
 
