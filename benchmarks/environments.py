@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.lib.report import Runs, arguments, finish, percentile_ms, say, spread
 from jaxroll.config import Config, SamplerConfig
-from jaxroll.envs.executors import InThread, Threads
+from jaxroll.envs.threads import InThread, Threads
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Completion, Environment, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Finished, Grant, Member, Message, Task, Version, VersionRun

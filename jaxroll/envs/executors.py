@@ -1,4 +1,4 @@
-"""The executor of each environment, by its declared place, and the executor for threads.
+"""The executor of each environment, by its declared place, and the calls of environment code.
 
 Episodes call all environments as coroutines.
 
@@ -11,16 +11,16 @@ process    heavy or crashing code; code that holds the GIL   only the member fai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
-import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from jaxroll import protocols
@@ -28,205 +28,13 @@ from jaxroll.config import Config
 from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
+from jaxroll.envs.threads import InThread, Threads
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.loop_thread import SharedLoop
 from jaxroll.protocols import OWNER, Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.processes import resident_bytes
 from jaxroll.rewards.scoring_pool import ScoringPool
-
-# --- Executor that runs blocking calls of environments on daemon threads, with time limits
-#
-# A call that exceeds its limit is abandoned: its thread ends if the call ever returns, and another thread is started
-# when there is work. ThreadPoolExecutor is not usable here: it would wait for such a thread at exit, and count it as a
-# worker forever.
-#
-# Threads: `call` runs on the event loop, `_work` on worker threads; they share a queue and a lock. Each new thread
-# starts the next one if it is needed, so that the event loop never waits for a series of thread starts.
-
-T = TypeVar("T")
-HANGING_SHARE, HANGING_LEAST = 4, 4  # a quarter of all threads may hang, and at least four
-IDLE_S = 10.0  # a thread ends after this time without work
-LEFTOVER_LEAST = 256  # threads of a library that environments share are left over as well
-
-
-class Abandoned(DataError):
-    """A call took too long; a thread is still executing it."""
-
-
-@dataclass(eq=False)
-class _Call:
-    job: Callable[[], Any]
-    future: asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop
-    started_s: float | None = None
-    finished: bool = False
-    abandoned: bool = False
-
-    def left_s(self, limit_s: float) -> float:
-        """Seconds until the call exceeds its limit; the time before its start on a thread does not count."""
-        return limit_s if self.started_s is None else self.started_s + limit_s - time.monotonic()
-
-
-class Threads:
-    """At most `most` working threads, and up to a quarter as many that hang in abandoned calls.
-
-    `abandoned` counts all abandoned calls, `hanging` those that still occupy a thread. When these are too many, `worn`
-    is set and every call raises InfraError; the process must then be restarted.
-    """
-
-    def __init__(self, most: int = 1024) -> None:
-        self.abandoned = self.hanging = self.started = self.leftover = 0
-        self.worn = asyncio.Event()
-        self._most, self._most_hanging = most, max(HANGING_LEAST, most // HANGING_SHARE)
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._live = self._idle = self._waiting = 0
-        self._starting = False  # a thread is starting and does not run yet
-
-    def note_leftover(self, count: int) -> None:
-        """Take the number of threads that closed environments left running; `worn` is set if they are too many."""
-        self.leftover = count
-        if self.leftover >= max(LEFTOVER_LEAST, self._most_hanging):
-            self.worn.set()
-
-    @property
-    def live(self) -> int:
-        """The number of threads that work or wait for work."""
-        return self._live
-
-    async def call(self, job: Callable[[], T], limit_s: float, what: str) -> T:
-        """Run `job` on a thread; return its result or raise its exception.
-
-        Raises Abandoned when it takes longer than `limit_s` from its start on a thread, InfraError when too many
-        threads hang. Cancelling abandons the thread too, because nothing can interrupt it.
-        """
-        if self.hanging >= self._most_hanging:
-            raise InfraError(f"{self.hanging} threads hang in environments; no more are started")
-        loop, context = asyncio.get_running_loop(), copy_context()
-        call = _Call(lambda: context.run(job), loop.create_future(), loop)
-        try:
-            self._submit(call)
-            while not call.future.done():
-                left_s = call.left_s(limit_s)
-                if left_s <= 0:
-                    self.abandoned += 1
-                    raise Abandoned(f"the environment's {what} took longer than {limit_s:g} s; its thread is abandoned")
-                await asyncio.wait([call.future], timeout=None if math.isinf(left_s) else left_s)
-            return call.future.result()
-        finally:
-            if not call.future.done():
-                self._give_up(call)
-
-    def _submit(self, call: _Call) -> None:
-        with self._lock:
-            self._waiting += 1
-            self._calls.put(call)
-            start = self._wants_another()
-        if start:
-            self._start()
-
-    def _wants_another(self) -> bool:
-        """True if another thread must be started; it is counted as idle at once. The caller holds the lock."""
-        if self._starting or self._waiting <= self._idle or self._live >= self._most:
-            return False
-        self._live, self._idle, self.started = self._live + 1, self._idle + 1, self.started + 1
-        self._starting = True
-        return True
-
-    def _start(self) -> None:
-        """Start a thread that `_wants_another` counted; if that fails and there is no other, fail waiting calls."""
-        thread = threading.Thread(target=self._work, name="environment", daemon=True)
-        try:
-            Context().run(thread.start)  # not in the context of an environment, which does not own it
-        except RuntimeError as error:  # the machine's limit is below ours; the existing threads continue
-            with self._lock:
-                self._starting = False
-                self._live, self._idle, self.started = self._live - 1, self._idle - 1, self.started - 1
-                if not self._live:
-                    self._refuse_waiting(f"no thread can be started for environments: {error}")
-
-    def _refuse_waiting(self, reason: str) -> None:
-        """Fail the calls that no thread has taken. The caller holds the lock."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                call = self._calls.get_nowait()
-                self._waiting -= 1
-                if not call.abandoned:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed
-                        call.loop.call_soon_threadsafe(_settle, call.future, None, InfraError(reason))
-
-    def _give_up(self, call: _Call) -> None:
-        with self._lock:
-            call.abandoned = True
-            if call.started_s is not None and not call.finished:
-                self.hanging, self._live = self.hanging + 1, self._live - 1
-            start = self._wants_another()  # other calls may have been waiting for this thread
-            if self.hanging >= self._most_hanging:
-                self.worn.set()
-        if start:
-            self._start()
-
-    def _work(self) -> None:
-        with self._lock:
-            self._starting = False
-            start = self._wants_another()
-        if start:
-            self._start()
-        while True:
-            try:
-                call = self._calls.get(timeout=IDLE_S)
-            except queue.Empty:
-                if self._retire():
-                    return
-                continue
-            with self._lock:
-                self._waiting -= 1
-                if call.abandoned:
-                    continue
-                self._idle -= 1
-                call.started_s = time.monotonic()
-                start = self._wants_another()
-            if start:
-                self._start()
-            if not self._execute(call):
-                return
-
-    def _retire(self) -> bool:
-        """Stop counting this idle thread and return True, unless a call is waiting."""
-        with self._lock:
-            if self._waiting:
-                return False
-            self._live, self._idle = self._live - 1, self._idle - 1
-            return True
-
-    def _execute(self, call: _Call) -> bool:
-        """Run the job and deliver its result. Return False if the call was abandoned and this thread replaced."""
-        try:
-            result, error = call.job(), None
-        except BaseException as raised:  # noqa: BLE001 - user code, and the thread must survive it
-            result, error = None, raised
-        with self._lock:
-            if call.abandoned:
-                self.hanging -= 1
-                return False
-            call.finished = True
-            self._idle += 1
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            call.loop.call_soon_threadsafe(_settle, call.future, result, error)
-        return True
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-        future.set_exception(error)
-    else:  # a future refuses StopIteration; SystemExit must not end this process
-        future.set_exception(DataError(f"the environment raised {type(error).__name__}: {error}"))
-
 
 # --- The executor of each environment, by its declared place
 
@@ -330,43 +138,194 @@ class Executors:
             raise DataError(str(error)) from error
 
 
-class InThread:
-    """A blocking environment as coroutines; each call runs on any free thread."""
+# --- Calls of environment code, with time limits and retries, isolated from each other
+#
+# Each call is a task of its own: environment code that cancels its task, raises CancelledError, or ignores a
+# cancellation affects only its own member. It cannot cancel tasks of others, and if it blocks the loop of a role,
+# another thread runs the loop (`loop_thread.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
+# DataError, because the environment raised them and the process goes on.
 
-    def __init__(self, env: Environment, threads: Threads) -> None:
-        self._env, self._threads, self._declared = env, threads, protocols.traits(env)
-        self._lost = False  # a thread may still be executing one of its calls
-        self.step_limit_s = self.reset_limit_s = math.inf  # `Threads` enforces the limits, from the start on a thread
-        self.reset_retries, self.step_retries = self._declared.reset_retries, self._declared.step_retries
-        self.max_turns = self._declared.max_turns
-        if self._declared.restores:
-            self.restore = self._restore
+T = TypeVar("T")
+Call = Callable[[], Any]
+Sleep = Callable[[float], Awaitable[object]]
+PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
+CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close, its threads and a cancelled call to end
+CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
-    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """The first messages."""
-        return await self._call(lambda: self._env.reset(task, seed), self._declared.reset_limit_s, "reset")
 
-    async def step(self, answer: str) -> StepResult:
-        """The result of `answer`."""
-        return await self._call(lambda: self._env.step(answer), self._declared.step_limit_s, "step")
+@dataclass
+class EnvCallCounts:
+    """Environment calls since the start: all, repeated, over their time limit, deaf to cancellation (abandoned).
 
-    async def _restore(self, state: bytes) -> None:
-        restore = getattr(self._env, "restore")  # noqa: B009 - optional in the protocol
-        await self._call(lambda: restore(state), self._declared.reset_limit_s, "restore")
+    `faults` counts misbehaviour that may leave the outcome of its member as it is, such as a failed close, by cause.
+    """
 
-    async def close(self) -> None:
-        """Close the environment, unless a call never returned: it may not be used from another thread then."""
-        if not self._lost:
-            await self._call(self._env.close, self._declared.step_limit_s, "close")
+    calls: int = 0
+    retries: int = 0
+    overdue: int = 0
+    abandoned: int = 0
+    restored: int = 0  # environments that continue after the turns of another process
+    faults: Counter[str] = field(default_factory=Counter)
 
-    async def _call(self, job: Any, limit_s: float, what: str) -> Any:
-        self._lost = True  # also when this is cancelled
+    def add_fault(self, cause: str) -> None:
+        """Count one fault."""
+        count_cause(self.faults, cause)
+
+
+def count_cause(counts: Counter[str], cause: str) -> None:
+    """Count `cause`, at most `CAUSES` different ones. Causes that differ in numbers only are one cause."""
+    cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
+    counts[cause if cause in counts or len(counts) < CAUSES else "other causes"] += 1
+
+
+class EnvironmentCalls:
+    """Calls environments on the event loop. `sleep` waits between two attempts."""
+
+    def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
+        self.counts, self._sleep = EnvCallCounts(), sleep
+        self._owners: dict[int, protocols.Owner] = {}  # id of an environment → the owner of its tasks
+        self._closed: deque[tuple[float, protocols.Owner]] = deque(maxlen=1 << 14)  # with the time of the close
+        self._left: list[threading.Thread] = []  # of closed environments
+        self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
+
+    def traits(self, env: Environment) -> protocols.Traits:
+        """The traits that `env` declares; DataError if they are invalid."""
         try:
-            found = await self._threads.call(job, limit_s, what)
-        except Abandoned:
+            return protocols.traits(env)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    def make(self, make: Callable[[str], Environment], name: str) -> Environment:
+        """The environment `name`, made by `make`."""
+        before = protocols.OWNER.set(owner := self._new_owner("making it", name))
+        try:
+            env = make(name)
+        except BaseException as error:
+            self._closed.append((time.monotonic(), owner))
+            if isinstance(error, Exception):
+                raise
+            raise DataError(f"making the environment raised {protocols.described(error)}") from error
+        finally:
+            protocols.OWNER.reset(before)
+        self._owners[id(env)] = owner
+        return env
+
+    async def reset(self, env: Environment, task: Task) -> tuple[Message, ...]:
+        """The first messages. DataError after the time limit, InfraError after the last retry."""
+        declared = self.traits(env)
+        call = lambda: env.reset(task, task.seed)  # noqa: E731
+        return await self._with_retries(env, call, declared.reset_limit_s, declared.reset_retries, "reset")
+
+    async def step(self, env: Environment, answer: str) -> StepResult:
+        """The result of `answer`; raises as `reset` does."""
+        declared = self.traits(env)
+        call = lambda: env.step(answer)  # noqa: E731
+        return await self._with_retries(env, call, declared.step_limit_s, declared.step_retries, "step")
+
+    async def restore(self, env: Environment, state: bytes) -> None:
+        """Make `env`, which was reset, continue after the step that returned `state`. Raises what it raises."""
+        restore, limit_s = getattr(env, "restore"), self.traits(env).reset_limit_s  # noqa: B009 - optional in the protocol
+        self.counts.calls += 1
+        await self._within_limit(env, lambda: restore(state), limit_s, "restore")
+        self.counts.restored += 1
+
+    async def close(self, env: Environment) -> None:
+        """Close `env`, unless one of its calls is still running. Raises the error of its close."""
+        try:
+            if id(env) not in self._stuck:
+                await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
+        finally:
+            if owner := self._owners.pop(id(env), None):
+                self._closed.append((time.monotonic(), owner))
+
+    def left_threads(self) -> int:
+        """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones."""
+        while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
+            _, owner = self._closed.popleft()
+            for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
+                self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
+                self._left.append(thread)
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        return len(self._left)
+
+    async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
+        for attempt in range(retries + 1):
+            self.counts.calls += 1
+            try:
+                return await self._within_limit(env, call, limit_s, what)
+            except InfraError:
+                if attempt == retries:
+                    raise
+                self.counts.retries += 1
+                await self._sleep(min(PAUSE_FIRST_S * 2**attempt, PAUSE_MAX_S))
+        raise AssertionError("unreachable")
+
+    async def _within_limit(self, env: Environment, call: Call, limit_s: float, what: str) -> Any:
+        """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
+        owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
+        context.run(protocols.OWNER.set, owner)
+        owner.blocked_at, owner.cancelled, owner.call = "", 0, name
+        task = asyncio.get_running_loop().create_task(_answered(call, what), name=name, context=context)
+        try:
+            await asyncio.wait([task], timeout=None if math.isinf(limit_s) else limit_s)
+        except asyncio.CancelledError:
+            await self._cancelled(env, task, context)
             raise
-        except Exception:
-            self._lost = False
+        if not task.done():
+            self.counts.overdue += 1
+            blocked = f" and blocked the event loop at {owner.blocked_at}" if owner.blocked_at else ""
+            await self._cancelled(env, task, context)
+            raise DataError(f"the environment's {what} took longer than {limit_s:g} s{blocked}")
+        if owner.cancelled:
+            raise DataError(f"the environment's {what} cancelled {owner.cancelled} tasks that it did not start")
+        if task.cancelled():
+            raise DataError(f"the environment's {what} cancelled itself")
+        error = task.exception()
+        if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
+            raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
+        return task.result()
+
+    def _owner_of(self, env: Environment) -> protocols.Owner:
+        if id(env) not in self._owners:
+            self._owners[id(env)] = self._new_owner(type(env).__name__)
+        return self._owners[id(env)]
+
+    def _new_owner(self, call: str, name: str = "") -> protocols.Owner:
+        where = "{0.call} blocked the event loop at {0.blocked_at}".format
+        return protocols.Owner(call, lambda it: self.counts.add_fault(where(it)), name)
+
+    async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
+        """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.
+
+        A call that waits for tasks of others must not pass its cancellation on to them: it is made in its `context`.
+        """
+        context.copy().run(task.cancel)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns about it
+        try:
+            await asyncio.wait([task], timeout=CANCEL_GRACE_S)
+        finally:
+            if not task.done():
+                self.counts.abandoned += 1
+                self._stuck[id(env)] = task
+                task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # keeps `env` alive, and its id taken
+
+
+async def _answered(call: Call, what: str) -> Any:
+    """The result of `call`; DataError for exceptions that would end the event loop or look like our cancellation."""
+    try:
+        found = call()
+        return await found if inspect.isawaitable(found) else found
+    except TimeoutError as error:
+        raise DataError(f"the environment's {what} timed out: {protocols.described(error)}") from error
+    except Exception:
+        raise
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        if is_cancellation(error):
             raise
-        self._lost = False
-        return found
+        raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """True if `error` comes from a cancellation of the current task; False if foreign code raised it."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -23,12 +23,13 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import is_evaluated, next_evaluation
 from jaxroll.config.parsing import HELDOUT
 from jaxroll.data import tasks
+from jaxroll.envs.executors import count_cause
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
-from jaxroll.rollout.episode import count_cause, sampling_params
+from jaxroll.rollout.episode import sampling_params
 
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8

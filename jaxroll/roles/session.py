@@ -28,7 +28,8 @@ from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rul
 from jaxroll.config.derived import actor_names, cache_tokens, episode_tokens
 from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
-from jaxroll.envs.executors import Executors, Threads
+from jaxroll.envs.executors import Executors
+from jaxroll.envs.threads import Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
 from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer

@@ -7,16 +7,9 @@ ids are decoded for the environment and never encoded again.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-import re
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -24,215 +17,10 @@ import numpy as np
 from jaxroll import protocols
 from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
+from jaxroll.envs.executors import EnvCallCounts, EnvironmentCalls
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
-from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, StepResult, Tokenizer
+from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import MAX_STATE_BYTES, NO_EXPERTS, Finished, Message, Partial, Segment, Task, VersionRun
-
-# --- Calls of environment code, with time limits and retries, isolated from each other
-#
-# Each call is a task of its own: environment code that cancels its task, raises CancelledError, or ignores a
-# cancellation affects only its own member. It cannot cancel tasks of others, and if it blocks the loop of a role,
-# another thread runs the loop (`loop_thread.SharedLoop`). SystemExit, KeyboardInterrupt and GeneratorExit become
-# DataError, because the environment raised them and the process goes on.
-
-T = TypeVar("T")
-Call = Callable[[], Any]
-Sleep = Callable[[float], Awaitable[object]]
-PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
-CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close, its threads and a cancelled call to end
-CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
-
-
-@dataclass
-class EnvCallCounts:
-    """Environment calls since the start: all, repeated, over their time limit, deaf to cancellation (abandoned).
-
-    `faults` counts misbehaviour that may leave the outcome of its member as it is, such as a failed close, by cause.
-    """
-
-    calls: int = 0
-    retries: int = 0
-    overdue: int = 0
-    abandoned: int = 0
-    restored: int = 0  # environments that continue after the turns of another process
-    faults: Counter[str] = field(default_factory=Counter)
-
-    def add_fault(self, cause: str) -> None:
-        """Count one fault."""
-        count_cause(self.faults, cause)
-
-
-def count_cause(counts: Counter[str], cause: str) -> None:
-    """Count `cause`, at most `CAUSES` different ones. Causes that differ in numbers only are one cause."""
-    cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
-    counts[cause if cause in counts or len(counts) < CAUSES else "other causes"] += 1
-
-
-class EnvironmentCalls:
-    """Calls environments on the event loop. `sleep` waits between two attempts."""
-
-    def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
-        self.counts, self._sleep = EnvCallCounts(), sleep
-        self._owners: dict[int, protocols.Owner] = {}  # id of an environment → the owner of its tasks
-        self._closed: deque[tuple[float, protocols.Owner]] = deque(maxlen=1 << 14)  # with the time of the close
-        self._left: list[threading.Thread] = []  # of closed environments
-        self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
-
-    def traits(self, env: Environment) -> protocols.Traits:
-        """The traits that `env` declares; DataError if they are invalid."""
-        try:
-            return protocols.traits(env)
-        except ValueError as error:
-            raise DataError(str(error)) from error
-
-    def make(self, make: Callable[[str], Environment], name: str) -> Environment:
-        """The environment `name`, made by `make`."""
-        before = protocols.OWNER.set(owner := self._new_owner("making it", name))
-        try:
-            env = make(name)
-        except BaseException as error:
-            self._closed.append((time.monotonic(), owner))
-            if isinstance(error, Exception):
-                raise
-            raise DataError(f"making the environment raised {protocols.described(error)}") from error
-        finally:
-            protocols.OWNER.reset(before)
-        self._owners[id(env)] = owner
-        return env
-
-    async def reset(self, env: Environment, task: Task) -> tuple[Message, ...]:
-        """The first messages. DataError after the time limit, InfraError after the last retry."""
-        declared = self.traits(env)
-        call = lambda: env.reset(task, task.seed)  # noqa: E731
-        return await self._with_retries(env, call, declared.reset_limit_s, declared.reset_retries, "reset")
-
-    async def step(self, env: Environment, answer: str) -> StepResult:
-        """The result of `answer`; raises as `reset` does."""
-        declared = self.traits(env)
-        call = lambda: env.step(answer)  # noqa: E731
-        return await self._with_retries(env, call, declared.step_limit_s, declared.step_retries, "step")
-
-    async def restored(self, env: Environment, stream: AnswerStream | None, shown: list[int]) -> Sequence[Partial]:
-        """The completed turns of another process after the prompt `shown`; `env` continues there, or RestoreFailed."""
-        if stream is None or not self.traits(env).restores:
-            return ()
-        turns = stream.turns(np.asarray(shown, np.int32))
-        if turns and (end := turns[-1].turn) is not None:
-            try:
-                await self.restore(env, end.state)
-            except Exception as error:
-                self.counts.add_fault(f"restore: {protocols.described(error)}")
-                raise RestoreFailed(protocols.described(error)) from error
-        return turns
-
-    async def restore(self, env: Environment, state: bytes) -> None:
-        """Make `env`, which was reset, continue after the step that returned `state`. Raises what it raises."""
-        restore, limit_s = getattr(env, "restore"), self.traits(env).reset_limit_s  # noqa: B009 - optional in the protocol
-        self.counts.calls += 1
-        await self._within_limit(env, lambda: restore(state), limit_s, "restore")
-        self.counts.restored += 1
-
-    async def close(self, env: Environment) -> None:
-        """Close `env`, unless one of its calls is still running. Raises the error of its close."""
-        try:
-            if id(env) not in self._stuck:
-                await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
-        finally:
-            if owner := self._owners.pop(id(env), None):
-                self._closed.append((time.monotonic(), owner))
-
-    def left_threads(self) -> int:
-        """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones."""
-        while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
-            _, owner = self._closed.popleft()
-            for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
-                self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
-                self._left.append(thread)
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        return len(self._left)
-
-    async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
-        for attempt in range(retries + 1):
-            self.counts.calls += 1
-            try:
-                return await self._within_limit(env, call, limit_s, what)
-            except InfraError:
-                if attempt == retries:
-                    raise
-                self.counts.retries += 1
-                await self._sleep(min(PAUSE_FIRST_S * 2**attempt, PAUSE_MAX_S))
-        raise AssertionError("unreachable")
-
-    async def _within_limit(self, env: Environment, call: Call, limit_s: float, what: str) -> Any:
-        """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
-        owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
-        context.run(protocols.OWNER.set, owner)
-        owner.blocked_at, owner.cancelled, owner.call = "", 0, name
-        task = asyncio.get_running_loop().create_task(_answered(call, what), name=name, context=context)
-        try:
-            await asyncio.wait([task], timeout=None if math.isinf(limit_s) else limit_s)
-        except asyncio.CancelledError:
-            await self._cancelled(env, task, context)
-            raise
-        if not task.done():
-            self.counts.overdue += 1
-            blocked = f" and blocked the event loop at {owner.blocked_at}" if owner.blocked_at else ""
-            await self._cancelled(env, task, context)
-            raise DataError(f"the environment's {what} took longer than {limit_s:g} s{blocked}")
-        if owner.cancelled:
-            raise DataError(f"the environment's {what} cancelled {owner.cancelled} tasks that it did not start")
-        if task.cancelled():
-            raise DataError(f"the environment's {what} cancelled itself")
-        error = task.exception()
-        if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
-            raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
-        return task.result()
-
-    def _owner_of(self, env: Environment) -> protocols.Owner:
-        if id(env) not in self._owners:
-            self._owners[id(env)] = self._new_owner(type(env).__name__)
-        return self._owners[id(env)]
-
-    def _new_owner(self, call: str, name: str = "") -> protocols.Owner:
-        where = "{0.call} blocked the event loop at {0.blocked_at}".format
-        return protocols.Owner(call, lambda it: self.counts.add_fault(where(it)), name)
-
-    async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
-        """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.
-
-        A call that waits for tasks of others must not pass its cancellation on to them: it is made in its `context`.
-        """
-        context.copy().run(task.cancel)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns about it
-        try:
-            await asyncio.wait([task], timeout=CANCEL_GRACE_S)
-        finally:
-            if not task.done():
-                self.counts.abandoned += 1
-                self._stuck[id(env)] = task
-                task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # keeps `env` alive, and its id taken
-
-
-async def _answered(call: Call, what: str) -> Any:
-    """The result of `call`; DataError for exceptions that would end the event loop or look like our cancellation."""
-    try:
-        found = call()
-        return await found if inspect.isawaitable(found) else found
-    except TimeoutError as error:
-        raise DataError(f"the environment's {what} timed out: {protocols.described(error)}") from error
-    except Exception:
-        raise
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        if is_cancellation(error):
-            raise
-        raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
-
-
-def is_cancellation(error: BaseException) -> bool:
-    """True if `error` comes from a cancellation of the current task; False if foreign code raised it."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
 
 # --- One episode
 GENERATION_LIMIT_S = 600.0
@@ -383,7 +171,7 @@ async def run(
     tools, stream = task.tools(), transcript.stream
     messages = protocols.messages(await env_calls.reset(env, task), "what reset() returned")
     shown = _rendered(tokenizer, messages, tools, first=True)
-    most, played = bounds.most(len(shown)), await env_calls.restored(env, stream, shown)
+    most, played = bounds.most(len(shown)), await _restored(env_calls, env, stream, shown)
     for turn in range(turns):
         transcript.show(shown)
         if turn < len(played) and (end := (one := played[turn]).turn) is not None:
@@ -412,6 +200,22 @@ async def run(
         if stream is not None and state is not None and more:
             stream.end_turn(completion, shown, state)
     return _cut(transcript)
+
+
+async def _restored(
+    calls: EnvironmentCalls, env: Environment, stream: AnswerStream | None, shown: list[int]
+) -> Sequence[Partial]:
+    """The completed turns of another process after the prompt `shown`; `env` continues there, or RestoreFailed."""
+    if stream is None or not calls.traits(env).restores:
+        return ()
+    turns = stream.turns(np.asarray(shown, np.int32))
+    if turns and (end := turns[-1].turn) is not None:
+        try:
+            await calls.restore(env, end.state)
+        except Exception as error:
+            calls.counts.add_fault(f"restore: {protocols.described(error)}")
+            raise RestoreFailed(protocols.described(error)) from error
+    return turns
 
 
 def _kept_state(declared: protocols.Traits, state: bytes | None, counts: EnvCallCounts) -> bytes | None:

@@ -19,11 +19,11 @@ from typing import Any
 
 from jaxroll.config import Config
 from jaxroll.config.parsing import SOURCE_ITEMS, played_tasks
+from jaxroll.envs.executors import EnvCallCounts, EnvironmentCalls, is_cancellation
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
 from jaxroll.rollout import episode
-from jaxroll.rollout.episode import EnvCallCounts, EnvironmentCalls, is_cancellation
 
 # --- Rollouts of leased members
 

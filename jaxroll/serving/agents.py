@@ -21,13 +21,14 @@ import numpy as np
 
 from jaxroll import protocols
 from jaxroll.config import TaskConfig
+from jaxroll.envs.executors import EnvironmentCalls
 from jaxroll.envs.registry import Grader, given
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Finished, Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout import episode
-from jaxroll.rollout.episode import Bounds, EnvironmentCalls, Transcript
+from jaxroll.rollout.episode import Bounds, Transcript
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
     from starlette.requests import Request

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from jaxroll.envs.executors import Threads
+from jaxroll.envs.threads import Threads
 from jaxroll.errors import Closed, DataError, InfraError
 from jaxroll.loop_thread import LoopThread
 from jaxroll.rewards.processes import Scored

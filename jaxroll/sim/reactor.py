@@ -34,7 +34,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxroll.envs.executors import Threads
+from jaxroll.envs.threads import Threads
 from jaxroll.errors import ConfigError, DataError
 
 T = TypeVar("T")

@@ -26,13 +26,13 @@ from jaxroll.config import Config
 from jaxroll.config.parsing import task_parts
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import EnvironmentCalls, bounds_of, sampling_params
+from jaxroll.rollout.episode import bounds_of, sampling_params
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.testing.observed import (
     ByteTokenizer,

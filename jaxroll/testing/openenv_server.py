@@ -27,12 +27,11 @@ from jaxroll import __version__, lifeline
 from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rpc import http
 from jaxroll.testing import environments
 

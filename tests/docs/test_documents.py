@@ -24,12 +24,11 @@ from jaxroll.config.derived import ESTIMATORS, PRESETS
 from jaxroll.control import commands, preflight
 from jaxroll.data import preparation
 from jaxroll.envs import registry
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.state import State, counts
 from tests.docs.blocks import blocks

@@ -15,13 +15,12 @@ import pytest
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs import processes
-from jaxroll.envs.executors import Executors
+from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import DataError, InfraError, RestartRequired
 from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import EnvironmentCalls
 
 NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")

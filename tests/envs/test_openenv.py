@@ -18,8 +18,8 @@ from jaxroll.config import TaskConfig
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.adapters import openenv_env
+from jaxroll.envs.executors import EnvironmentCalls
 from jaxroll.errors import ConfigError, DataError, InfraError
-from jaxroll.rollout.episode import EnvironmentCalls
 from jaxroll.rpc import http
 from jaxroll.testing import openenv_server
 from jaxroll.testing.environments import check_environment

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxroll.envs.executors import Abandoned, Threads
+from jaxroll.envs.threads import Abandoned, Threads
 from jaxroll.errors import DataError, InfraError
 
 DEADLINE_S = 30.0

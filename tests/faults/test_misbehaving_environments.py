@@ -27,6 +27,7 @@ from jaxroll import metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
+from jaxroll.envs import executors
 from jaxroll.envs.processes import MOST_LEFT_THREADS
 from jaxroll.errors import Closed
 from jaxroll.loop_thread import LoopThread
@@ -36,7 +37,6 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
-from jaxroll.rollout import episode
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
@@ -236,8 +236,8 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the questions are ordinary, and all of these are answered."""
-    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.5)
-    monkeypatch.setattr(episode, "CLOSE_LIMIT_S", 1.0)
+    monkeypatch.setattr(executors, "CANCEL_GRACE_S", 0.5)
+    monkeypatch.setattr(executors, "CLOSE_LIMIT_S", 1.0)
     ways = [*ON_THE_LOOP, *CLOSES]
     feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
     groups = 2 * len(ways)
@@ -263,7 +263,7 @@ def test_failures_in_an_evaluation_are_counted_by_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The evaluator's environments misbehave, in two sets of items. The evaluation counts the other items."""
-    monkeypatch.setattr(episode, "CLOSE_LIMIT_S", 1.0)
+    monkeypatch.setattr(executors, "CLOSE_LIMIT_S", 1.0)
     failing = ["raises", "exit", "part none", "infra"]
     name = NAME.format("misbehaving")
     sets = {"heldout": Feed(name, [*failing, "fair", *CLOSES]).tasks(), "other": Feed(name, ["raises"]).tasks()}
@@ -301,7 +301,7 @@ def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause
 def test_threads_that_an_environment_leaves_are_counted_and_its_members_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(episode, "LEFT_S", 0.0)
+    monkeypatch.setattr(executors, "LEFT_S", 0.0)
     try:
         feed = Feed(NAME.format(name), ["fair", "thread", "fair"])
         found, seen = run(tmp_path, configured(NAME.format(name), 3), feed, settled(3))

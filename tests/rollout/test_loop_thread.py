@@ -12,11 +12,11 @@ import time
 import pytest
 
 from jaxroll import loop_thread
+from jaxroll.envs.executors import EnvironmentCalls
 from jaxroll.errors import InfraError
 from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import StepResult
 from jaxroll.roles.session import ended
-from jaxroll.rollout.episode import EnvironmentCalls
 
 DEADLINE_S = 60.0
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxroll import wire
+from jaxroll.envs import executors
 from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
@@ -193,7 +194,7 @@ def test_numpy_numbers_and_booleans_are_put_as_floats() -> None:
 
 
 def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(executors, "CANCEL_GRACE_S", 0.05)
     closed: list[bool] = []
 
     class Deaf(Good):

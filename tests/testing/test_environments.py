@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxroll.control import cli
+from jaxroll.envs import executors
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message, Task
-from jaxroll.rollout import episode
 from jaxroll.testing import environments
 from jaxroll.testing.environments import check_environment
 
@@ -62,7 +62,7 @@ def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> 
     ],
 )
 def test_violations_of_the_contract_are_named(name: str, what: str, do: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "CANCEL_GRACE_S", 0.2)
+    monkeypatch.setattr(executors, "CANCEL_GRACE_S", 0.2)
     monkeypatch.setattr(environments, "AT_ONCE", 2)
     monkeypatch.setattr(environments, "SLOW_CLOSE_S", 0.2)
     monkeypatch.setattr(environments, "LEAK_BUDGET_S", 10.0)
