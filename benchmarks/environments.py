@@ -28,7 +28,7 @@ from jaxroll.envs.threads import InThread, Threads
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Completion, Environment, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Finished, Grant, Member, Message, Task, Version, VersionRun
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
 TEXT = CharTokenizer("abcdefgh")

@@ -32,7 +32,7 @@ from jaxroll.envs.threads import InThread, Threads
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.loop_thread import SharedLoop
 from jaxroll.protocols import OWNER, Environment, StepResult
-from jaxroll.records import Message, Task
+from jaxroll.records import MAX_STATE_BYTES, Message, Task
 from jaxroll.rewards.processes import resident_bytes
 from jaxroll.rewards.scoring_pool import ScoringPool
 
@@ -228,6 +228,15 @@ class EnvironmentCalls:
         self.counts.calls += 1
         await self._within_limit(env, lambda: restore(state), limit_s, "restore")
         self.counts.restored += 1
+
+    def kept_state(self, env: Environment, state: bytes | None) -> bytes | None:
+        """The `state` after a step of `env`, if there is one that can be kept; one that is too large is a fault."""
+        if state is not None and not self.traits(env).restores:
+            raise DataError("StepResult.state is given, but the environment has no method restore(state)")
+        if state is None or len(state) <= MAX_STATE_BYTES:
+            return state
+        self.counts.add_fault(f"state: {len(state)} bytes, at most {MAX_STATE_BYTES} are kept")
+        return None
 
     async def close(self, env: Environment) -> None:
         """Close `env`, unless one of its calls is still running. Raises the error of its close."""

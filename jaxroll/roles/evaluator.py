@@ -26,9 +26,10 @@ from jaxroll.data import tasks
 from jaxroll.envs.executors import count_cause
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Task, Version, VersionRef
+from jaxroll.rewards.parts import truth_or_empty
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
-from jaxroll.rollout import manager
+from jaxroll.rollout import episode
 from jaxroll.rollout.episode import sampling_params
 
 PUBLISHED_WAIT_S = 10.0
@@ -115,9 +116,9 @@ class EvaluatorLoops:
     async def _row(self, version: Version) -> dict:
         t0 = unix_s()
         permits = 2 * self.config.evaluator.slots
-        results = await manager.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
+        results = await episode.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
         others = {
-            name: await manager.scores(self.manager, found, self.tokenizer, version, permits=permits)
+            name: await episode.scores(self.manager, found, self.tokenizer, version, permits=permits)
             for name, found in self.sets.items()
         }
         sets = {name: _figures(scored) for name, scored in others.items()}
@@ -126,13 +127,13 @@ class EvaluatorLoops:
         faults = self.manager.env_calls.faults + self.session.executors.processes.faults
         faults -= self._faults_reported
         self._faults_reported += faults
-        by_source = manager.grouped(results, lambda score: str(score.task.args().get("source", "")))
+        by_source = episode.grouped(results, lambda score: str(score.task.args().get("source", "")))
         sources = {label: _figures(scored) for label, scored in by_source.items()}
         t1 = unix_s()
         examples = [
             {
                 "prompt": score.task.messages[-1].content,
-                "answer": manager.expected(score.task),
+                "answer": truth_or_empty(score.task.args()),
                 "text": score.text,
                 "ok": score.right,
             }
@@ -146,10 +147,10 @@ class EvaluatorLoops:
                 "kind": "eval",
                 "step": version.step,
                 "lineage": version.lineage,
-                "accuracy": manager.accuracy(results),
-                "correct": manager.marks(results),
+                "accuracy": accuracy(results),
+                "correct": marks(results),
                 "n": sum(score.pinned for score in results),
-                "reward_parts": manager.parts(results),
+                "reward_parts": mean_parts(results),
                 "t0": t0,
                 "t1": t1,
                 "seconds": t1 - t0,
@@ -162,7 +163,7 @@ class EvaluatorLoops:
         )
 
 
-def _failures_by_cause(scored: Sequence[Sequence[manager.Score]]) -> dict[str, Counter[str]]:
+def _failures_by_cause(scored: Sequence[Sequence[episode.Score]]) -> dict[str, Counter[str]]:
     """The number of failed items by kind and cause."""
     found: dict[str, Counter[str]] = {}
     for score in (score for results in scored for score in results if score.failed):
@@ -170,5 +171,23 @@ def _failures_by_cause(scored: Sequence[Sequence[manager.Score]]) -> dict[str, C
     return found
 
 
-def _figures(results: Sequence[manager.Score]) -> dict[str, Any]:
-    return {"accuracy": manager.accuracy(results), "n": sum(score.pinned for score in results)}
+def _figures(results: Sequence[episode.Score]) -> dict[str, Any]:
+    return {"accuracy": accuracy(results), "n": sum(score.pinned for score in results)}
+
+
+def accuracy(results: Sequence[episode.Score]) -> float | None:
+    """Fraction of right answers among the pinned items; None without any."""
+    counted = [score.right for score in results if score.pinned]
+    return sum(counted) / len(counted) if counted else None
+
+
+def marks(results: Sequence[episode.Score]) -> str:
+    """One character per item: 1 right, 0 wrong, - not pinned."""
+    return "".join("01"[score.right] if score.pinned else "-" for score in results)
+
+
+def mean_parts(results: Sequence[episode.Score]) -> dict[str, float]:
+    """The mean of every reward part over the pinned items."""
+    counted = [score.parts for score in results if score.pinned]
+    names = sorted({name for found in counted for name in found})
+    return {name: sum(found.get(name, 0.0) for found in counted) / len(counted) for name in names}

@@ -39,8 +39,7 @@ from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import Serving, Session, until_one_ends
 from jaxroll.roles.weights import Progress, SwapGate, suspended
-from jaxroll.rollout.episode import Transcript, sampling_params
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager, Transcript, sampling_params
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
 #

@@ -36,7 +36,7 @@ from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Profiler, Progress
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import RolloutManager, own_bounds
+from jaxroll.rollout.episode import RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import Transport
 from jaxroll.rpc.server import RawServer

@@ -32,8 +32,7 @@ from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import bounds_of, sampling_params
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager, bounds_of, sampling_params
 from jaxroll.testing.observed import (
     ByteTokenizer,
     HeldResources,

@@ -42,8 +42,7 @@ from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Task, Version
 from jaxroll.report.summary import wilson
 from jaxroll.rollout import episode
-from jaxroll.rollout import manager as rollouts
-from jaxroll.rollout.manager import RolloutManager, Score
+from jaxroll.rollout.episode import RolloutManager, Score
 from jaxroll.rpc import http, protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.serving import http_answers, http_requests, http_server, weight_updates
@@ -241,14 +240,14 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
                 model.tokenizer,
                 sampling,
                 bounds=episode.bounds_of(config),
-                own_bounds=rollouts.own_bounds(config),
+                own_bounds=episode.own_bounds(config),
                 play=player,
             )
             first = 0
             try:
                 for name, tasks in sets.items():
                     samples = [
-                        await rollouts.scores(
+                        await episode.scores(
                             manager,
                             tasks,
                             model.tokenizer,
@@ -311,7 +310,7 @@ def figures(samples: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, 
     else:
         figures |= {name: list(values) for name, values in table(found, ks).items()}
     places = range(len(samples[0]))
-    by_source = rollouts.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
+    by_source = episode.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
     sources = {name: counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()}
     if sources:
         figures["sources"] = {

@@ -19,7 +19,7 @@ from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.serving.agents import Agents
 from tests.harness.http_engine import TEXT, Engine
 

@@ -37,7 +37,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.evaluator import EvaluatorLoops
 from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve

@@ -11,7 +11,7 @@ import numpy as np
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Member, Message, Task, Version, VersionRun
 from jaxroll.rewards import scorers
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
 TOKENIZER = CharTokenizer("abc")

@@ -18,8 +18,7 @@ from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs.executors import Executors
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun
-from jaxroll.rollout.episode import Bounds
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import Bounds, RolloutManager
 from jaxroll.rpc import http
 from jaxroll.serving.agents import Agents
 from jaxroll.serving.http_answers import Served

@@ -22,8 +22,7 @@ from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Member, Message, Segment, Task, Version
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.episode import Bounds
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import Bounds, RolloutManager
 from jaxroll.serving.agents import Branches
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.text.tokenizers import CharTokenizer

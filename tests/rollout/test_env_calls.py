@@ -14,7 +14,7 @@ from jaxroll.envs.executors import EnvironmentCalls
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.rollout_proxy import run_group
 

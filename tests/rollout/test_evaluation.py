@@ -5,7 +5,9 @@ import json
 import pytest
 
 from jaxroll.records import Finished, Member, Message, Task, Version
-from jaxroll.rollout import manager
+from jaxroll.rewards.parts import truth_or_empty
+from jaxroll.roles import evaluator
+from jaxroll.rollout import episode
 from jaxroll.text.tokenizers import CharTokenizer
 
 
@@ -22,18 +24,18 @@ from jaxroll.text.tokenizers import CharTokenizer
 )
 def test_the_expected_answer_is_the_one_that_the_environment_is_given(args: dict, shown: str) -> None:
     task = Task(0, (Message("user", "?"),), "single_turn", json.dumps(args), 0, "h")
-    assert manager.expected(task) == shown
+    assert truth_or_empty(task.args()) == shown
 
 
 def test_reward_parts_are_means_over_the_items_that_count() -> None:
     task = Task(0, (Message("user", "?"),), "x", "{}", 0, "h")
     scores = [
-        manager.Score(task, "", right=True, pinned=True, parts={"tool_used_ok": 1.0, "turns": 3.0}),
-        manager.Score(task, "", right=False, pinned=True, parts={"turns": 1.0}),
-        manager.Score(task, "", right=False, pinned=False, parts={"tool_used_ok": 1.0, "other": 9.0}),
+        episode.Score(task, "", right=True, pinned=True, parts={"tool_used_ok": 1.0, "turns": 3.0}),
+        episode.Score(task, "", right=False, pinned=True, parts={"turns": 1.0}),
+        episode.Score(task, "", right=False, pinned=False, parts={"tool_used_ok": 1.0, "other": 9.0}),
     ]
-    assert manager.parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
-    assert manager.parts([]) == {}
+    assert evaluator.mean_parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
+    assert evaluator.mean_parts([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -43,5 +45,5 @@ def test_reward_parts_are_means_over_the_items_that_count() -> None:
 def test_an_answer_is_right_if_the_reward_or_its_part_for_that_is_one(reward, parts, right) -> None:
     outcome = Finished((), "stop", reward, parts, (), "7")
     task = Task(0, (), "x", "{}", 0, "h")
-    score = manager._score(task, Member(0, 0, 0, outcome), CharTokenizer("a"), Version(0, 0))
+    score = episode._score(task, Member(0, 0, 0, outcome), CharTokenizer("a"), Version(0, 0))
     assert (score.right, score.extracted) == (right, "7")

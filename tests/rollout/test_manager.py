@@ -11,8 +11,7 @@ import pytest
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
-from jaxroll.rollout.episode import Transcript
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager, Transcript
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant, run_group
 
 DEADLINE_S = 30.0

@@ -19,7 +19,7 @@ from jaxroll.loop_thread import LoopThread
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout import episode
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.store.server import puts
 from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
 

@@ -16,7 +16,7 @@ from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.rollout_proxy import run_group
 

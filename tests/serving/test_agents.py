@@ -17,8 +17,7 @@ from jaxroll.config import TaskConfig
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Message, Task, Version, VersionRun
-from jaxroll.rollout.episode import Bounds
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.episode import Bounds, RolloutManager
 from jaxroll.serving.agents import Agents
 from tests.harness.http_engine import TEXT
 

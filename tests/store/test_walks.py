@@ -20,7 +20,7 @@ LISTED = ("one lease", "one put", "one claim", EPISODE, TRAINING, VERSION)
 MISSED = {
     "one lease": 11,
     "weight version": 11,
-    "the life of a sample": 36,
+    "the life of a sample": 35,
 }  # measured numbers above the limit; they may only fall
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxroll.rollout import manager
+from jaxroll.rollout import episode
 from jaxroll.tools import generate
 
 
@@ -60,5 +60,5 @@ def test_answers_that_do_not_count_are_left_out() -> None:
 
 
 def test_groups_of_one_nameless_source_are_none() -> None:
-    assert manager.grouped([1, 2], lambda value: "") == {}
-    assert manager.grouped([1, 2, 3], lambda value: "ba"[value % 2]) == {"a": [1, 3], "b": [2]}
+    assert episode.grouped([1, 2], lambda value: "") == {}
+    assert episode.grouped([1, 2, 3], lambda value: "ba"[value % 2]) == {"a": [1, 3], "b": [2]}

@@ -13,7 +13,7 @@ from jaxroll.control import cli
 from jaxroll.errors import ConfigError
 from jaxroll.records import Task
 from jaxroll.report.summary import wilson
-from jaxroll.rollout.manager import Score
+from jaxroll.rollout.episode import Score
 from jaxroll.tools import generate as evaluation
 
 CONFIG = dataclasses.replace(Config(), evaluator=EvaluatorConfig(sets={"hard": {"name": "gcd"}}))

@@ -14,8 +14,9 @@ from jetstream.engine import mock_engine
 
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Message, Task, Version
-from jaxroll.rollout import manager as rollouts
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.roles.evaluator import accuracy, marks
+from jaxroll.rollout import episode as rollouts
+from jaxroll.rollout.episode import RolloutManager
 from jaxroll.serving.jetstream_proxy import JetStreamProxy
 
 VERSION = Version(0, 3)
@@ -73,7 +74,7 @@ def main() -> None:
         results = asyncio.run(evaluated(proxy))
     finally:
         proxy.close()
-    said = {"marks": rollouts.marks(results), "accuracy": rollouts.accuracy(results)}
+    said = {"marks": marks(results), "accuracy": accuracy(results)}
     print(json.dumps(said | {"texts": [score.text for score in results]}))
 
 
