@@ -411,8 +411,7 @@ class Profiler:
 
     def ask(self, order: ProfileOrder) -> None:
         """Record `order.steps` steps from the next one on, unless the order is known; end one that is withdrawn."""
-        # Does not wait. While a trace begins or is written, the order is dropped, and the store gives it again: a loop
-        # that waited would renew no leases.
+        # A loop that waited would renew no leases. While a trace begins or is written, the store gives the order again.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -429,7 +428,7 @@ class Profiler:
             if self._began_s is None:
                 self.order = None
             else:  # writing a trace takes long, and this may be the thread of a loop
-                threading.Thread(target=self.close, daemon=True).start()
+                threading.Thread(target=self.close, args=(order.request,), daemon=True).start()
 
     def step(self) -> None:
         """Note that a step begins; call it on the thread that uses JAX."""
@@ -444,12 +443,13 @@ class Profiler:
             if self._left <= 0:
                 self._end(order)
 
-    def close(self) -> None:
-        """End the trace that is being recorded."""
+    def close(self, request: str = "") -> None:
+        """End the trace that is being recorded; with `request` no other one, which may have begun meanwhile."""
         with self._lock:
-            if self.order is not None and self._began_s is not None:
-                self._end(self.order)
-            self.order = None
+            if self.order is not None and request in ("", self.order.request):
+                if self._began_s is not None:
+                    self._end(self.order)
+                self.order = None
 
     def _begin(self, order: ProfileOrder) -> None:
         import jax
@@ -470,7 +470,7 @@ class Profiler:
             self._refuse(order, error)
             return
         self._began_s = time.monotonic()
-        self._timer = threading.Timer(left_s, self.close)
+        self._timer = threading.Timer(left_s, self.close, (order.request,))
         self._timer.daemon = True
         self._timer.start()
         self._row(order, "started", steps=order.steps)

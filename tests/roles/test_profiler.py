@@ -126,6 +126,41 @@ def test_a_withdrawn_order_ends_its_trace_or_is_forgotten(tmp_path: Path) -> Non
     assert rows.states == [("started", 1000), ("ended", 0)] and profiler.order is None
 
 
+@pytest.mark.parametrize("ended_by", ["withdrawal", "time"])
+def test_what_ends_a_trace_late_ends_no_later_one(
+    ended_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[threading.Thread] = []
+
+    def begins_late(thread: threading.Thread) -> None:
+        late.append(thread)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    rows = Rows()
+    profiler = Profiler("learner", tmp_path, rows)
+    first, second = ProfileOrder("learner", "first", 1, 600.0), ProfileOrder("learner", "second", 1000, 600.0)
+    with monkeypatch.context() as patched:  # the thread that ends the trace runs after the second one has begun
+        kind = "Thread" if ended_by == "withdrawal" else "Timer"
+        patched.setattr(getattr(weights.threading, kind), "start", begins_late)
+        profiler.ask(first)
+        profiler.step()
+        if ended_by == "withdrawal":
+            profiler.ask(replace(first, withdrawn=True))
+        profiler.step()
+        profiler.ask(second)
+    profiler.step()
+    assert rows.states == [("started", 1), ("ended", 1), ("started", 1000)]
+    late_one = late[-1]
+    if isinstance(late_one, threading.Timer):
+        late_one.function(*late_one.args, **late_one.kwargs)
+    else:
+        late_one.run()
+    assert rows.states[3:] == [] and profiler.order == second
+    profiler.close()
+    assert rows.states[3:] == [("ended", 0)]
+
+
 def test_an_order_that_comes_while_a_trace_is_written_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
