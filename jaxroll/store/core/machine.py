@@ -379,7 +379,8 @@ def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     if (health := state.holders.get(e.name)) is not None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
-        state.pools.pop(oldest := next(iter(state.sessions)), None)
+        no_room(state, oldest := next(iter(state.sessions)))
+        state.pools.pop(oldest, None)
         _forget_receipts(state, state.sessions.pop(oldest))
 
 

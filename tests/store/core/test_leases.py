@@ -7,6 +7,7 @@ import pytest
 from jaxroll.errors import Closed, NoCredit, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import NAMES_KNOWN, outstanding
 from tests.harness.store.machine import V0, Machine
 
@@ -158,9 +159,13 @@ def test_of_names_without_end_the_newest_are_known(machine: Machine) -> None:
     """Otherwise joining processes make the state grow without limit; a name that joins again counts as new."""
     for i in range(NAMES_KNOWN):
         machine.ask(ev.Arrive(f"s{i}", "1"))
+    state = machine.core.state
+    for name in ("s1", "s3"):
+        apply(state, ev.Hungry(name, "window", 3), 0.0)
     machine.ask(ev.Arrive("s0", "2"))
     machine.ask(ev.Arrive("one", "1"))
     machine.ask(ev.Arrive("more", "1"))
-    known = machine.core.state.sessions
+    known = state.sessions
     assert len(known) == NAMES_KNOWN and (known["s0"], known["more"]) == ("2", "1")
     assert not {"s1", "s2"} & known.keys()
+    assert state.rooms.keys() == state.hungry.keys() == {"s3"}
