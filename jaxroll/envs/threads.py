@@ -29,6 +29,7 @@ from jaxroll.records import Message, Task
 T = TypeVar("T")
 HANGING_SHARE, HANGING_LEAST = 4, 4  # a quarter of all threads may hang, and at least four
 IDLE_S = 10.0  # a thread ends after this time without work
+CANCEL_S = 5.0  # for a cancelled call to end: many are cancelled at once when members are aborted
 LEFTOVER_LEAST = 256  # threads of a library that environments share are left over as well
 
 
@@ -44,6 +45,7 @@ class _Call:
     started_s: float | None = None
     finished: bool = False
     abandoned: bool = False
+    overdue: bool = False
 
     def left_s(self, limit_s: float) -> float:
         """Seconds until the call exceeds its limit; the time before its start on a thread does not count."""
@@ -54,11 +56,12 @@ class Threads:
     """At most `most` working threads, and up to a quarter as many that hang in abandoned calls.
 
     `abandoned` counts all abandoned calls, `hanging` those that still occupy a thread. When these are too many, `worn`
-    is set and every call raises InfraError; the process must then be restarted.
+    is set and every call raises InfraError; the process must then be restarted. A cancelled call has `CANCEL_S` to end.
     """
 
     def __init__(self, most: int = 1024) -> None:
         self.abandoned = self.hanging = self.started = self.leftover = 0
+        self._fresh = 0  # calls that were cancelled within `CANCEL_S`: most of them end at once
         self.worn = asyncio.Event()
         self._most, self._most_hanging = most, max(HANGING_LEAST, most // HANGING_SHARE)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
@@ -83,7 +86,7 @@ class Threads:
         Raises Abandoned when it takes longer than `limit_s` from its start on a thread, InfraError when too many
         threads hang. Cancelling abandons the thread too, because nothing can interrupt it.
         """
-        if self.hanging >= self._most_hanging:
+        if self._hang_too_many() or self.hanging >= 2 * self._most_hanging:
             raise InfraError(f"{self.hanging} threads hang in environments; no more are started")
         loop, context = asyncio.get_running_loop(), copy_context()
         call = _Call(lambda: context.run(job), loop.create_future(), loop)
@@ -92,7 +95,7 @@ class Threads:
             while not call.future.done():
                 left_s = call.left_s(limit_s)
                 if left_s <= 0:
-                    self.abandoned += 1
+                    self.abandoned, call.overdue = self.abandoned + 1, True
                     raise Abandoned(f"the environment's {what} took longer than {limit_s:g} s; its thread is abandoned")
                 await asyncio.wait([call.future], timeout=None if math.isinf(left_s) else left_s)
             return call.future.result()
@@ -143,11 +146,26 @@ class Threads:
             call.abandoned = True
             if call.started_s is not None and not call.finished:
                 self.hanging, self._live = self.hanging + 1, self._live - 1
+                if not call.overdue:
+                    self._fresh += 1
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        call.loop.call_later(CANCEL_S, self._note_old)
             start = self._wants_another()  # other calls may have been waiting for this thread
-            if self.hanging >= self._most_hanging:
-                self.worn.set()
+        self._judge()
         if start:
             self._start()
+
+    def _note_old(self) -> None:
+        """Count a call that was cancelled `CANCEL_S` ago as hanging, if it has not ended."""
+        self._fresh -= 1
+        self._judge()
+
+    def _judge(self) -> None:
+        if self._hang_too_many():
+            self.worn.set()
+
+    def _hang_too_many(self) -> bool:
+        return self.hanging - self._fresh >= self._most_hanging
 
     def _work(self) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxroll.envs import threads as environment_threads
 from jaxroll.envs.threads import Abandoned, Threads
 from jaxroll.errors import DataError, InfraError
 
@@ -197,6 +198,39 @@ def test_cancelling_gives_the_thread_up(gate: threading.Event) -> None:
 
     run(cancel())
     assert (threads.hanging, threads.abandoned) == (1, 0), "an abandoned call is not an error of the pool"
+
+
+def test_a_burst_of_cancellations_wears_out_nothing_unless_the_calls_go_on(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Surplus members are cancelled together, in the middle of calls that end soon."""
+
+    async def cancel(threads: Threads) -> None:
+        inside = threading.Semaphore(0)
+
+        def job() -> None:
+            inside.release()
+            gate.wait(DEADLINE_S)
+
+        calls = [asyncio.ensure_future(threads.call(job, LONG_S, "step")) for _ in calls_of_burst]
+        for _ in calls:
+            assert await asyncio.to_thread(inside.acquire, timeout=DEADLINE_S)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert threads.hanging == len(calls)
+
+    async def burst() -> None:
+        threads = Threads(most=20)
+        await cancel(threads)
+        assert await threads.call(lambda: 1, LONG_S, "step") == 1 and not threads.worn.is_set()
+        monkeypatch.setattr(environment_threads, "CANCEL_S", 0.0)
+        threads = Threads(most=20)
+        await cancel(threads)
+        await asyncio.wait_for(threads.worn.wait(), DEADLINE_S)
+
+    calls_of_burst = range(7)
+    run(burst())
 
 
 def test_a_call_that_is_cancelled_before_it_starts_never_does(gate: threading.Event) -> None:
