@@ -138,12 +138,20 @@ def defaults() -> Any:
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
+_FILE_BYTES = 1 << 20  # of a config file, which a person writes
+
+
 def read(path: str | Path) -> Any:
     """Return what `get_config()` of the config file `path` returns, unchecked."""
     path = Path(path)
     if not _is_file(path):
         reason = "is a folder" if os.path.isdir(path) else "no such file"
         raise ConfigError("--config", str(path), reason, "Give a Python file with get_config(), as in configs/.")
+    try:
+        disk.read_bytes(path, _FILE_BYTES)  # Python would read a file of any size
+    except (OSError, DataError) as error:
+        reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+        raise ConfigError("--config", str(path), reason, "Give a Python file that you may read.") from error
     spec = importlib.util.spec_from_file_location(f"jaxroll_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError("--config", str(path), "not a Python file", "Config files end in .py.")
@@ -155,7 +163,7 @@ def read(path: str | Path) -> Any:
         raise
     except (Exception, SystemExit) as error:  # a program of the user's, which may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ConfigError("--config", str(path), reason, "Its get_config() must run.") from error
+        raise ConfigError("--config", str(path), reason, "Give a Python file whose get_config() runs.") from error
     if not _is_config_dict(config):
         raise ConfigError("--config", str(path), "get_config() returned no ConfigDict", "Start from config.defaults().")
     return config

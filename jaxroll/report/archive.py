@@ -408,8 +408,11 @@ def checkpoint_facts(run_dir: Path, *, verify: bool, keep_best: str = "") -> Fac
 
     `best` is the checkpoint that `learner.keep_best` keeps, None where it is empty or nothing was measured yet.
     """
+    folder = RunPaths(run_dir).checkpoints
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("RUN", str(folder), "is not a folder", "Move it away, or restore the folder from a copy.")
     durable = _durable(run_dir)
-    entries = checkpoint_files.entries(RunPaths(run_dir).checkpoints, verify=verify)
+    entries = checkpoint_files.entries(folder, verify=verify)
     return {
         "verified": verify,
         "best": best_checkpoint(run_dir, {"learner": {"keep_best": keep_best}}),

@@ -175,7 +175,7 @@ class History:
 
 def read(run_dir: Path, heldout_hashes: Collection[str] | None) -> History:
     """The history of the run; an empty one before the store has made its log. DataError when it cannot be read."""
-    with database.damage_named(run_dir, "the report needs a whole log"):
+    with database.damage_named(run_dir, "the report needs a whole log: restore the file from a copy"):
         if not database.is_there(run_dir):  # or just being made
             return History()
         with database.transaction(run_dir) as db:
@@ -309,7 +309,10 @@ def about(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
         raise ConfigError("RUN", str(path), reason, remedy) from None
-    except (OSError, ValueError, DataError) as error:
+    except OSError as error:
+        remedy = "Check the path and its permissions."
+        raise ConfigError("RUN", str(file), f"unreadable: {error.strerror}", remedy) from error
+    except (ValueError, DataError) as error:
         raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
     config = values.get("config") if isinstance(values, dict) else None
     if isinstance(config, dict) and (misfit := _misfit(config, configs.to_dict(Config()))):

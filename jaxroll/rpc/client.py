@@ -176,7 +176,7 @@ class RawClient:
         where = f"{self._service}.{method} at {self._transport.target}"
         if isinstance(error, FileNotFoundError):
             if is_over:
-                raise InfraError(f"{where}: no address in that file; is its server running?") from error
+                raise InfraError(f"{where}: no address in that file; is its server running? Start it first.") from error
             return
         code, details = error.code(), error.details() or ""
         if code in _UNAUTHORIZED:
@@ -188,7 +188,8 @@ class RawClient:
             raise InfraError(f"{where}: {code.name}: {details}") from error
         if is_over:
             kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
-            raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
+            remedy = "Start its server, or check the address and the network."
+            raise kind(f"{where}: no answer ({code.name}: {details}); patience is over. {remedy}") from error
 
 
 class GrpcTransport:
@@ -279,6 +280,10 @@ class GrpcTransport:
                 raise ConfigError(str(path), "", str(error), "Remove it; the server writes it again.") from error
             if not self._target_written:  # the server's machine failed before a sync; it writes it again
                 raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
+            if not protocol.is_address(self._target_written):
+                raise ConfigError(
+                    str(path), self._target_written, "is not HOST:PORT", "Remove the file; the server writes it again."
+                )
             self._file = identity
         return self._target_written
 

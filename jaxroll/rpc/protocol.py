@@ -116,6 +116,13 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def is_address(text: str) -> bool:
+    """True if `text` is HOST:PORT, an IPv6 host in brackets."""
+    host, _, port = text.rpartition(":")
+    is_host = bool(host) and (":" not in host or host.startswith("["))
+    return is_host and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16
+
+
 def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bool) -> None:
     """Raise ConfigError if other machines can reach `host` and there is no token, or neither TLS nor `insecure`."""
     if is_loopback(host):

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from jaxroll import metrics, wire
-from jaxroll.errors import DataError, InfraError, NoCredit, NotReady, StoreRefusal
+from jaxroll.errors import ConfigError, DataError, InfraError, NoCredit, NotReady, StoreRefusal
 from jaxroll.records import (
     Claim,
     ClaimedGroup,
@@ -328,6 +328,8 @@ def _raw_client(
     run_dir: Path | None,
     config_digest: str = "",
 ) -> RawClient:
+    if isinstance(address, str) and not protocol.is_address(address):
+        raise ConfigError("store address", address, "is not HOST:PORT", "Write it as in 127.0.0.1:7077.")
     if run_dir is None and isinstance(address, Path):
         run_dir = address.parent
     return RawClient(

@@ -83,8 +83,8 @@ class Log:
         except BaseException as error:
             self._lock.close()
             if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)):
-                advice = disk.remedy(error, run_dir)
-                raise InfraError(f"{self.path}: {error}; the log cannot be used as it is. {advice}".strip()) from error
+                advice = database.advice(error, self.path)
+                raise InfraError(f"{self.path}: {error}; the log cannot be used as it is. {advice}") from error
             raise
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="store-read")

@@ -247,8 +247,8 @@ def reading(path: Path) -> sqlite3.Connection:
 def prepared(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new file or migrate those of an older version; ConfigError for any other version."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0 and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        raise ConfigError("RUN", str(path), "is a database that JaxRoll did not make", "Name another folder.")
+    if _is_foreign(connection, version):
+        raise ConfigError("RUN", str(path), _FOREIGN, "Name another folder.")
     if version == 0:
         _create(connection)
     elif version in FROM:
@@ -257,6 +257,13 @@ def prepared(connection: sqlite3.Connection, path: Path) -> None:
         raise ConfigError("RUN", str(path), *unreadable(version))
     elif not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'partials'").fetchone():
         connection.execute(definitions()["table"]["partials"])  # the other tables of version 2 did not change
+
+
+_FOREIGN = "is a database that JaxRoll did not make"
+
+
+def _is_foreign(connection: sqlite3.Connection, version: int) -> bool:
+    return version == 0 and bool(connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0])
 
 
 def unreadable(version: int) -> tuple[str, str]:
@@ -321,13 +328,16 @@ VALUE_BYTES = 256 << 20  # limit of one value; the largest that a store writes i
 
 
 def is_there(run_dir: Path) -> bool:
-    """True if a store has created its tables in `run_dir`."""
+    """True if a store has created its tables in `run_dir`. DataError for the database of another program."""
     path = RunPaths(run_dir).database
     if not path.exists():
         return False
     connection = _opened(path)
     try:
-        return connection.execute("PRAGMA user_version").fetchone()[0] != 0
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if _is_foreign(connection, version):
+            raise DataError(f"{path} {_FOREIGN}. Name the folder of a run.")
+        return version != 0
     finally:
         connection.close()
 
@@ -346,8 +356,10 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
             with _migrated_copy(connection) as copy:
                 yield copy
             return
+        if _is_foreign(connection, version):
+            raise DataError(f"{path} {_FOREIGN}. Name the folder of a run.")
         if version != schema.SCHEMA_VERSION:
-            raise DataError(" ".join((str(path), *unreadable(version))))
+            raise DataError(f"{path} {'. '.join(unreadable(version))}")
         connection.execute("BEGIN")
         _check_tables(connection, path)
         yield connection
@@ -376,8 +388,20 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
         MemoryError,
     ) as error:
         named = "" if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)) else f"{type(error).__name__}: "
-        remedy = (isinstance(error, sqlite3.Error) and disk.remedy(error, run_dir)) or remedy
-        raise DataError(one_line(f"{RunPaths(run_dir).database}: {named}{error}; {remedy}")) from error
+        path = RunPaths(run_dir).database
+        remedy = (isinstance(error, sqlite3.Error) and (disk.remedy(error, run_dir) or _not_opened(error))) or remedy
+        raise DataError(one_line(f"{path}: {named}{error}; {remedy}")) from error
+
+
+def advice(error: Exception, path: Path) -> str:
+    """The remedy for an error that opening the log `path` of a store raised."""
+    return disk.remedy(error, path.parent) or _not_opened(error) or "Restore the file from a copy, or start a new run."
+
+
+def _not_opened(error: Exception) -> str:
+    if "unable to open" not in str(error).lower():
+        return ""
+    return "Move away what is not a file, or change the permissions of the file and its folder."
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
