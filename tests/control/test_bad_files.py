@@ -99,7 +99,7 @@ def base(tmp_path: Path) -> Path:
     return home
 
 
-QUICK = {"sim", "place", "place, its plan", "init --task", "env check"}
+QUICK = {"place, its plan"}  # test_inputs_of_commands has a cell of each class for the others
 
 
 @pytest.mark.parametrize(

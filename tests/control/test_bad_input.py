@@ -226,11 +226,12 @@ def connects(args: RoleArgs) -> int:
     return 0
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, dashboard: bool = True) -> None:
     """Replace the work of commands: child processes, engines, and a store that would serve until it is stopped."""
     monkeypatch.setattr(commands, "run_foreground", lambda argv, env: 0)  # the child that would do the work
     monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
-    monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
+    if dashboard:
+        monkeypatch.setattr("jaxroll.ui.server.main", lambda path, options: 0)
     monkeypatch.setattr(program, "place_alone", lambda *_: None)  # it sets variables of this process
     monkeypatch.setattr(store, "_watch", stop_the_store)
     monkeypatch.setattr(store.FeederProcess, "next", lambda *_: asyncio.sleep(60.0))
@@ -241,14 +242,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "JOIN_S", 0.01)
 
 
-# They are like the others, or slow.
-SOAK = {"eval", "serve", "tinker-serve", "sft", "compile", "calibrate", "ui", "learner", "actor", "store", "feeder"}
-SOAK |= {"sampler --join", "evaluator", "colocated", "tls", "sim", "launch", "launch --dry-run"}
-SOAK |= {"profile", "report --json", "inspect --group"}
+# The others are for `make soak`: test_inputs_of_commands has a cell of each class for them.
+QUICK = {"report", "sampler"}
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else []) for name in READERS]
+    "command", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.soak]) for name in READERS]
 )
 def test_readers_of_a_damaged_run(
     command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -331,12 +330,10 @@ def given_away(run: Path, forbidden: str) -> None:
 
 
 SAY_IT = {"report", "inspect", "export", "checkpoints", "list", "config", "resume", "fork", "generate"}
-NOT_SOAK = {"report", "inspect", "checkpoints", "list", "resume"}
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=[] if name in NOT_SOAK else [pytest.mark.soak]) for name in READERS]
-)
+@pytest.mark.soak  # test_inputs_of_commands has a cell of it for each command
+@pytest.mark.parametrize("command", READERS)
 def test_readers_of_a_run_that_the_user_may_not_read(
     command: str, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,12 +396,13 @@ MORE_WORDS = {
     "plan": ["--topology=v5e:8x8"], "sim": ["--cluster=none.toml"], "env": ["check", "single_turn"],
 }  # fmt: skip
 NAMING_CONFIGS = [
-    *("config", "train", "demo", "store", "sft", "launch", "eval", "generate", "plan"),
+    "config",
     *(
         pytest.param(name, marks=pytest.mark.soak)
-        for name in ("learner", "sampler", "evaluator", "serve", "tinker-serve", "compile", "sim", "env")
+        for name in ("train", "demo", "store", "sft", "launch", "eval", "generate", "plan",
+                     "learner", "sampler", "evaluator", "serve", "tinker-serve", "compile", "sim", "env")
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", NAMING_CONFIGS)

@@ -299,6 +299,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/registry.py::factory": ("environment unknown", "environment absent in its module"),
     "envs/registry.py::_load": ("environment's module absent", "environment's module broken"),
     "store/core/admission.py::Settings.__post_init__": TYPED,
+    "store/client.py::_raw_client": HERE,
     "store/log/database.py": HERE,
     "store/server/server.py::serve": HERE,
     "roles/store.py::_serve": HERE,

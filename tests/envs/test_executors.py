@@ -15,6 +15,7 @@ import pytest
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs import processes
+from jaxroll.envs import threads as environment_threads
 from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import DataError, InfraError, RestartRequired
 from jaxroll.loop_thread import LoopThread
@@ -302,8 +303,11 @@ class Waiting:
         await asyncio.to_thread(self._gate.wait)
 
 
-def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_counted() -> None:
+def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are more than the executor has threads, and as many as may hang in environments."""
+    monkeypatch.setattr(environment_threads, "CANCEL_S", 0.0)
     config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_threads=4 * HANGING))
     role, gate = LoopThread("role"), threading.Event()
 
