@@ -393,12 +393,12 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
         raise DataError(one_line(f"{path}: {named}{error}; {remedy}")) from error
 
 
-def advice(error: Exception, path: Path) -> str:
+def advice(error: BaseException, path: Path) -> str:
     """The remedy for an error that opening the log `path` of a store raised."""
     return disk.remedy(error, path.parent) or _not_opened(error) or "Restore the file from a copy, or start a new run."
 
 
-def _not_opened(error: Exception) -> str:
+def _not_opened(error: BaseException) -> str:
     if "unable to open" not in str(error).lower():
         return ""
     return "Move away what is not a file, or change the permissions of the file and its folder."
