@@ -495,7 +495,7 @@ def damaged(home: Path, kind: str, damage: Damage) -> Iterator[None]:
 
 
 def objections(line: Line, name: str, kind: str, code: int, err: str, undamaged: str) -> Iterator[str]:
-    """What is wrong with the outcome of a cell."""
+    """Sentences that say what is wrong with the outcome of a cell."""
     if any(line.words.startswith(words) and name == one and kind in kinds for words, one, kinds, _ in TAKEN):
         if code not in (0, line.code) and not (code == EXIT_FAILURE and not err):
             yield f"ended with {code}, which TAKEN denies"
