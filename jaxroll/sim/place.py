@@ -114,11 +114,8 @@ class Planner:
     def _drawn(self, random: np.random.Generator) -> tuple[Rollouts, float, float]:
         """Rollouts of some steps, their turns in the mean, and the tokens of the longest turn of a group."""
         work, schedule, chunk = self.hardware.workload, self.config.schedule, self.config.sampler.decode_chunk
-        steps = min(max(EPISODES // self.rollouts, LEAST_STEPS), MOST_STEPS)
-        shape, most = (
-            (steps, schedule.groups_per_step, self.rollouts // schedule.groups_per_step),
-            answer_tokens(self.config),
-        )
+        steps, most = min(max(EPISODES // self.rollouts, LEAST_STEPS), MOST_STEPS), answer_tokens(self.config)
+        shape = steps, schedule.groups_per_step, self.rollouts // schedule.groups_per_step
 
         def drawn(law: Law, scores: np.ndarray) -> np.ndarray:
             return np.interp(scores, SCORES, [law.at(score) for score in SCORES])
@@ -183,10 +180,13 @@ class Planner:
         link = min(devices[one.learner_type].link_bytes_per_s, between if other else math.inf)
         return TransferCosts(size_bytes=model.weight_bytes * model.parameters, bytes_per_s=link)
 
+    def _at_once(self, one: Candidate) -> float:
+        """The most rollouts that the schedule lets run at once."""
+        return (1 if one.schedule == "interval" else one.alpha + 1) * self.rollouts
+
     def slots(self, one: Candidate) -> int:
         """Slots of a sampler: for the rollouts that the age bound allows, and no more than fit; 0 if none does."""
-        ahead = 1 if one.schedule == "interval" else one.alpha + 1
-        wanted = math.ceil(ahead * self.rollouts / max(1, sum(one.samplers)))
+        wanted = math.ceil(self._at_once(one) / max(1, sum(one.samplers)))
         model, most = self.hardware.model, math.inf
         if model is None:
             return wanted
@@ -210,9 +210,14 @@ class Planner:
     # seconds
 
     def _engines(self, one: Candidate, slots: int) -> list[Engines]:
-        """The samplers by type, with the rollouts of a step that each gets."""
+        """The samplers by type, with the rollouts of a step that each gets.
+
+        If they have slots for all that the age bound allows, the store deals rollouts by free slots, of which all have
+        equally many; otherwise a sampler gets the next rollout when another has ended, so that the quick get more.
+        """
         kinds = [(self.sampler_costs(kind, one.sampler_devices), kind) for kind, n in enumerate(one.samplers) if n]
-        rates = [slots / each.step_s(slots, slots * self.drawn.context) for each, _ in kinds]
+        scarce = slots * sum(one.samplers) >= self._at_once(one)
+        rates = [1.0 if scarce else slots / each.step_s(slots, slots * self.drawn.context) for each, _ in kinds]
         total = sum(rate * one.samplers[kind] for rate, (_, kind) in zip(rates, kinds, strict=True))
         return [
             self._engine(one, kind, each, slots, self.rollouts * rate / total)
@@ -377,12 +382,9 @@ def ranked(planner: Planner, objective: Objective) -> list[tuple[Candidate, Pred
     chosen = few if len(few) <= EXHAUSTIVE else dict.fromkeys(_found(planner, objective))
     found = [(one, predicted) for one in chosen if (predicted := planner.predict(one)) is not None]
     if not found:
-        raise ConfigError(
-            "devices",
-            planner.hardware.counts,
-            "no placement fits into the memory of these devices",
-            "Add devices or memory_bytes, or raise search.sampler_devices.",
-        )
+        reason = "no placement fits into the memory of these devices"
+        remedy = "Add devices or memory_bytes, or raise search.sampler_devices."
+        raise ConfigError("devices", planner.hardware.counts, reason, remedy)
     return sorted(found, key=lambda each: (*each[1].score(objective), each[0].alpha))
 
 
@@ -390,12 +392,8 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
     """The plan of the roles of the file, and the half width of its range relative to its seconds."""
     unit, space = hardware.search.unit, hardware.search
     counts = tuple(count // unit for count in hardware.counts)
-    flow = placement.Workflow(
-        tuple(role.name for role in hardware.roles),
-        {role.name: role.after for role in hardware.roles},
-        space.chunks,
-        space.switch_s,
-    )
+    roles, after = tuple(role.name for role in hardware.roles), {role.name: role.after for role in hardware.roles}
+    flow = placement.Workflow(roles, after, space.chunks, space.switch_s)
     names = [each.name for each in hardware.devices]
 
     def cost(role: costs.Role, vector: Vector) -> float:
@@ -422,12 +420,8 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
         if (plan := placement.workflow_plan(flow, vector, tables, alpha)) is not None
     ]
     if not plans:
-        raise ConfigError(
-            "roles.seconds",
-            hardware.counts,
-            "no placement has seconds for every role",
-            "Add numbers of devices to the tables of roles, or devices.",
-        )
+        remedy = "Add numbers of devices to the tables of roles, or devices."
+        raise ConfigError("roles.seconds", hardware.counts, "no placement has seconds for every role", remedy)
 
     def score(plan: placement.Plan) -> tuple[float, ...]:
         longer = 1 + space.steps_per_age * plan.lag if objective == "time" else 1.0
@@ -477,17 +471,9 @@ def simulated(planner: Planner, one: Candidate, seed: int = 0) -> simulate.Figur
     samplers = tuple(planner.sampler_costs(kind, one.sampler_devices) for kind in kinds)
     if one.schedule == SHARED:
         learner = replace(learner, price_per_hour=0.0)
-    cluster = Cluster(
-        hardware.source,
-        samplers[0],
-        learner,
-        planner.transfer_costs(one),
-        hardware.workload,
-        hardware.rpc_s,
-        hardware.rpc_bytes_per_s,
-        tuple(_failures(planner, one, kinds, seed)),
-        samplers,
-    )
+    transfer, failures = planner.transfer_costs(one), tuple(_failures(planner, one, kinds, seed))
+    cluster = Cluster(hardware.source, samplers[0], learner, transfer, hardware.workload, hardware.rpc_s,
+                      hardware.rpc_bytes_per_s, failures, samplers)  # fmt: skip
     return simulate.simulate(config, cluster, Path(), keep=False)
 
 

@@ -158,6 +158,46 @@ def test_equal_types_are_as_good_as_one() -> None:
     assert len(place.merged(apart).devices) == 2  # links between them are slower
 
 
+# AReaL-Hex (arXiv 2511.00796), and an eighth of its three clusters of equal price.
+H800 = DeviceType("H800", 3, 8, 756e12, 2e12, 80e9, 5e9, price_per_hour=5.28)
+H20 = DeviceType("H20", 3, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
+EIGHTHS = {"both": (H800, H20), "H800": (replace(H800, count=4),), "H20": (replace(H20, count=11),)}
+
+
+def eighth(*devices: DeviceType) -> place.Planner:
+    """Answers of 1,500 tokens of a model of 7.6e9 parameters; dispatches are long, so that a simulation is short."""
+    rules = config(steps=8, groups_per_step=4, group_size=16, group_placement="spread", straggler="wait")
+    rules = replace(rules, sampler=replace(rules.sampler, decode_chunk=64))
+    work = Workload(Law(mean=256), Law(mean=1500))
+    space = Space(("bounded",), (2.0,), (1,), (), 1.0, between_bytes_per_s=1.5e9)
+    return place.Planner(
+        rules, Hardware("paper", workload=work, devices=devices, model=ModelCosts(7.6e9, 57344.0), search=space)
+    )
+
+
+def test_a_mixed_cluster_beats_clusters_of_one_type_at_equal_price() -> None:
+    """The simulation judges the picks, and agrees with their predictions."""
+    rates = {}
+    for name, devices in EIGHTHS.items():
+        planner = eighth(*devices)
+        one, predicted = place.ranked(planner, "throughput")[0]
+        rates[name] = place.simulated(planner, one)["tokens_per_s"]
+        assert rates[name] == pytest.approx(predicted.tokens_per_s, rel=0.08), name
+    assert rates["both"] > 1.05 * max(rates["H800"], rates["H20"])
+
+
+def test_samplers_of_different_speed_have_equal_shares_while_all_have_free_slots() -> None:
+    """The store deals by free slots; if memory leaves too few of them, the sampler that ends first gets the next."""
+    one, members = place.Candidate("bounded", 2.0, 0, 2, (1, 3), 1), []
+    for memory in (math.inf, 3.6e10):
+        planner = eighth(H800, replace(H20, memory_bytes=memory))
+        slots = planner.slots(one)
+        members.append([engine.members for engine in planner._engines(one, slots)])
+        assert (slots * 4 >= 3 * planner.rollouts) == math.isinf(memory)
+    assert members[0] == [16.0, 16.0] and members[1][1] > 1.5 * members[1][0], "little memory: H20 reads it faster"
+    assert members[1][0] + 3 * members[1][1] == pytest.approx(64)
+
+
 @pytest.mark.soak
 def test_the_pick_is_within_five_percent_of_the_simulated_best() -> None:
     work = Workload(Law(mean=128), Law("normal", 500, 20, 1))
