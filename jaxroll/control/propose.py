@@ -291,41 +291,34 @@ def run_place(options: argparse.Namespace) -> None:
         return
     config = configs.load(options.config, options.overrides) if options.config else configs.parse({})
     planner = place.Planner(config, found)
-    best: list[dict[str, Any]] = []
+    chosen: list[tuple[place.Candidate, place.Prediction]] = []
     refused = ""
     for one, predicted in place.ranked(planner, options.objective):
-        changes = place.overrides(planner, one)
         try:
-            preflight.check_described(configs.parse(configs.override(configs.to_dict(config), changes)))
+            changed = configs.override(configs.to_dict(config), place.overrides(planner, one))
+            preflight.check_described(configs.parse(changed))
         except ConfigError as error:
             refused = refused or str(error)
             continue
-        best.append(_described(planner, one, predicted, changes))
-        if options.simulate:
-            run = place.simulated(planner, one)
-            best[-1]["simulated"] = {
-                key: run[key] for key in ("step_s", "tokens_per_s", "cost_per_million_tokens", "age_mean")
-            }
-        if len(best) >= max(1, options.simulate):
+        chosen.append((one, predicted))
+        if len(chosen) >= max(1, options.simulate):
             break
-    if not best:
+    if not chosen:
         raise ConfigError(
             "--config", options.config, f"it accepts no placement that fits: {refused}", "Change that key."
         )
+    best = _described(planner, *chosen[0])
     if options.simulate:
-        cheap = options.objective == "cost"
-        best.sort(key=lambda row: row["simulated"]["cost_per_million_tokens"] if cheap else row["simulated"]["step_s"])
-    start = (
-        ["jaxroll", "launch", "--on=ENGINE", f"--accelerator={best[0]['accelerator']}"]
-        if best[0]["accelerator"]
-        else ["jaxroll", "train"]
-    )
-    words = [*start, f"--config={options.config or 'FILE'}", *(f"--config.{change}" for change in best[0]["overrides"])]
-    best[0]["launch"] = shlex.join(words)
+        rows = [_described(planner, *each) for each in place.simulated_best(planner, chosen, options.objective)]
+        best = rows[0] | {"compared": [{key: row[key] for key in COMPARED} for row in rows]}
+    accelerator = best["accelerator"]
+    start = ["launch", "--on=ENGINE", f"--accelerator={accelerator}"] if accelerator else ["train"]
+    words = [f"--config={options.config or 'FILE'}", *(f"--config.{change}" for change in best["overrides"])]
+    best["launch"] = shlex.join(["jaxroll", *start, *words])
     if options.json:
-        print(json.dumps({"objective": options.objective, "source": found.source, "class": "S"} | best[0]))
+        print(json.dumps({"objective": options.objective, "source": found.source, "class": "S"} | best))
         return
-    print("\n".join(_lines(best[0])), best[0]["launch"], sep="\n")
+    print("\n".join(_lines(best)), best["launch"], sep="\n")
 
 
 def hardware(path: Path) -> Hardware:
@@ -425,24 +418,43 @@ def _order(plan: Plan) -> str:
     return f"({f' {sign} '.join(map(_order, plan.parts))})"
 
 
+COMPARED = ("schedule", "alpha", "learner", "samplers", "sampler_devices", "step_s", "low_s", "high_s", "simulated")
+
+
 def _described(
-    planner: place.Planner, one: place.Candidate, found: place.Prediction, changes: list[str]
+    planner: place.Planner, one: place.Candidate, found: place.Prediction, run: simulate.Figures | None = None
 ) -> dict[str, Any]:
-    """A candidate and its prediction as a JSON object."""
+    """A candidate, its prediction, and figures of its simulation if there is one, as a JSON object."""
     devices = planner.hardware.devices
-    return asdict(found) | {
-        "schedule": one.schedule,
-        "alpha": one.alpha,
-        "learner": {devices[one.learner_type].name: one.learner_devices},
-        "samplers": {each.name: n for each, n in zip(devices, one.samplers, strict=True) if n},
-        "sampler_devices": one.sampler_devices,
-        "overrides": changes,
-        "accelerator": devices[one.learner_type].accelerator,
-    }
+    figures = ("step_s", "tokens_per_s", "cost_per_million_tokens", "age_mean")
+    simulated = {} if run is None else {"simulated": {key: run[key] for key in figures}}
+    return (
+        asdict(found)
+        | simulated
+        | {
+            "schedule": one.schedule,
+            "alpha": one.alpha,
+            "learner": {devices[one.learner_type].name: one.learner_devices},
+            "samplers": {each.name: n for each, n in zip(devices, one.samplers, strict=True) if n},
+            "sampler_devices": one.sampler_devices,
+            "overrides": place.overrides(planner, one),
+            "accelerator": devices[one.learner_type].accelerator,
+        }
+    )
+
+
+def _compared(row: Mapping[str, Any]) -> str:
+    """A simulated candidate in one line."""
+    (learner,), samplers = row["learner"].items(), " + ".join(f"{n} {name}" for name, n in row["samplers"].items())
+    return (
+        f"  {row['simulated']['step_s']:10.4g} s simulated, {row['step_s']:.4g} s predicted "
+        f"({row['low_s']:.4g} to {row['high_s']:.4g}): {row['schedule']}, alpha {row['alpha']:g}, "
+        f"learner {learner[1]} {learner[0]}, samplers {samplers} of {row['sampler_devices']}"
+    )
 
 
 def _lines(row: Mapping[str, Any]) -> list[str]:
-    """A candidate for a person."""
+    """A candidate for a person, and those that it was compared with by simulation."""
     samplers = ", ".join(f"{n} on {name}" for name, n in row["samplers"].items())
     (learner,) = row["learner"].items()
     return [
@@ -459,4 +471,6 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
             else []
         ),
         f"cost         {row['price_per_hour']:.4g} per hour, {row['cost_per_million_tokens']:.4g} per million tokens",
+        *(["compared     a step of the best predictions, by short simulations"] if "compared" in row else []),
+        *map(_compared, row.get("compared", ())),
     ]

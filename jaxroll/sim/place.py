@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ EPISODES, LEAST_STEPS, MOST_STEPS = 2**14, 24, 96  # drawn for a prediction
 DRAINING = ("one_step", "interval", "pure")  # an answer, not an episode of several turns, is of one version
 SCORES = np.linspace(-4.5, 4.5, 1801)  # quantiles at which a law is computed
 HORIZON_S = 20_000.0  # of simulated losses
+SIMULATED, LEAST_SIMULATED, MOST_SIMULATED = 2**13, 12, 48  # rollouts and steps of a short simulation
 USABLE = 0.9  # of a device's memory
 EXHAUSTIVE = 1500  # candidates; with more, `partition` chooses among them
 
@@ -457,11 +458,11 @@ def overrides(planner: Planner, one: Candidate) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def simulated(planner: Planner, one: Candidate, seed: int = 0) -> simulate.Figures:
-    """The figures of a simulated run of the candidate."""
-    hardware, slots = planner.hardware, planner.slots(one)
+def simulated(planner: Planner, one: Candidate, seed: int = 0, steps: int = 0) -> simulate.Figures:
+    """The figures of a simulated run of the candidate, of `steps` steps (0: those of the config)."""
+    hardware, slots, steps = planner.hardware, planner.slots(one), steps or planner.config.schedule.steps
     given = [f"run.seed={seed}", f"sampler.count={sum(one.samplers)}", f"sampler.slots={slots}",
-             f"sampler.concurrent_episodes={slots}"]  # fmt: skip
+             f"sampler.concurrent_episodes={slots}", f"schedule.steps={steps}"]  # fmt: skip
     if one.schedule in ("bounded", "pure"):
         given.append(f"schedule.alpha={one.alpha}")
     config = configs.parse(configs.override(configs.to_dict(planner.config), given))
@@ -475,6 +476,17 @@ def simulated(planner: Planner, one: Candidate, seed: int = 0) -> simulate.Figur
     cluster = Cluster(hardware.source, samplers[0], learner, transfer, hardware.workload, hardware.rpc_s,
                       hardware.rpc_bytes_per_s, failures, samplers)  # fmt: skip
     return simulate.simulate(config, cluster, Path(), keep=False)
+
+
+def simulated_best(
+    planner: Planner, chosen: Iterable[tuple[Candidate, Prediction]], objective: Objective
+) -> list[tuple[Candidate, Prediction, simulate.Figures]]:
+    """These candidates with the figures of a short simulated run, the best of the simulations first."""
+    steps = min(max(SIMULATED // planner.rollouts, LEAST_SIMULATED), MOST_SIMULATED, planner.config.schedule.steps)
+    found = [(one, predicted, simulated(planner, one, steps=max(2, steps))) for one, predicted in chosen]
+    key = "cost_per_million_tokens" if objective == "cost" else "step_s"
+    per_age = planner.hardware.search.steps_per_age if objective == "time" else 0.0
+    return sorted(found, key=lambda each: (each[2][key] * (1 + per_age * each[0].alpha), each[0].alpha))
 
 
 def _failures(planner: Planner, one: Candidate, kinds: Sequence[int], seed: int) -> Iterator[Failure]:

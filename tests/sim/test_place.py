@@ -198,6 +198,22 @@ def test_samplers_of_different_speed_have_equal_shares_while_all_have_free_slots
     assert members[1][0] + 3 * members[1][1] == pytest.approx(64)
 
 
+def test_short_simulations_rank_by_the_objective() -> None:
+    measured = Hardware(
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=3.0),
+        workload=Workload(answer_tokens=Law(mean=16)),
+        devices=(DeviceType("any", 2),),
+        search=Space(("sync", "bounded"), (1.0,), steps_per_age=5.0),
+    )
+    planner = place.Planner(config(steps=6, groups_per_step=2, group_size=2), measured)
+    chosen = place.ranked(planner, "throughput")
+    fastest: dict[place.Objective, str] = {"throughput": "bounded", "time": "sync"}
+    for objective, best in fastest.items():
+        found = place.simulated_best(planner, chosen, objective)
+        assert found[0][0].schedule == best and len(found) == len(chosen)
+
+
 @pytest.mark.soak
 def test_the_pick_is_within_five_percent_of_the_simulated_best() -> None:
     work = Workload(Law(mean=128), Law("normal", 500, 20, 1))
@@ -236,7 +252,10 @@ def test_the_printed_overrides_are_a_config_that_can_run(
 def test_the_pick_for_a_person_and_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (f"--config={SMOKE}", "--config.schedule.steps=12", "--simulate=2")
     code, out, _ = placed(tmp_path, capsys, CLUSTER, *words)
-    assert code == 0 and "predicted, between" in out and "simulated" in out
+    compared = [line.split() for line in out.splitlines() if " s simulated, " in line]
+    steps_s = [float(words[0]) for words in compared]
+    assert code == 0 and "predicted, between" in out and len(compared) == 2 and steps_s == sorted(steps_s)
+    assert f"simulated    {compared[0][0]} s a step" in out
     assert out.splitlines()[-1].startswith(f"jaxroll train --config={SMOKE} --config.schedule.mode=")
 
 
