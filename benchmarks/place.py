@@ -6,8 +6,10 @@
   how much longer a step of the pick takes than one of the candidate that is fastest in the simulation. A candidate that
   is more than `CLEARLY` slower than the fastest with the first seed gets no other seeds. `rows` has all candidates.
 - `hetero`: three clusters of equal price with the constants that AReaL-Hex publishes (arXiv 2511.00796): 24 H800 and 24
-  H20, 32 H800, 88 H20. The planner picks for each, and the simulator gives the ratios. `null` gives both types the same
-  rates and price, and answers of equal length.
+  H20, 32 H800, 88 H20. The planner picks for each among its `COMPARED` best predictions by short simulations, and
+  longer ones give the ratios, for α = 2 and for α = 4. The batch is that of AReaL's own example
+  (examples/math/boba_grpo.yaml at bc9f009): 32 groups of 16, at most 8,192 tokens, α = 4. `null` gives both types the
+  same rates and price, and answers of equal length.
 - `bound`: the same clusters without a simulation: the most tokens per second that their rates allow, if devices are
   divided at will between one learner's type and samplers, nothing waits and weights are read for free. By the tokens of
   context per decoded token, which decide whether decoding is bound by compute or by memory.
@@ -48,7 +50,8 @@ H800 = DeviceType("H800", 32, 8, 756e12, 2e12, 80e9, 5e9, price_per_hour=5.28)
 H20 = DeviceType("H20", 88, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
 LONG = Workload(Law(mean=256), Law("lognormal", 4000, 4000, 1, 16384), answers_alike=0.5)
 EVEN = Workload(Law(mean=256), Law("normal", 1000, 20, 1))
-CONTEXTS = (2000, 4000, 8000, 12000, 16000)
+CONTEXTS = (2000, 2801, 4000, 8000, 12000, 16000)  # 2,801: that of `hetero`, whose answers end at 8,192 tokens
+COMPARED, HETERO_STEPS = 4, 16
 PUBLISHED = {"over H800": (1.31, 1.50), "over H20": (2.29, 2.80)}
 
 
@@ -141,7 +144,7 @@ def _named(one: place.Candidate) -> str:
     return f"{one.schedule}, alpha {one.alpha:g}, learner {one.learner_devices}, samplers {samplers}"
 
 
-def hetero(steps: int, rounds: int, null: bool) -> dict[str, Any]:
+def hetero(steps: int, rounds: int, null: bool, alpha: float = 2.0) -> dict[str, Any]:
     """Tokens per second of three clusters of equal price, each with the planner's pick, and their ratios."""
     fast, slow = (
         (replace(H800, price_per_hour=1.0), replace(H800, name="H20", price_per_hour=1.0)) if null else (H800, H20)
@@ -155,25 +158,45 @@ def hetero(steps: int, rounds: int, null: bool) -> dict[str, Any]:
     for name, counts in sizes.items():
         types = tuple(replace(each, count=n) for each, n in zip((fast, slow), counts, strict=True) if n)
         between = H800.link_bytes_per_s if null else 1.5e9
-        space = Space(("bounded",), (2.0,), (1, 2, 4), (), 1.0, between_bytes_per_s=between)
+        space = Space(("bounded",), (alpha,), (1, 2, 4), (), 1.0, between_bytes_per_s=between)
         work = EVEN if null else LONG
         hardware = Hardware("AReaL-Hex", workload=work, devices=types, model=MODEL, search=space)
         planner = place.Planner(config(steps, 32, 16), hardware)
-        one, predicted = place.ranked(planner, "throughput")[0]
-        runs = [place.simulated(planner, one, seed)["tokens_per_s"] for seed in range(rounds)]
-        prices = sum(each.price_per_hour * each.count for each in types)
+        best = place.simulated_best(planner, place.ranked(planner, "throughput")[:COMPARED], "throughput")
+        one, predicted, _ = best[0]
+        runs = [place.simulated(planner, one, seed) for seed in range(1, rounds + 1)]  # not the seed that chose it
+        rates = [run["tokens_per_s"] for run in runs]
         found[name] = {
-            "tokens_per_s": statistics.median(runs),
-            "runs": spread(runs),
+            "tokens_per_s": statistics.median(rates),
+            "rates": rates,
             "predicted": predicted.tokens_per_s,
-            "learner": {planner.hardware.devices[one.learner_type].name: one.learner_devices},
-            "price_per_hour": prices,
-            "samplers": {each.name: n for each, n in zip(planner.hardware.devices, one.samplers, strict=True)},
-            "sampler_devices": one.sampler_devices,
+            "learner_busy": statistics.median(run["learner_busy"] for run in runs),
+            "sampler_busy": statistics.median(run["sampler_busy"] for run in runs),
+            "age_mean": statistics.median(run["age_mean"] for run in runs),
+            "price_per_hour": sum(each.price_per_hour * each.count for each in types),
+            **_used(planner, one),
+            "compared": [
+                _used(planner, each)
+                | {"predicted_s": of.step_s, "simulated_s": run["step_s"], "training_s": of.training_s}
+                for each, of, run in best
+            ],
         }
-        say(f"{'null ' * null}{name}: {found[name]}")
-    rate = {name: row["tokens_per_s"] for name, row in found.items()}
-    return found | {"over H800": rate["both"] / rate["H800"], "over H20": rate["both"] / rate["H20"]}
+        say(f"{'null ' * null}alpha {alpha:g}, {name}: {found[name]}")
+    both = found["both"]["rates"]
+    return found | {
+        f"over {name}": spread([a / b for a, b in zip(both, found[name]["rates"], strict=True)])
+        for name in ("H800", "H20")
+    }
+
+
+def _used(planner: place.Planner, one: place.Candidate) -> dict[str, Any]:
+    """The devices of a candidate by type."""
+    types = planner.hardware.devices
+    return {
+        "learner": {types[one.learner_type].name: one.learner_devices},
+        "samplers": {each.name: n for each, n in zip(types, one.samplers, strict=True) if n},
+        "sampler_devices": one.sampler_devices,
+    }
 
 
 def bound(context: float, prompt: float, answer: float) -> dict[str, float]:
@@ -263,6 +286,7 @@ def main() -> int:
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--only", action="append", choices=("workloads", "hetero", "bound", "large", "dispatch"))
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one; repeatable (default: all)")
+    parser.add_argument("--alpha", action="append", type=float, help="of `hetero`; repeatable (default: 2 and 4)")
     parser.add_argument("--most", type=int, default=100, help="candidates of a workload, the best predictions first")
     chosen, started = parser.parse_args(), time.monotonic()
     steps, rounds, most = (8, 1, 3) if chosen.quick else (14, chosen.rounds or 3, chosen.most)
@@ -279,7 +303,10 @@ def main() -> int:
     if "bound" in parts:
         found["bound"] = [bound(context, LONG.prompt_tokens.mean, LONG.answer_tokens.mean) for context in CONTEXTS]
     if "hetero" in parts and not chosen.quick:
-        found["hetero"] = {"null": hetero(8, 1, True), "AReaL-Hex": hetero(8, rounds, False), "published": PUBLISHED}
+        alphas = {
+            f"alpha {alpha:g}": hetero(HETERO_STEPS, rounds, False, alpha) for alpha in chosen.alpha or (2.0, 4.0)
+        }
+        found["hetero"] = {"null": hetero(8, 1, True)} | alphas | {"published": PUBLISHED, "steps": HETERO_STEPS}
     if "workloads" in parts:
         found["workloads"] = {}
         for name in chosen.workload or WORKLOADS:
