@@ -197,3 +197,23 @@ def test_packed_rows_of_32k_compile_for_eight_v5p_chips(capsys: pytest.CaptureFi
     kept = SPEC.layers * 32_768 // 4 * SPEC.width * 2
     assert kept < cost["temp_bytes"] < 2.7e9, "with a copy on each device of tensor it needs 3.0 GB"
     assert cost["peak_bytes"] < 4e9
+
+
+def test_an_engine_with_rings_compiles_for_four_v5e_chips(capsys: pytest.CaptureFixture[str]) -> None:
+    """Six layers of Gemma 3 1B, five of which see 512 tokens, for 128 requests of 8,704 tokens. Printed: the cache."""
+    found = {row["name"]: row for row in compiled("tpu_programs.py", "v5e:2x2", "rings", limit_s=1700)}
+    assert set(found) == {"prefill_512", "extend_512", "insert", "decode"}
+    assert found["decode"]["attention"].startswith("xla") and found["prefill_512"]["attention"].startswith("splash")
+    page = 64 * families.spec("gemma3_1b").head_dim * 2  # one key-value head in bfloat16
+    slots, prompts = 128 // 4, 16
+    ring, whole = page * 9 * (slots + prompts // 4), page * (slots * 8_704 // 64 + prompts)
+    state = 2 * (5 * ring + whole) + prompts * families.spec("gemma3_1b").vocab_size * 4  # and the logits of prompts
+    assert state <= found["insert"]["argument_bytes"] < 1.01 * state
+    assert all(row["alias_bytes"] >= state for row in found.values()), "a second state"
+    copies = {name: max(map(int, row["copies"]), default=0) for name, row in found.items()}
+    assert max(copies.values()) < ring / 2, copies
+    assert max(row["temp_bytes"] for row in found.values()) < whole / 2
+    with capsys.disabled():
+        peak = max(row["peak_bytes"] for row in found.values())
+        share = (5 * ring + whole) / (6 * whole)
+        print(f"\nGemma 3 1B on v5e:2x2: {share:.0%} of the cache without rings, peak {peak / 1e9:.2f} GB")

@@ -2,9 +2,10 @@
 
     python tpu_programs.py TOPOLOGY SIZE
 
-SIZE is `tiny`, on meshes of 4 chips, `qwen3_0p6b`, by its config file on 16, or `rows_of_32k`, the learner of that file
-on 8. The caller sets the environment (`aot.tpu_environment`), which libtpu reads once, when it is loaded. No parameter
-is created. Every line on stdout is one program's cost as JSON, with facts about its text.
+SIZE is `tiny`, on meshes of 4 chips, `qwen3_0p6b`, by its config file on 16, `rows_of_32k`, the learner of that file
+on 8, or `rings`, an engine with six layers of Gemma 3 1B on 4. The caller sets the environment (`aot.tpu_environment`),
+which libtpu reads once, when it is loaded. No parameter is created. Every line on stdout is one program's cost as JSON,
+with facts about its text.
 """
 
 from __future__ import annotations
@@ -63,13 +64,24 @@ def rows_of_32k() -> Config:
     return load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
-CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k}
+def rings() -> Config:
+    """The config file with requests of 8,704 tokens."""
+    more = ("sampling.max_tokens=8192", "learner.row_tokens=8704", "sampler.prefill_buckets=512")
+    return load(CONFIGS / "gsm8k_gemma3_1b.py", more)
 
 
-def programs_of(config: Config, spec: ModelSpec, topology: str, *, learner_only: bool) -> Iterator[aot.Described]:
+CONFIG: dict[str, Callable[[], Config]] = {
+    "tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k, "rings": rings
+}  # fmt: skip
+ROLES = {"rows_of_32k": ("learner",), "rings": ("sampler",)}
+LAYERS = {"rings": 6}  # the first ones
+
+
+def programs_of(config: Config, spec: ModelSpec, topology: str, roles: tuple[str, ...]) -> Iterator[aot.Described]:
     """The learner's programs and the engine's, each on its mesh in `topology`."""
-    yield from aot.learner_programs(config, spec, aot.topology_mesh(config.learner.mesh, topology))[1]
-    if not learner_only:
+    if "learner" in roles:
+        yield from aot.learner_programs(config, spec, aot.topology_mesh(config.learner.mesh, topology))[1]
+    if "sampler" in roles:
         yield from aot.engine_programs(config, spec, aot.topology_mesh(config.sampler.mesh, topology))[1]
 
 
@@ -121,7 +133,9 @@ def main(topology: str, size: str) -> None:
     """Compile all programs and print one line of JSON per program."""
     config = CONFIG[size]()
     spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
-    for one in programs_of(config, spec, topology, learner_only=size == "rows_of_32k"):
+    layers = LAYERS.get(size, spec.layers)
+    spec = dataclasses.replace(spec, layers=layers, windows=spec.windows[:layers])
+    for one in programs_of(config, spec, topology, ROLES.get(size, ("learner", "sampler"))):
         program, cost = aot.finished(one.name, one.lowered)
         row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": one.attention}
         print(json.dumps(row | described(program.as_text() or "")), flush=True)
