@@ -195,13 +195,14 @@ class Owner:
 
     `call` names what it does now. `blocked_at` is the source line at which it blocked the loop last, if it did, and
     `on_blocked` is called then. `cancelled` counts the tasks of others that it tried to cancel. `threads` are those
-    that it started in a process with a `LoopThread`.
+    that it started in a process with a `LoopThread`, `calls` the futures of its calls in threads of the executor.
     """
 
     def __init__(self, call: str, on_blocked: Callable[[Owner], None], name: str = "") -> None:
         self.call, self.blocked_at, self.cancelled, self._on_blocked = call, "", 0, on_blocked
         self.name = name or call.partition(".")[0]
         self.threads: list[weakref.ref[threading.Thread]] = []
+        self.calls: set[Any] = set()
 
     def note_blocked(self, where: str) -> None:
         """Record that this owner blocked the loop."""

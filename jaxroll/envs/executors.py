@@ -57,8 +57,11 @@ class Executors:
         It has a few threads, which the role needs for weights; calls that hang, as in `asyncio.to_thread`, would take
         them one after the other, and nothing would count them.
         """
-        if executor is None and OWNER.get() is not None:
-            return asyncio.ensure_future(self.threads.call(functools.partial(func, *args), math.inf, "thread"))
+        if executor is None and (owner := OWNER.get()) is not None:
+            call = asyncio.ensure_future(self.threads.call(functools.partial(func, *args), math.inf, "thread"))
+            owner.calls.add(call)
+            call.add_done_callback(owner.calls.discard)
+            return call
         return self._run_in_executor(executor, func, *args)
 
     def create(self, name: str) -> Environment:
@@ -248,9 +251,15 @@ class EnvironmentCalls:
                 self._closed.append((time.monotonic(), owner))
 
     def left_threads(self) -> int:
-        """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones."""
+        """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones.
+
+        Calls that it left in threads of the executor are given up, and count there as hanging.
+        """
         while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
             _, owner = self._closed.popleft()
+            for call in list(owner.calls):
+                self.counts.add_fault(f"{owner.name} left a call in a thread running")
+                call.cancel()
             for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
                 self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
                 self._left.append(thread)

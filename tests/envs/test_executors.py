@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
-from jaxroll.envs import processes
+from jaxroll.envs import executors, processes
 from jaxroll.envs import threads as environment_threads
 from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import DataError, InfraError, RestartRequired
@@ -322,6 +322,45 @@ def test_calls_that_hang_in_the_default_executor_leave_it_to_the_role_and_are_co
         assert places.counts()["env_threads_hanging"] == HANGING
         with pytest.raises(RestartRequired, match=f"{HANGING} threads hang"):
             await exhausted
+        await places.close()
+
+    try:
+        role.start(body()).result(DEADLINE_S)
+    finally:
+        gate.set()
+        role.close()
+
+
+class Leaving(Waiting):
+    """An environment that does not wait for its calls in the default executor: one ends, one goes on after close."""
+
+    async def step(self, answer: str) -> None:
+        self._calls = [asyncio.ensure_future(asyncio.to_thread(job)) for job in (self._gate.wait, int)]
+        await self._calls[1]
+
+    async def close(self) -> None:
+        """Leave the call."""
+
+
+def test_a_call_that_an_environment_leaves_in_the_default_executor_counts_as_hanging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executors, "LEFT_S", 0.0)
+    role, gate = LoopThread("role"), threading.Event()
+
+    async def body() -> None:
+        places, asking = Executors(ScoringPool(1), Config()), EnvironmentCalls()
+        env: Any = Leaving(gate)
+        await asking.step(env, "a")
+        assert asking.left_threads() == 0, "it is not closed yet"
+        await asking.close(env)
+        assert places.threads.hanging == 0
+        asking.left_threads()
+        await asyncio.wait(env._calls)
+        assert places.counts()["env_threads_hanging"] == 1
+        assert asking.counts.faults == {"Leaving left a call in a thread running": 1}
+        asking.left_threads()
+        assert asking.counts.faults.total() == 1
         await places.close()
 
     try:
