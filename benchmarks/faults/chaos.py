@@ -25,7 +25,8 @@ log. They are reported and no violation: the list of explanations is not complet
 
 The last line is one JSON object. With exit code 1 the violations are named and the run's folder (`--folder`) is kept.
 The seed chooses the variant of the run (`run.VARIANTS`: TLS, actors, links that can be cut, a warm start, small disks,
-foreign names and locales), unless `--variant` names its parts. Faults that have no target in it are left out.
+foreign names and locales, weights and compile cache on small disks), unless `--variant` names its parts. Faults that
+have no target in it are left out.
 `seed` determines kinds, targets, durations and instants. The run's state at an instant also depends on the machine, so
 a seed makes a failure likely to occur again, not certain.
 
@@ -279,6 +280,8 @@ def parts(variant: str) -> tuple[str, ...]:
     found = tuple(filter(None, variant.split(",")))
     if unknown := [name for name in found if name not in VARIANTS]:
         raise SystemExit(f"no such part of a variant: {', '.join(unknown)}. There are: {', '.join(VARIANTS)}")
+    if {"files", "links"} <= {*found}:
+        raise SystemExit("files and links exclude each other: weights go through a folder or through connections")
     return found
 
 
@@ -321,6 +324,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if "disks" in variant and not refused:
         for path in small_disks(run.run_dir):
             machine.small_disk(path, machine.SIZE_MB // 2)
+    for path in (run.weights, run.cache) if "files" in variant and not refused else ():
+        machine.small_disk(path, machine.SIZE_MB // 2)
     attack = Attack(run, options.seed)
     try:
         steps = attack.play(minutes, every_s, names)

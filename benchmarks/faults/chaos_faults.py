@@ -24,7 +24,9 @@ import psutil
 from benchmarks.faults.chaos_machine import (
     FEW_DESCRIPTORS,
     LITTLE_MEMORY,
+    FillCache,
     FillDisk,
+    FillWeights,
     MoveClock,
     NoMemory,
     NoNewTasks,
@@ -199,6 +201,7 @@ class End:
 def needed(name: str) -> set[str]:
     """The parts of a variant without which the fault has no target."""
     found = {"tls": name.startswith("tls_"), "links": name.startswith("cut_"), "actors": "actor" in name}
+    found["files"] = name in ("weights_full", "cache_full")
     return {part for part, is_needed in (found | {"warm": name == AT_START}).items() if is_needed}
 
 
@@ -340,6 +343,8 @@ FAULTS: dict[str, Fault] = {
     "flapping_actor": Flap(ACTORS),
     "flapping_scoring": Flap(("scoring",)),
     "disk_full": FillDisk(),
+    "weights_full": FillWeights(),
+    "cache_full": FillCache(),
     "read_only": ReadOnly(),
     "network_cut": CutNetwork(),
     "cut_store": CutLink("", "store"),
@@ -371,6 +376,7 @@ FAULTS: dict[str, Fault] = {
     "env_exits": Order("exit"),
     "env_interrupts": Order("interrupt"),
     "env_cancels": Order("cancel"),
+    "env_reenters": Order("reenter", 3),
     "env_hangs": Order("hang", 3),
     "env_blocks": Order("block"),
     "env_bool": Order("bool", 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults import machine
-from benchmarks.faults.run import INSTANT_S, Run, Skipped, gone_is_fine, needs_namespace, there, until
+from benchmarks.faults.run import INSTANT_S, SAMPLERS, Run, Skipped, gone_is_fine, needs_namespace, there, until
 from jaxroll.run_paths import RunPaths
 
 MEMORY_GONE_S = 20.0  # as in hooks/sitecustomize.py
@@ -30,6 +31,36 @@ class FillDisk:
         folder = chance.choice(folders)
         taken = machine.fill(folder, seconds)
         return f"{taken >> 20} MB taken for {seconds:.1f} s in {folder.name}"
+
+
+@dataclass(frozen=True)
+class FillWeights:
+    """No space left in the folder through which the weights go."""
+
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        needs_namespace(run)
+        seconds = chance.uniform(3.0, 8.0)
+        return f"{machine.fill(run.weights, seconds) >> 20} MB taken for {seconds:.1f} s in {run.weights.name}"
+
+
+@dataclass(frozen=True)
+class FillCache:
+    """No space left in the compile cache, which is emptied, while a role that was killed compiles its programs."""
+
+    ends = alone = False
+
+    def __call__(self, run: Run, chance: random.Random) -> str:
+        needs_namespace(run)
+        target, seconds = chance.choice(("learner", "evaluator", *SAMPLERS)), chance.uniform(15.0, 25.0)
+        process = there(run, target)
+        for path in run.cache.iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        with gone_is_fine(target):
+            process.kill()
+        taken = machine.fill(run.cache, seconds)
+        return f"{target} killed, and {taken >> 20} MB taken for {seconds:.1f} s in the compile cache"
 
 
 @dataclass(frozen=True)

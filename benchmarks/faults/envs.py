@@ -7,6 +7,7 @@ says.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -132,6 +133,9 @@ async def misbehaved(order, answer):
             raise KeyboardInterrupt
         case "cancel":
             raise asyncio.CancelledError
+        case "reenter":
+            with contextlib.closing(asyncio.sleep(0.0)) as nested:
+                asyncio.get_running_loop().run_until_complete(nested)  # from within a callback of this loop
         case "hang":
             await asyncio.sleep(3600)
         case "block":

@@ -8,6 +8,8 @@ The seed chooses the variant of the run. Each bit of it that is set adds one of 
     8   warm      a warm start before the first step, during which the learner is killed
     16  disks     checkpoints, logs and TensorBoard events are on small disks of their own
     32  foreign   a folder with unusual characters in its name, and at each start another locale
+    64  files     weights go through a folder on a small disk, and the compile cache, empty at first, is on another one;
+                  not together with `links`, whose weights go through connections
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ OVERRIDES = {
     "store.keep_trajectories_mb": 8, "store.retention_mb": 64, "supervisor.max_restarts": 10_000,
     "supervisor.backoff_s": 0.2, "supervisor.backoff_max_s": 2.0, "supervisor.stop_s": 30.0,
 }  # fmt: skip
-VARIANTS = ("tls", "actors", "links", "warm", "disks", "foreign")
+VARIANTS = ("tls", "actors", "links", "warm", "disks", "foreign", "files")
 # Further keys of a variant.
 CHANGES = {
     "tls": {"store.mutual_tls": True},
@@ -79,7 +81,8 @@ class Wrong(Exception):
 
 def variant_of(seed: int) -> tuple[str, ...]:
     """The parts of the seed's variant."""
-    return tuple(name for bit, name in enumerate(VARIANTS) if seed >> bit & 1)
+    found = tuple(name for bit, name in enumerate(VARIANTS) if seed >> bit & 1)
+    return tuple(name for name in found if name != "files" or "links" not in found)
 
 
 class Run:
@@ -93,6 +96,7 @@ class Run:
         self.players = ACTORS if "actors" in self.variant else SAMPLERS  # roles that play the environments
         self.roles = ("store", "learner", "evaluator", *SAMPLERS, *(ACTORS if "actors" in self.variant else ()))
         self.journal, self.orders, self.clock = folder / "journal", folder / "orders", folder / "clock"
+        self.weights, self.cache = run_dir.parent / "weights", run_dir.parent / "cache"  # of the variant `files`
         self.memory = folder / "memory"  # a file with a role's name: it uses up its memory
         for path in (self.journal, self.orders, self.memory):
             path.mkdir(parents=True, exist_ok=True)
@@ -122,6 +126,8 @@ class Run:
         changes: Row = {**OVERRIDES, "run.seed": self.seed}
         for name in self.variant:
             changes |= CHANGES.get(name, {})
+        if "files" in self.variant:
+            changes |= {"transfer.channel": "tensorstore", "transfer.path": str(self.weights)}
         if "tls" in self.variant and fresh:
             from jaxroll.rpc import tls  # gRPC belongs into the namespaces of `machine.enter`
 
@@ -149,6 +155,7 @@ class Run:
         """The environment of the run's processes."""
         path = os.pathsep.join([str(HERE / "hooks"), str(ROOT)])
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "jax")
+        cache = str(self.cache) if "files" in self.variant else cache
         return {
             **os.environ,
             "PYTHONPATH": path,

@@ -112,8 +112,10 @@ _IN_GROUP = re.compile(r"^ *[|+] ")  # before the lines of a group of exceptions
 FIRST = 3  # errors by log
 # By the beginning of a fault's name: the errors of roles that it explains.
 EXPLAINED = {
-    "env_": r"the environment was ordered to|KeyboardInterrupt|CancelledError|SystemExit",
+    "env_": r"the environment was ordered to|KeyboardInterrupt|CancelledError|SystemExit|loop is already running",
     "disk_full": r"No space left|ENOSPC|disk is full|disk I/O error|database or disk",
+    "weights_full": r"No space left|ENOSPC|RESOURCE_EXHAUSTED",
+    "cache_full": r"No space left|ENOSPC",
     "read_only": r"Read-only file system|EROFS|readonly database|unable to open database",
     "few_descriptors": r"Too many open files|EMFILE|unable to open database",
     "little_memory": r"MemoryError|bad_alloc|[Oo]ut of memory|Cannot allocate memory",

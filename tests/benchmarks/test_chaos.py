@@ -365,7 +365,8 @@ def test_a_closed_run_is_not_resumed_by_a_fault_of_another_thread(load, tmp_path
 def test_the_seed_chooses_the_variant_and_the_variant_the_faults(load) -> None:
     chaos = load("benchmarks.faults.chaos")
     assert [chaos.variant_of(seed) for seed in (0, 1, 6, 24)] == [(), ("tls",), ("actors", "links"), ("warm", "disks")]
-    assert {part for seed in range(64) for part in chaos.variant_of(seed)} == {*chaos.VARIANTS}
+    assert {part for seed in range(128) for part in chaos.variant_of(seed)} == {*chaos.VARIANTS}
+    assert (chaos.variant_of(64), chaos.variant_of(68)) == (("files",), ("links",))
     plain = chaos.chosen_names("", "", ())
     assert not [name for name in plain if "actor" in name or name.startswith(("cut_", "tls_")) or "warm" in name]
     assert set(chaos.chosen_names("", "", ("tls",))) - {*plain} == {
@@ -377,6 +378,9 @@ def test_the_seed_chooses_the_variant_and_the_variant_the_faults(load) -> None:
     assert {*chaos.chosen_names("", "", chaos.VARIANTS)} == {*chaos.FAULTS}
     with pytest.raises(SystemExit, match="no such part of a variant: tsl"):
         chaos.parts("tsl")
+    with pytest.raises(SystemExit, match="exclude each other"):
+        chaos.parts("files,links")
+    assert set(chaos.chosen_names("", "", ("files",))) - {*plain} == {"weights_full", "cache_full"}
 
 
 @pytest.mark.process
