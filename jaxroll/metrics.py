@@ -383,6 +383,7 @@ class _Stats(_Known):
     slot_steps_busy: Number | None = None
     slot_steps_total: Number | None = None
     compiles: Number | None = None
+    flush_wait_s: Number | None = None
     members_aborted: Count | None = None
     tokens_aborted: Count | None = None
     tokens_aborted_done: Count | None = None

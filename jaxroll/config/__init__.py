@@ -138,6 +138,15 @@ def defaults() -> Any:
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
+def advice(config: Config) -> list[str]:
+    """Lines about keys of an accepted config with which a run works, but waits more than it has to."""
+    tokens, waits = config.sampler.flush_tokens, 4 * config.sampler.decode_chunk
+    if not 0 < tokens <= waits:
+        return []
+    named = f"sampler.flush_tokens = {tokens}: a sampler waits for the store at every flush"
+    return [f"{named}, up to 4 × sampler.decode_chunk = {waits}. Set it well above that (docs/machines.md)."]
+
+
 _FILE_BYTES = 1 << 20  # of a config file, which a person writes
 
 

@@ -56,6 +56,7 @@ def run_train(options: argparse.Namespace) -> int:
     config = preflight.named_config(options)
     inventory = program.find_inventory(config)  # also before
     preflight.check(config, inventory=inventory)
+    print("".join(f"{line}\n" for line in configs.advice(config)), end="", file=sys.stderr)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
         return train.train(config, path, inventory, **exposed)
@@ -204,7 +205,7 @@ def run_config(options: argparse.Namespace) -> None:
     )
     print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
     print(json.dumps(configs.to_dict(config), indent=2))
-    print(*rewards.lines(config), sep="\n", file=sys.stderr)
+    print(*rewards.lines(config), *configs.advice(config), sep="\n", file=sys.stderr)
 
 
 def run_sim(options: argparse.Namespace) -> None:

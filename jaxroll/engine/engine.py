@@ -403,9 +403,9 @@ class Engine:
         """Compute prompts, start requests, decode, deliver; return False if no slot holds a request, or one waits."""
         version = self._stats.version
         assert version is not None
-        if self._work.waits():
-            return False
         begun_s = self._clock()
+        if self.latencies.note_wait(self._work.waits(), begun_s):
+            return False
         filled = self._work.fill(params, version)
         refused = self._refuse()
         if not self._scheduler.running:

@@ -455,6 +455,16 @@ class Latencies:
         self._firsts: deque[float] = deque(maxlen=_KEPT)
         self._gaps: deque[float] = deque(maxlen=_KEPT)
         self._last_s: float | None = None
+        self._waits_since_s: float | None = None
+        self.flush_wait_s = 0.0  # in which requests ran and none sampled, because the store had not their tokens
+
+    def note_wait(self, waits: bool, now_s: float) -> bool:
+        """Record that the engine waits, or samples again at `now_s`; `waits` again."""
+        if not waits and self._waits_since_s is not None:
+            self.flush_wait_s += now_s - self._waits_since_s
+        since_s = now_s if self._waits_since_s is None else self._waits_since_s
+        self._waits_since_s = since_s if waits else None
+        return waits
 
     def first(self, waited_s: float) -> None:
         """Record that a request got its first token `waited_s` seconds after it was added."""
@@ -468,7 +478,7 @@ class Latencies:
 
     def idle(self) -> None:
         """Note that no request waits for a token now."""
-        self._last_s = None
+        self._last_s = self._waits_since_s = None
 
     def percentiles(self) -> dict[str, float | None]:
         """`ttft_p50_s`, `ttft_p99_s` (from `add` to the first token on the host), `itl_p50_s`, `itl_p99_s`.

@@ -490,6 +490,7 @@ class SamplerLoops:
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
             "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, "step_s": now.step_s,
             "decode_steps": now.decode_steps, "prefills": now.prefills, **now.speculation(), **self.requests.counts(),
+            "flush_wait_s": self.engine.latencies.flush_wait_s,
             **self.engine.latencies.percentiles(), **self.session.parts.follower.counts(),
         })  # fmt: skip
         return rows

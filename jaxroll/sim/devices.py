@@ -100,7 +100,7 @@ class SimulatedEngine:
         self._costs, self._workload = cluster.sampler_costs(int(role.rpartition("-")[2])), cluster.workload
         self._transfer, self._config, self._role = cluster.transfer, config, role
         self._slots, self._chunk = config.sampler.slots, config.sampler.decode_chunk
-        self.in_force_s = update_in_force_s(config)
+        self.in_force_s, self.flush_wait_s = update_in_force_s(config), 0.0
         self.engine = self.spans = self.latencies = self
         self.version: Version | None = None
         self._next_version: Version | None = None

@@ -17,7 +17,7 @@ import pytest
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
-from jaxroll.control import child, cli, commands, run_dir
+from jaxroll.control import child, cli, commands, run_dir, train
 from jaxroll.lifeline import PARENT_ENV
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,18 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
     loaded = configs.load(SMOKE, ["run.seed=9"])
     assert configs.parse(json.loads(printed.out)) == loaded
     assert printed.err.startswith("reward: 1 if the score") and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("tokens", "lines"), [(0, 0), (1, 1), (16, 1), (17, 0)])
+def test_config_and_train_say_where_samplers_wait_at_every_flush(
+    tokens: int, lines: int, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "train", lambda *_, **__: 0)
+    words = [f"--config={SMOKE}", "--config.sampler.decode_chunk=4", f"--config.sampler.flush_tokens={tokens}"]
+    for command in ("config", "train"):
+        assert cli.main([command, *words]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "sampler.flush_tokens" in line]
+        assert len(said) == lines and all("sampler.decode_chunk = 16" in line for line in said)
 
 
 @pytest.mark.parametrize(

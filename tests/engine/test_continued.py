@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxroll.engine.requests import Request
+from jaxroll.engine.sequence import Latencies
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
 from jaxroll.records import Version, VersionRun
@@ -46,6 +47,18 @@ def test_a_request_stopped_after_k_tokens_continues_as_if_it_had_not_been(bench,
     assert after.tokens_decoded - begun.tokens_decoded <= sum(15 - k for k in (1, 4, 7, 8, 9, 14)), "sampled twice"
 
 
+def test_the_time_in_which_the_store_lags_is_summed():
+    latencies = Latencies()
+    noted = [
+        latencies.note_wait(waits, now_s) for waits, now_s in ((True, 1.0), (True, 3.0), (False, 4.0), (False, 9.0))
+    ]
+    assert noted == [True, True, False, False] and latencies.flush_wait_s == 3.0
+    latencies.note_wait(True, 20.0)
+    latencies.idle()  # its requests were aborted
+    latencies.note_wait(False, 90.0)
+    assert latencies.flush_wait_s == 3.0
+
+
 def test_the_tokens_keep_their_versions_and_the_stream_gets_only_the_others(bench):
     b = bench()
     b.add(request(0))
@@ -83,6 +96,7 @@ def test_requests_wait_while_one_may_sample_no_more_and_their_tokens_are_the_sam
         assert flushed > known or len(b.results) == 3, "it waits forever"
         known, rounds = flushed, rounds + 1
     assert max(ahead) == most and rounds >= 15 // most
+    assert b.engine.latencies.flush_wait_s > 0
     assert b.results[1].completion.tokens.tolist() == whole.tokens.tolist()
     assert b.results[1].completion.logprobs.tolist() == whole.logprobs.tolist()
 

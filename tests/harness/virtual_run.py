@@ -64,6 +64,7 @@ class DelayEngine:
     def __init__(self, behaviour: Behaviour, slots: int) -> None:
         self.behaviour, self._slots, self._version = behaviour, asyncio.Semaphore(slots), None
         self.engine = self.spans = self.latencies = self
+        self.flush_wait_s = 0.0
         self.generations = 0
 
     def call(self, job: Callable[[], Any]) -> Future[Any]:
