@@ -368,10 +368,16 @@ FETCHES_S = 60.0  # one without the newest weights has its share for so long aft
 
 
 class Recent(msgspec.Struct):
-    """Mean duration of the last `_RECENT` members of a holder; newer members weigh more."""
+    """Mean duration and sampled tokens of the last `_RECENT` members of a holder; newer members weigh more."""
 
     mean_s: float = 0.0
     count: int = 0
+    mean_tokens: float = 0.0
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds a token; 0 if tokens are unknown."""
+        return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
 
 
 class HolderIndex:

@@ -57,7 +57,7 @@ def put(settings: Settings, state: State, r: ev.PutMember, now_s: float) -> Deci
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
     took_s = _took_s(slot, now_s)
-    rest_s = _slow_rest_s(settings, state, slot, took_s, now_s)
+    rest_s = _slow_rest_s(settings, state, slot, took_s, now_s, sum(run.count for run in r.runs))
     health = state.holders.get(slot.holder)
     # Only members that were leased during a trial count in it.
     counts = not rest_s and (health is None or not health.is_of_older_wave(slot.leased_at_s))
@@ -289,7 +289,7 @@ def apply_put(state: State, e: ev.Put, now_s: float) -> None:
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
     _note_end(state, slot.holder, failed=False)
     if e.took_s > 0:
-        _note_duration(state, slot.holder, e.took_s, is_measured=e.is_measured)
+        _note_duration(state, slot.holder, e.took_s, slot.tokens, is_measured=e.is_measured)
     state.tokens_put += slot.tokens
     state.member_bytes = max(state.member_bytes, e.size_bytes)
     state.moved_at_s = now_s
@@ -324,7 +324,7 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     state.index.changed(group)
 
 
-def _note_duration(state: State, holder: str, took_s: float, *, is_measured: bool) -> None:
+def _note_duration(state: State, holder: str, took_s: float, tokens: int, *, is_measured: bool) -> None:
     """Add the duration of a member to the means of its holder; `is_measured`: also to the one that is compared."""
     state.member_s[holder] = recent_mean_s(state.member_s.pop(holder, 0.0), took_s)
     dropped = keep_newest(state.member_s)
@@ -332,6 +332,7 @@ def _note_duration(state: State, holder: str, took_s: float, *, is_measured: boo
         recent = state.recent_s.pop(holder, None) or Recent()
         recent.count = min(recent.count + 1, _RECENT)
         recent.mean_s += (took_s - recent.mean_s) / recent.count
+        recent.mean_tokens += (tokens - recent.mean_tokens) / recent.count
         state.recent_s[holder] = recent
         dropped += keep_newest(state.recent_s)
     state.by_holder.dirty |= {holder, *dropped}
@@ -385,7 +386,9 @@ def _clear_idle(state: State, holder: str) -> None:
 # --- comparison of the durations of holders
 
 
-def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
+def _slow_rest_s(
+    settings: Settings, state: State, slot: Slot, took_s: float, now_s: float, tokens: int = 0
+) -> float | None:
     """The rest imposed on the holder of a put that took `took_s`; None if the holder keeps up with the others."""
     recent = state.recent_s.get(slot.holder, Recent())
     health = state.holders.get(slot.holder, Health())
@@ -413,7 +416,21 @@ def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, no
     usual_s = median(_mean_at_most_s(state.recent_s[name], _running_s(state, name, now_s, slot)) for name in names)
     if its_s <= max(SHORT_S, SLOWER * usual_s):
         return keeps_up
+    if _has_pace_of(recent, took_s, tokens, [state.recent_s[name] for name in names]):
+        return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
+
+
+def _has_pace_of(recent: Recent, took_s: float, tokens: int, others: Sequence[Recent]) -> bool:
+    """True if this holder is about as quick a token as others, so that its members are longer and it is not slow.
+
+    Members that begin together end in the order of their length. So the last ones of a sampler may be the longest of a
+    batch while those of the others are the shortest of the next.
+    """
+    known = [one.per_token_s for one in others if one.per_token_s]
+    if not (known and tokens and recent.per_token_s):
+        return False
+    return max(recent.per_token_s, took_s / tokens) <= SLOWER * median(known)
 
 
 def _mean_at_least_s(recent: Recent, took_s: float, running_s: list[float]) -> float:

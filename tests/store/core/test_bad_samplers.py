@@ -17,7 +17,7 @@ import pytest
 
 from jaxroll.errors import Closed, Fenced, NoCredit, NotReady
 from jaxroll.policy.limiter import ALONE_S, LONGEST_S, SLOWER, TRIAL_FROM, TRIP
-from jaxroll.records import Version
+from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases
 from jaxroll.store.core.admission import status, waits
@@ -408,6 +408,29 @@ def test_the_slow_one_is_not_waited_for_while_a_quick_one_is_there() -> None:
     m.put(keys[0], Version(0, 0))
     with pytest.raises(NoCredit, match=r"resting: A .*longer"):
         m.lease(4, name="A")
+
+
+@pytest.mark.parametrize(
+    ("before", "took_s", "tokens", "rests"),
+    [(100, 1.0, 10, False), (10, 1.0, 10, True), (100, 60.0, 10, True), (100, 60.0, 600, False)],
+    ids=["the longest of a batch before", "ten times as slow before", "slow now", "long now"],
+)
+def test_a_holder_of_longer_members_that_are_as_quick_a_token_is_not_slow(
+    before: int, took_s: float, tokens: int, rests: bool
+) -> None:
+    """Members that begin together end in the order of length, so that A ends the longest while B ends the shortest."""
+    m = failing(batch=16)
+
+    def work(name: str, seconds: float, count: int, members: int) -> None:
+        keys = m.lease(members, name=name)
+        m.now += seconds
+        for group, member, attempt in keys:
+            m.ask(ev.PutMember(group, member, attempt, "d", 100, (VersionRun(V0, count),)))
+
+    work("A", 10.0, before, TRIP)
+    work("B", 1.0, 10, 2 * TRIP)
+    work("A", took_s, tokens, 1)
+    assert ("A" in m.state.holders) == rests
 
 
 def test_members_of_less_than_a_second_are_slow_beside_nobody() -> None:

@@ -59,7 +59,7 @@ def competing(settings: Settings, state: State, name: str, now_s: float) -> dict
     return {other: state.rooms[other] for other in asked if delays or not admission.holds_up(settings, state, other)}
 
 
-def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
+def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float, tokens: int) -> float | None:
     """The rest of a slow holder, from all means and all leases."""
     recent, health = state.recent_s.get(slot.holder, Recent()), state.holders.get(slot.holder, Health())
     keeps_up = None if recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW) else 0.0
@@ -77,6 +77,9 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
     its_s = puts._mean_at_least_s(recent, took_s, running.get(slot.holder, []))
     usual_s = median(puts._mean_at_most_s(mean, running.get(name, [])) for name, mean in usual.items())
     if its_s <= max(SHORT_S, SLOWER * usual_s):
+        return keeps_up
+    pace_s = median(mean.mean_s / mean.mean_tokens for mean in usual.values())
+    if recent.count and max(recent.mean_s / recent.mean_tokens, took_s / tokens) <= SLOWER * pace_s:
         return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
 
@@ -107,8 +110,9 @@ def assert_equal_answers(cluster: Cluster, request: Any) -> None:
     elif isinstance(request, ev.PutMember) and (group := state.open.get(request.group)) is not None:
         slot = group.slots[request.member]
         took_s = puts._took_s(slot, now_s)
-        expected = slow_rest_s(settings, state, slot, took_s, now_s)
-        assert puts._slow_rest_s(settings, state, slot, took_s, now_s) == expected
+        tokens = sum(run.count for run in request.runs)
+        expected = slow_rest_s(settings, state, slot, took_s, now_s, tokens)
+        assert puts._slow_rest_s(settings, state, slot, took_s, now_s, tokens) == expected
     elif isinstance(request, ev.ClaimStep):
         assert training._stale(settings, state, request.step) == stale(settings, state, request.step)
         assert_equal_groups(state, settings.limiter.batch_groups)
@@ -164,7 +168,10 @@ def test_a_claim_that_forgives_a_holder_makes_its_room_count() -> None:
 
 def compared(rng: random.Random, holders: int, means_s: tuple[float, float]) -> tuple[State, Slot]:
     """A state with the means of some holders, of which some are absent or hold leases, and a lease of holder s0."""
-    recent = {f"s{i}": Recent(rng.uniform(*means_s), rng.choice((TRIP - 1, TRIP, 20))) for i in range(holders)}
+    recent = {
+        f"s{i}": Recent(rng.uniform(*means_s), rng.choice((TRIP - 1, TRIP, 20)), rng.uniform(1.0, 9.0))
+        for i in range(holders)
+    }
     seen = {name: rng.choice((100.0, 100.0, 100.0, 0.0)) for name in recent}
     seen = dict(sorted(seen.items(), key=lambda one: one[1]))
     slots = [Slot(LEASED, 1, name, name, leased_at_s=rng.uniform(80.0, 100.0)) for name in recent if rng.random() < 0.5]
@@ -178,9 +185,9 @@ def test_a_put_is_slow_exactly_if_the_median_of_all_others_says_so() -> None:
     settings = Settings(AgeLimiter(1.0, 4), group_size=4, steps=10)
     for _ in range(400):
         state, slot = compared(rng, rng.randint(1, 9), (2.0, 8.0))
-        took_s = rng.uniform(3.0, 40.0)
-        expected = slow_rest_s(settings, state, slot, took_s, 100.0)
-        assert puts._slow_rest_s(settings, state, slot, took_s, 100.0) == expected
+        took_s, tokens = rng.uniform(3.0, 40.0), rng.randint(1, 9)
+        expected = slow_rest_s(settings, state, slot, took_s, 100.0, tokens)
+        assert puts._slow_rest_s(settings, state, slot, took_s, 100.0, tokens) == expected
         found.add(expected is None)
     assert found == {True, False}
 
