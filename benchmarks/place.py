@@ -6,7 +6,7 @@
   how much longer a step of the pick takes than one of the candidate that is fastest in the simulation. A candidate that
   is more than `CLEARLY` slower than the fastest with the first seed gets no other seeds. `rows` has all candidates.
 - `hetero`: three clusters of equal price with the constants that AReaL-Hex publishes (arXiv 2511.00796): 24 H800 and 24
-  H20, 32 H800, 88 H20. The planner picks for each among its `COMPARED` best predictions by short simulations, and
+  H20, 32 H800, 88 H20. The planner picks for each among its best predictions (`--compared`) by short simulations, and
   longer ones give the ratios, for α = 2 and for α = 4. The batch is that of AReaL's own example
   (examples/math/boba_grpo.yaml at bc9f009): 32 groups of 16, at most 8,192 tokens, α = 4. `null` gives both types the
   same rates and price, and answers of equal length.
@@ -51,7 +51,7 @@ H20 = DeviceType("H20", 88, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
 LONG = Workload(Law(mean=256), Law("lognormal", 4000, 4000, 1, 16384), answers_alike=0.5)
 EVEN = Workload(Law(mean=256), Law("normal", 1000, 20, 1))
 CONTEXTS = (2000, 2801, 4000, 8000, 12000, 16000)  # 2,801: that of `hetero`, whose answers end at 8,192 tokens
-COMPARED, HETERO_STEPS = 4, 16
+HETERO_STEPS = 16
 PUBLISHED = {"over H800": (1.31, 1.50), "over H20": (2.29, 2.80)}
 
 
@@ -144,7 +144,7 @@ def _named(one: place.Candidate) -> str:
     return f"{one.schedule}, alpha {one.alpha:g}, learner {one.learner_devices}, samplers {samplers}"
 
 
-def hetero(steps: int, rounds: int, null: bool, alpha: float = 2.0) -> dict[str, Any]:
+def hetero(steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.0) -> dict[str, Any]:
     """Tokens per second of three clusters of equal price, each with the planner's pick, and their ratios."""
     fast, slow = (
         (replace(H800, price_per_hour=1.0), replace(H800, name="H20", price_per_hour=1.0)) if null else (H800, H20)
@@ -162,8 +162,9 @@ def hetero(steps: int, rounds: int, null: bool, alpha: float = 2.0) -> dict[str,
         work = EVEN if null else LONG
         hardware = Hardware("AReaL-Hex", workload=work, devices=types, model=MODEL, search=space)
         planner = place.Planner(config(steps, 32, 16), hardware)
-        best = place.simulated_best(planner, place.ranked(planner, "throughput")[:COMPARED], "throughput")
-        one, predicted, _ = best[0]
+        chosen = place.ranked(planner, "throughput")[:compared]
+        best = place.simulated_best(planner, chosen, "throughput") if compared > 1 else []
+        one, predicted = best[0][:2] if best else chosen[0]
         runs = [place.simulated(planner, one, seed) for seed in range(1, rounds + 1)]  # not the seed that chose it
         rates = [run["tokens_per_s"] for run in runs]
         found[name] = {
@@ -287,6 +288,12 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=("workloads", "hetero", "bound", "large", "dispatch"))
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one; repeatable (default: all)")
     parser.add_argument("--alpha", action="append", type=float, help="of `hetero`; repeatable (default: 2 and 4)")
+    parser.add_argument(
+        "--compared",
+        type=int,
+        default=4,
+        help="predictions of `hetero` that are simulated first (4; 1: the best is the pick)",
+    )
     parser.add_argument("--most", type=int, default=100, help="candidates of a workload, the best predictions first")
     chosen, started = parser.parse_args(), time.monotonic()
     steps, rounds, most = (8, 1, 3) if chosen.quick else (14, chosen.rounds or 3, chosen.most)
@@ -304,9 +311,10 @@ def main() -> int:
         found["bound"] = [bound(context, LONG.prompt_tokens.mean, LONG.answer_tokens.mean) for context in CONTEXTS]
     if "hetero" in parts and not chosen.quick:
         alphas = {
-            f"alpha {alpha:g}": hetero(HETERO_STEPS, rounds, False, alpha) for alpha in chosen.alpha or (2.0, 4.0)
+            f"alpha {alpha:g}": hetero(HETERO_STEPS, rounds, chosen.compared, False, alpha)
+            for alpha in chosen.alpha or (2.0, 4.0)
         }
-        found["hetero"] = {"null": hetero(8, 1, True)} | alphas | {"published": PUBLISHED, "steps": HETERO_STEPS}
+        found["hetero"] = {"null": hetero(8, 1, 1, True)} | alphas | {"published": PUBLISHED, "steps": HETERO_STEPS}
     if "workloads" in parts:
         found["workloads"] = {}
         for name in chosen.workload or WORKLOADS:
