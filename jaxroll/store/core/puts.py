@@ -270,11 +270,10 @@ def apply_flush(state: State, e: ev.Flushed, now_s: float) -> None:
     runs, first = (() if before is None else before.runs), e.runs[0]
     if runs and runs[-1].version == first.version:
         runs, first = runs[:-1], VersionRun(first.version, runs[-1].count + first.count)
-    slot.flushed = FlushedTokens(
-        (*runs, first, *e.runs[1:]), e.size_bytes + (0 if before is None else before.size_bytes)
-    )
+    size_bytes = e.size_bytes + (0 if before is None else before.size_bytes)
+    slot.flushed = FlushedTokens((*runs, first, *e.runs[1:]), size_bytes)
     state.tokens_flushed += sum(run.count for run in e.runs)
-    state.member_bytes = max(state.member_bytes, slot.flushed.size_bytes)
+    state.member_bytes = max(state.member_bytes, size_bytes)
     note_seen(state, slot.holder, now_s)
 
 
