@@ -16,7 +16,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.engine import programs
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result, Sizes
-from jaxroll.kernels.choice import Serving
+from jaxroll.kernels.choice import Choice, Serving
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -56,6 +56,11 @@ def shared_programs(spec: families.ModelSpec, mesh: jax.sharding.Mesh, sizes: Si
     return build_programs(spec, mesh, sharding.SAMPLER, sizes, attention)
 
 
+def programs_of(spec: families.ModelSpec, mesh: jax.sharding.Mesh, rules: sharding.Rules, sizes: Sizes, how: Serving):
+    """Shared by implementation: whether it was configured or chosen changes no program."""
+    return shared_programs(spec, mesh, sizes, Serving(Choice(how.prefill.name), Choice(how.paged.name)))
+
+
 @functools.cache
 def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | None = None, **overrides: Any) -> Engine:
     sizes = {
@@ -69,7 +74,7 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
     }
     config = EngineConfig(**(sizes | overrides))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "build", lambda spec, mesh, rules, *key: shared_programs(spec, mesh, *key))
+        patch.setattr(programs, "build", programs_of)
         engine = Engine(SPEC, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks())
     engine.warmup(None)  # programs compiled for zeros serve every test's weights without another compilation
     return engine

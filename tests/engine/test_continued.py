@@ -115,7 +115,7 @@ def test_what_is_left_of_a_stream_comes_when_it_is_asked_for(bench):
 
 
 def test_streams_and_continuations_carry_the_supports_of_truncated_sampling(bench):
-    b = bench(slots=8, max_tokens=64, page_tokens=8, cache_pages=16, support_tokens=8)
+    b = bench(slots=8, max_tokens=64, page_tokens=8, cache_pages=16, support_tokens=8, prefill_buckets=(16,))
     params = SamplingParams(15, top_k=5)
     pieces: list[Completion] = []
     b.add(request(0, params, on_tokens=pieces.append))

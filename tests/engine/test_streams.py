@@ -29,7 +29,7 @@ def streaming(requests: list[Request]) -> tuple[list[Request], dict[int, list[Co
     [
         pytest.param({}, id="keep_kv"),
         pytest.param({"weight_swap": "reprefill"}, id="reprefill"),
-        pytest.param({"page_tokens": 4, "cache_pages": 12}, id="preempted"),
+        pytest.param({"page_tokens": 4, "cache_pages": 12, "prefill_buckets": (16,)}, id="preempted"),
     ],
 )
 def test_pieces_are_the_beginning_of_the_completion(bench, work, overrides) -> None:

@@ -29,7 +29,8 @@ CUT = (
 
 @pytest.fixture
 def few_pages(bench):
-    return lambda: bench(slots=8, max_tokens=LENGTH, page_tokens=8, cache_pages=16, support_tokens=K)
+    sizes = {"slots": 8, "max_tokens": LENGTH, "page_tokens": 8, "cache_pages": 16, "prefill_buckets": (16,)}
+    return lambda: bench(**sizes, support_tokens=K)
 
 
 def requests(count: int) -> list[Request]:
