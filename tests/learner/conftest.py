@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -78,30 +82,76 @@ def make_recipe() -> Callable[..., Any]:
     return make
 
 
-FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was compiled for it and its first state
+FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was made for it and its first state
+COMPILED: dict[Any, Any] = {}  # by what determines them, programs
+# Settings that no loss reads (`test_no_loss_reads_a_setting_over_which_programs_are_shared`).
+HOSTS = {"aggregation", "advantage", "raw_advantages", "gae_lambda", "gae_discount", "value_clip", "critic_offload"}
+HOSTS |= {"reference_offload", "micro_batch_rows"}
+
+
+def described(thing: Any) -> Any:
+    """A key that is equal for things that give equal programs: functions count by their code and what they enclose."""
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        left_out = HOSTS if isinstance(thing, LearnerConfig) else ()
+        names = (field.name for field in dataclasses.fields(thing) if field.name not in left_out)
+        return type(thing), *(described(getattr(thing, name)) for name in names)
+    if isinstance(thing, FunctionType):
+        thing = inspect.unwrap(thing)
+        if "<locals>" not in thing.__qualname__:
+            return thing
+        cells = tuple(cell.cell_contents for cell in thing.__closure__ or ())
+        return thing.__code__, described((cells, thing.__defaults__, thing.__kwdefaults__))
+    if isinstance(thing, functools.partial):
+        return described((thing.func, thing.args, thing.keywords))
+    if isinstance(thing, Mapping):
+        return tuple((name, described(value)) for name, value in sorted(thing.items()))
+    if isinstance(thing, tuple | list):
+        return type(thing), *map(described, thing)
+    hash(thing)  # TypeError: say above how it is compared
+    return type(thing), thing
+
+
+def share_programs(trainer: Any) -> None:
+    """Use the programs of an earlier trainer with the same recipe: most settings of a config change no program."""
+    held, critic = trainer.programs, trainer.critic
+    held._compiled = COMPILED.setdefault(described(held.recipe), held._compiled)
+    if critic:
+        key = described((critic.recipe, critic.clip, critic.offload))
+        critic._compiled = COMPILED.setdefault(key, critic._compiled)
+
+
+@pytest.fixture
+def host_settings() -> set[str]:
+    """The settings of a learner in which trainers that share programs may differ."""
+    return HOSTS
 
 
 @pytest.fixture(scope="session", autouse=True)
 def trainers_can_be_forgotten(program_holders: list[Callable[[], None]]) -> None:
     """See `programs_are_forgotten`: a trainer's programs live as long as it does."""
-    program_holders.append(FIRST.clear)
+    program_holders.extend((FIRST.clear, COMPILED.clear))
 
 
 @pytest.fixture(scope="session")
 def make_trainer() -> Callable[..., Any]:
-    """A trainer of a nano model under `config`, on a mesh of the forced CPU devices; compiled once per config."""
+    """A trainer of a nano model under `config`, on a mesh of the forced CPU devices.
+
+    It uses the programs of other trainers, unless it is `alone`: what it compiles can then be counted.
+    """
     import jax
 
     from jaxroll import sharding
     from jaxroll.learner.trainer import Trainer
     from jaxroll.models import families
 
-    def make(config: Config) -> Trainer:
-        key = repr(config)
+    def make(config: Config, *, alone: bool = False) -> Trainer:
+        key = f"{config} {alone}"
         if key not in FIRST:
             spec = families.spec("nano", vocab_size=VOCAB, compute_dtype=config.model.dtype)
             mesh = sharding.build(config.learner.mesh)
             trainer = Trainer(config, spec, mesh, sharding.LEARNER, key=jax.random.key(0))
+            if not alone:
+                share_programs(trainer)
             FIRST[key] = trainer, jax.device_get(trainer.state)
         trainer, state = FIRST[key]
         again = copy.copy(trainer)  # shares the compiled programs, has its own state

@@ -182,7 +182,7 @@ def test_a_kl_in_the_reward_is_charged_by_the_token(small_config, make_claim, ma
     ids=["both streams", "prices only"],
 )
 def test_with_a_reference_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, learner, added):
-    trainer = make_trainer(small_config(**learner, micro_batch_rows=1))
+    trainer = make_trainer(small_config(**learner, micro_batch_rows=1), alone=True)
     trainer.warmup()
     assert trainer.programs.recipe.added == added
     counter = CompileCounter()

@@ -37,7 +37,7 @@ def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, 
 def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer):
     learner = {"critic_offload": True, "minibatches": 2, "micro_batch_rows": 4, "mesh": MeshConfig(fsdp=2)}
     kl = {"reference": "init", "kl_coef": 0.1, "kl_in": "reward"}
-    trainer = make_trainer(small_config(**(PPO | learner | kl)))
+    trainer = make_trainer(small_config(**(PPO | learner | kl)), alone=True)
     trainer.warmup()
     counter = CompileCounter()
     for step, (groups, size) in enumerate([(4, 4), (1, 1), (2, 3), (8, 4)], start=1):

@@ -24,8 +24,8 @@ ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": TARGETS}
 
 @pytest.fixture
 def adapted(small_config, make_trainer):
-    def make(**learner):
-        return make_trainer(small_config(**(ADAPTERS | learner)))
+    def make(alone=False, **learner):
+        return make_trainer(small_config(**(ADAPTERS | learner)), alone=alone)
 
     return make
 
@@ -155,7 +155,9 @@ def test_another_mesh_gives_the_same_losses(adapted, make_claim):
 
 
 def test_nothing_compiles_after_the_warm_up(adapted, make_claim):
-    trainer = adapted(minibatches=2, micro_batch_rows=1)  # the proximal log-probs are of the merged parameters
+    trainer = adapted(
+        alone=True, minibatches=2, micro_batch_rows=1
+    )  # the proximal log-probs are of the merged parameters
     trainer.warmup()
     assert trainer.train(make_claim())["compiles"] == 0
     trainer.params(), trainer.base_digest()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import msgspec
 import numpy as np
 import pytest
 
-from jaxroll.algorithms import advantages
-from jaxroll.config import MeshConfig
+from jaxroll.algorithms import advantages, losses, registry
+from jaxroll.config import LearnerConfig, MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner import state as states
@@ -70,12 +72,17 @@ def test_the_same_claims_give_the_same_bits(small_config, make_claim, make_train
     assert same_bits(jax.device_get(first.state), jax.device_get(replayed.state))
 
 
+def test_no_loss_reads_a_setting_over_which_programs_are_shared(host_settings):
+    """Otherwise a trainer of these tests would compute with another's setting."""
+    source = inspect.getsource(losses) + inspect.getsource(registry.penalised)
+    assert {"clip_low", "kl_coef"} < (read := set(re.findall(r"learner\.(\w+)", source)))
+    assert not read & host_settings and host_settings < {field.name for field in fields(LearnerConfig)}
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, minibatches):
-    config = small_config(
-        mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches, weight_decay=0.01
-    )  # no one else's
-    trainer, said = make_trainer(config), []
+    config = small_config(mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches)
+    trainer, said = make_trainer(config, alone=True), []
     trainer.warmup(said.append)
     assert len([text for text in said if text.startswith("compiled")]) == 2 + 2 * minibatches
     counter = CompileCounter()
