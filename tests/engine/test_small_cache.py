@@ -13,7 +13,7 @@ from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 
-PAGED = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "prefill_buckets": (8, 16)}
+PAGED = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "prefill_buckets": (16,)}
 QUARTER = 16  # pages of 8 tokens; eight slots of 64 tokens would need 64
 
 
