@@ -33,7 +33,7 @@ def requests_of(params: SamplingParams, count: int = 8, **fixed) -> list[Request
 
 @pytest.fixture
 def able(bench):
-    return lambda **more: bench(slots=3, penalties=True, masks=True, decode=letters, **more)
+    return lambda **more: bench(slots=3, penalties=True, masks=True, decode=letters, prefill_buckets=(16,), **more)
 
 
 def assert_naive(spec, seed, weights, requests, results):
@@ -232,8 +232,9 @@ def test_requests_that_an_engine_does_not_support_are_refused(bench, params, mor
 
 @pytest.mark.parametrize("weight_swap", ["keep_kv", pytest.param("reprefill", marks=pytest.mark.soak)])
 def test_penalties_and_masks_go_on_after_pages_were_given_away(bench, weight_swap):
-    sizes = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "cache_pages": 16, "penalties": True, "masks": True}
-    make = lambda: bench(**sizes, decode=letters, weight_swap=weight_swap)  # noqa: E731
+    sizes = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "cache_pages": 16, "prefill_buckets": (16,)}
+    able = {"penalties": True, "masks": True, "decode": letters}
+    make = lambda: bench(**sizes, **able, weight_swap=weight_swap)  # noqa: E731
     requests = requests_of(SamplingParams(40, repetition_penalty=1.5), 12)
     requests += [dataclasses.replace(r, id=100 + r.id, allowed=rising) for r in requests[:4]]
     alone = {r.id: make().run([r])[r.id].completion for r in requests}

@@ -25,7 +25,7 @@ from jaxroll.records import Version, VersionRun
 from tests.harness import naive_engine
 
 K, USUAL = 3, decoding.WORTH
-SIZES = {"max_tokens": 48, "draft_tokens": K, "page_tokens": 8}
+SIZES = {"max_tokens": 48, "draft_tokens": K, "page_tokens": 8, "prefill_buckets": (16,)}
 FEW_PAGES = SIZES | {"slots": 8, "max_tokens": 64, "cache_pages": 18}
 compiled_drafts = jax.jit(decoding.drafts, static_argnums=2)
 

@@ -11,6 +11,8 @@ from jaxroll.engine import device, requests
 from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
 
+MANY = {"slots": 16, "decode_chunk": 8, "prefill_buckets": (8,)}
+
 
 def answers(count: int, seed: int = 0) -> list[Request]:
     """Groups of eight with answers of 4 to 11 tokens."""
@@ -23,7 +25,7 @@ def answers(count: int, seed: int = 0) -> list[Request]:
 
 
 def test_slots_are_busy_while_work_waits_although_dispatches_are_long(bench):
-    b = bench(slots=16, decode_chunk=8)
+    b = bench(**MANY)
     before = b.engine.stats()
     b.run(answers(300))
     after = b.engine.stats()
@@ -61,7 +63,7 @@ def test_counters_add_up(bench):
 
 
 def test_a_group_is_prefilled_once(bench):
-    b = bench(slots=16, prefill_rows=2)
+    b = bench(**MANY)
     before = b.engine.stats()
     b.run(dataclasses.replace(request, prompt=np.arange(5, dtype=np.int32)) for request in answers(4))
     after = b.engine.stats()
@@ -107,7 +109,7 @@ def test_one_array_comes_back_per_dispatch_and_one_goes_out_per_prefill(bench, m
 
 def test_latencies_are_those_of_the_clock(bench):
     """Every look at the clock takes a second here: a lone request's first token comes after a few of them."""
-    b = bench(slots=1, decode_chunk=1)
+    b = bench(slots=1, decode_chunk=1, prefill_buckets=(8,))
     b.run(answers(3))
     figures = b.engine.latencies.percentiles()
     assert 1 <= figures["ttft_p50_s"] <= figures["ttft_p99_s"]

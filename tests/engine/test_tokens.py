@@ -75,7 +75,7 @@ def test_tokens_equal_the_naive_reference_on_meshes(bench, work, assert_naive, m
     "sizes",
     [
         pytest.param({"slots": 1}, marks=pytest.mark.soak),
-        {"slots": 3, "decode_chunk": 1, "prefill_rows": 1},
+        {"slots": 3, "decode_chunk": 1, "prefill_rows": 1, "prefill_buckets": (16,)},
         pytest.param({"slots": 16}, marks=pytest.mark.soak),
     ],
     ids=str,
