@@ -288,7 +288,7 @@ GAMES: Mapping[str, str] = {
     "frozen_lake": "jaxroll.envs.frozen_lake:FrozenLakeSource",
     "calculator": "jaxroll.envs.calculator:CalculatorSource",
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env:GymnasiumSource",
-    "sokoban": "jaxroll.envs.adapters.sokoban:SokobanSource",
+    "sokoban": "jaxroll.envs.adapters.text_games:SokobanSource",
     "tool_calls": "jaxroll.envs.adapters.tool_calls:ToolCallSource",
     "code_repair": "jaxroll.envs.adapters.code_repair:CodeRepairSource",
     "shop": "jaxroll.envs.adapters.games:ShopSource",

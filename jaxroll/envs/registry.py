@@ -54,16 +54,16 @@ Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
 _BUILT_IN = ("jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
-# Loaded when they are named. A class that is named here does not register itself: other adapters load its module.
+# Loaded when they are named. A class that is named here does not register itself: its module has other ones, too.
 ADAPTERS: Mapping[str, str] = {
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
-    "sokoban": "jaxroll.envs.adapters.sokoban",
+    "sokoban": "jaxroll.envs.adapters.text_games:Sokoban",
     "tool_calls": "jaxroll.envs.adapters.tool_calls",
     "code_repair": "jaxroll.envs.adapters.code_repair",
     "shop": "jaxroll.envs.adapters.games:Shop",
-    "textarena": "jaxroll.envs.adapters.text_games",
+    "textarena": "jaxroll.envs.adapters.text_games:TextArena",
     "pettingzoo": "jaxroll.envs.adapters.gymnasium_env",
-    "textworld": "jaxroll.envs.adapters.text_games",
+    "textworld": "jaxroll.envs.adapters.text_games:TextWorld",
     "openenv": "jaxroll.envs.adapters.openenv_env",
 }
 _FACTORIES: dict[str, Factory] = {}

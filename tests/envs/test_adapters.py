@@ -141,12 +141,12 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_solutions_are_right_for_the_scorer_of_reasoning_gym() -> None:
     """reasoning-gym simulates our solutions on our levels by its own rules; a solution without its end is none."""
-    from jaxroll.envs.adapters import sokoban
+    from jaxroll.envs.adapters import text_games as sokoban
     from jaxroll.rewards import scorers
 
     judge = scorers.import_library("reasoning_gym").create_dataset("sokoban", seed=0, size=1)
     signs = str.maketrans({".": "-", "#": "+", "$": "@", "G": "X", "@": "*", "*": "$", "+": "%"})
-    settings = sokoban.Settings(rows=5, columns=5, boxes=2, walls=0.1, pulls=6)
+    settings = sokoban.SokobanSettings(rows=5, columns=5, boxes=2, walls=0.1, pulls=6)
     for seed in range(25):
         start = sokoban.level(seed, settings)
         moves = sokoban.solution(start)
@@ -158,7 +158,7 @@ def test_solutions_are_right_for_the_scorer_of_reasoning_gym() -> None:
 
 
 def test_walls_and_second_boxes_stop_a_push() -> None:
-    from jaxroll.envs.adapters.sokoban import Level
+    from jaxroll.envs.adapters.text_games import Level
 
     level = Level(3, 3, frozenset(), frozenset({(0, 2)}), frozenset({(1, 1), (1, 2)}), (1, 0))
     assert level.after("right") == level

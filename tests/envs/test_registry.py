@@ -73,7 +73,7 @@ def test_a_name_is_taken_once() -> None:
 def test_another_game_does_not_take_the_name_of_the_shop(monkeypatch: pytest.MonkeyPatch) -> None:
     """All games import the module of the shop, and a user's environment may have that name."""
     monkeypatch.setattr(registry, "_FACTORIES", {})
-    for module in ("sokoban", "games"):
+    for module in ("text_games", "games"):
         monkeypatch.delitem(sys.modules, f"jaxroll.envs.adapters.{module}", raising=False)
     registry.factory("sokoban")
     assert list(registry._FACTORIES) == ["sokoban"]
