@@ -76,6 +76,11 @@ class RunPaths:
         return self.folder / "store.db"
 
     @property
+    def database_copy(self) -> Path:
+        """The copy of the log on its way to a standby, removed when that has it."""
+        return self.folder / "store.db.copy"
+
+    @property
     def store_lock(self) -> Path:
         """Lock of the store process; it contains its pid."""
         return self.folder / "store.lock"

@@ -339,7 +339,8 @@ class RoleArgs:
     `samplers` are their addresses, for an actor that does not find them in `run_dir`. Traffic beyond the loopback takes
     certificates (`jaxroll.rpc.tls`), or `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the
     run at, as STEP@NAME (see `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no
-    more and has `drain_s` to finish its running members; it returns the others.
+    more and has `drain_s` to finish its running members; it returns the others. `peer` is the address of the other
+    store (`store.standby`), of which that with index 0 begins the run.
     """
 
     config: Config
@@ -354,6 +355,7 @@ class RoleArgs:
     coordinator: str | None = None
     process: int = 0
     drain_s: float = 0.0
+    peer: str | None = None
 
     @property
     def paths(self) -> RunPaths:

@@ -62,6 +62,10 @@ class StoreConfig:
     max_message_mb: PositiveInt = 64
     # With TLS, require client certificates from roles.
     mutual_tls: bool = False
+    # A second store on another machine has a copy of the log and takes over if the first one is lost.
+    standby: bool = False
+    # Seconds of silence after which the standby takes over.
+    takeover_s: PositiveFloat = 10.0
 
 
 @dataclass(frozen=True)

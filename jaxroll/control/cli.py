@@ -278,16 +278,14 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     known["inspect"].add_argument(
         "--group", type=int, metavar="ID", help="show this group: text, rewards, versions, events"
     )
-    known["export"].add_argument(
-        "--parquet", metavar="FILE", help="write Parquet; needs pyarrow (pip install 'jaxroll[data]')"
-    )
+    text = "write Parquet; needs pyarrow (pip install 'jaxroll[data]')"
+    known["export"].add_argument("--parquet", metavar="FILE", help=text)
     known["export"].add_argument("--jsonl", metavar="FILE", help="write one JSON object per line")
     known["export"].add_argument("--perfetto", metavar="FILE", help="write the timeline, for https://ui.perfetto.dev")
     known["checkpoints"].add_argument("--verify", action="store_true", help="read every byte and compare its checksum")
     known["demo"].add_argument("--seed", type=int, default=0, help="run.seed (default: 0)")
     known["demo"].add_argument("--config", metavar="FILE", help="another config file (default: configs/demo.py)")
-    text = "the folder that holds the runs (default: runs)"
-    known["list"].add_argument("folder", nargs="?", default="runs", help=text)
+    known["list"].add_argument("folder", nargs="?", default="runs", help="the folder of the runs (default: runs)")
     if named in ("profile", None):
         from jaxroll.tools import profile
 
@@ -303,9 +301,8 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
         known[name].add_argument("--config", metavar="FILE", help="a config file (see configs/)")
         known[name].add_argument("--cluster", metavar="FILE", help=f"a TOML file of a cluster (docs/{page}.md)")
     known["place"].add_argument("--objective", choices=("throughput", "cost", "time"), default="throughput")
-    known["place"].add_argument(
-        "--simulate", type=int, default=0, metavar="N", help="simulate the N best, take the best"
-    )
+    text = "simulate the N best, take the best"
+    known["place"].add_argument("--simulate", type=int, default=0, metavar="N", help=text)
     _sim_options(known["sim"])
     _plan_options(known["plan"])
     _tls_options(known["tls"])
@@ -336,11 +333,15 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         text = "the address of the store (default: the one in RUN/store.addr)"
         text = "the address to listen on (default: a free port of 127.0.0.1)" if role == "store" else text
         one.add_argument("--store", metavar="HOST:PORT", help=text)
+    if role == "store":
+        one.add_argument("--peer", metavar="HOST:PORT", help="the address of the other store (store.standby)")
     if role in ("store", "learner", "sampler"):
         one.add_argument("--insecure", action="store_true", help="allow plain text to other machines, without TLS")
+    if role in ("store", "learner"):
+        text = "0: this store begins the run; 1: it is the standby" if role == "store" else "the number of this host"
+        one.add_argument("--index", type=int, default=0, help=text)
     if role == "learner":
         one.add_argument("--host", default="127.0.0.1", help="the host name by which samplers reach this process")
-        one.add_argument("--index", type=int, default=0, help="the number of this host among the learner's hosts")
     if role in ("learner", "sampler"):
         text = f"the address on the first host at which the hosts of a {role} meet (default: JAX finds it)"
         one.add_argument("--coordinator", metavar="HOST:PORT", help=text)
@@ -351,9 +352,8 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         text = "on SIGTERM finish running members for so long (default: 0)"
         one.add_argument("--drain", type=_seconds, default=0.0, metavar="SECONDS", help=text)
     if role == "sampler":
-        one.add_argument(
-            "--join", metavar="HOST:PORT|RUN", help="join a running run: its store's address, or its folder"
-        )
+        text = "join a running run: its store's address, or its folder"
+        one.add_argument("--join", metavar="HOST:PORT|RUN", help=text)
         one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
         one.add_argument("--port", type=int, default=0, help="the port on which it listens for actors (0: any)")
         one.add_argument("--process", type=int, default=0, help="the number of this host among the sampler's hosts")

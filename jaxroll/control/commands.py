@@ -97,7 +97,8 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    words = {key: key for key in ("host", "port", "insecure", "fork", "coordinator", "process")} | {"drain": "drain_s"}
+    same = ("host", "port", "insecure", "fork", "coordinator", "process", "peer")
+    words = dict(zip(same, same, strict=True)) | {"drain": "drain_s"}
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return preflight.checked_host(RoleArgs(config, path, getattr(options, "store", None), index, **given), options)

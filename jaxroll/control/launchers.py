@@ -173,6 +173,7 @@ def target_of(options: argparse.Namespace) -> Target:
 
 def plan(config: Config, target: Target) -> list[Launch]:
     """The processes to start on each host: all roles and actors. ConfigError if a host has too few devices."""
+    program.check_stores(config)
     names = ("store", *_with_devices(config, target), *actor_names(config))
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
@@ -377,6 +378,7 @@ def engine_of(options: argparse.Namespace) -> str:
 
 def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
     """The options, for an engine other than local and ssh."""
+    program.check_stores(config)
     return engines.Request(
         options.config,
         tuple(options.overrides),

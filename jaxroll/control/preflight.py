@@ -473,6 +473,11 @@ def check_role(options: argparse.Namespace, config: Config) -> None:
 
 def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
     """`args`. ConfigError for a process that the role does not have."""
+    if options.command == "store" and bool(args.peer) != args.config.store.standby:
+        remedy = "Give both stores --peer=HOST:PORT and store.standby=True, or neither."
+        raise ConfigError("--peer", args.peer, f"the config has store.standby={args.config.store.standby}", remedy)
+    if options.command == "store" and args.index not in (0, 1):
+        raise ConfigError("--index", args.index, "there are two stores", "Use 0 for the one that begins, or 1.")
     if options.command not in ("learner", "sampler"):
         return args
     hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"

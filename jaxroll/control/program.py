@@ -62,6 +62,7 @@ def build(
 
     Each reads its config from `run_dir/run.json` and finds the store through `run_dir/store.addr`.
     """
+    check_stores(config)
     common = common_env(str(cache_dir))
     command = (python, "-m", "jaxroll")
     devices = device_env(config, inventory, visible_gpus)
@@ -178,6 +179,13 @@ def compilers(
 def role_of(name: str) -> str:
     """`sampler` of `sampler-0`."""
     return name.partition("-")[0]
+
+
+def check_stores(config: Config) -> None:
+    """Refuse a standby, which `train` and `launch` do not start."""
+    if config.store.standby:
+        reason = "the two stores are started by hand, on two machines"
+        raise ConfigError("store.standby", True, reason, "See docs/machines.md, or leave it out.")
 
 
 def role_words(name: str) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
@@ -27,6 +28,9 @@ from jaxroll.errors import EXIT_FAILURE, ConfigError, InfraError, JaxRollError
 from jaxroll.models import folders
 from jaxroll.records import Task
 from jaxroll.text import tokenizers
+
+if TYPE_CHECKING:
+    from jaxroll.store.server.standby import Follower
 
 # Of the store's own address. Half a minute of silence ends the store; the roles wait a minute (STORE_PATIENCE_S), which
 # also has to last until it serves again.
@@ -43,6 +47,19 @@ async def _serve(args: RoleArgs) -> None:
     from jaxroll.rpc.server import is_silent
     from jaxroll.store.server.server import serve  # the feeder starts without it
 
+    peer = None
+    if args.peer:
+        peer = _peer(args)
+        standing_by = asyncio.ensure_future(peer.stand_by(is_first=args.index == 0))
+        for signum in lifeline.stop_signals():
+            asyncio.get_running_loop().add_signal_handler(signum, standing_by.cancel)
+        try:
+            if not await standing_by:
+                print("store: the other store has ended", flush=True)
+                return
+        except asyncio.CancelledError:
+            print("store: stopped", flush=True)
+            return
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -58,6 +75,7 @@ async def _serve(args: RoleArgs) -> None:
             ready=address.set_result,
             insecure=args.insecure,
             vocab_size=Vocabulary(args.config, args.run_dir),
+            epoch_of_peer=None if peer is None else peer.epoch_of_peer,
         )
     )
     watching = asyncio.ensure_future(_watch(address, is_silent))
@@ -79,6 +97,27 @@ async def _serve(args: RoleArgs) -> None:
     finally:
         watching.cancel()
         await feeder.close()
+
+
+def _peer(args: RoleArgs) -> Follower:
+    """The copy of the other store's log in this store's folder."""
+    from jaxroll.rpc import protocol, tls
+    from jaxroll.rpc.client import RawClient
+    from jaxroll.store import messages
+    from jaxroll.store.client import MAX_MESSAGE_BYTES
+    from jaxroll.store.server.standby import Follower
+
+    client = RawClient(
+        messages.SERVICE,
+        str(args.peer),
+        role="store",
+        name="standby",
+        token=protocol.load(args.run_dir),
+        patience_s=0.0,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        tls=tls.load(args.run_dir),
+    )
+    return Follower(args.run_dir, client, args.config.store.takeover_s, partial(print, "store:", flush=True))
 
 
 class Vocabulary:

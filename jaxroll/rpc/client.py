@@ -82,7 +82,8 @@ class Transport(Protocol):
 class RawClient:
     """Calls to one service. Belongs to one event loop, whose clock it uses; `session` identifies this process.
 
-    `address` is host:port, the file that holds it, or another transport than gRPC.
+    `address` is host:port, several of them with commas between (one of which serves), the file that holds it, or
+    another transport than gRPC.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class GrpcTransport:
 
     def __init__(self, address: str | Path, max_message_bytes: int, tls: Material | None) -> None:
         self._address, self._max_message_bytes, self._tls = address, max_message_bytes, tls
+        self._attempts_failed = 0
         self._target = self._target_written = ""
         self._file = _UNREAD
         self._channel: grpc.aio.Channel | None = None
@@ -235,6 +237,7 @@ class GrpcTransport:
     def refresh(self) -> None:
         """See Transport."""
         self._file = _UNREAD
+        self._attempts_failed += 1
         self._take_new_certificates()
 
     async def close(self) -> None:
@@ -247,7 +250,11 @@ class GrpcTransport:
 
     async def _connected(self) -> grpc.aio.Channel:
         """The channel to the server's current address; the address file is read before every attempt."""
-        target = self._address if isinstance(self._address, str) else self._written(self._address)
+        if isinstance(self._address, str):
+            addresses = self._address.split(",")
+            target = addresses[self._attempts_failed % len(addresses)]
+        else:
+            target = self._written(self._address)
         if target != self._target or self._channel is None:
             if self._channel is not None:
                 self._retired.append(self._channel)  # closing it would cancel its calls under way

@@ -328,7 +328,7 @@ def _raw_client(
     run_dir: Path | None,
     config_digest: str = "",
 ) -> RawClient:
-    if isinstance(address, str) and not protocol.is_address(address):
+    if isinstance(address, str) and not all(map(protocol.is_address, address.split(","))):
         raise ConfigError("store address", address, "is not HOST:PORT", "Write it as in 127.0.0.1:7077.")
     if run_dir is None and isinstance(address, Path):
         run_dir = address.parent

@@ -42,6 +42,41 @@ class Welcome(msgspec.Struct, frozen=True):
     lineages: tuple[Lineage, ...] = ()
 
 
+class FollowCall(msgspec.Struct, frozen=True):
+    """A standby has the commits of `session` up to number `after` on disk; it asks for the next within `wait_s`.
+
+    `run_id` and `epoch` are those of its own log ('' and 0: none), `offset` that from which it reads the copy of the
+    database (-1: it has the copy), `metrics` the size of its metrics. A `probe` asks for the epoch only.
+    """
+
+    run_id: Label
+    epoch: int
+    session: Label = ""
+    after: int = 0
+    offset: int = -1
+    metrics: int = 0
+    wait_s: float = 0.0
+    probe: bool = False
+
+
+class FollowReply(msgspec.Struct, frozen=True):
+    """The commits after the call's, each as the encoded list of its statements, and the next bytes of the metrics.
+
+    A call of another session gets a new copy of the database: its `size`, and the number of its last commit as `after`.
+    `ended`: the store ends in order, and its standby is not to take over.
+    """
+
+    run_id: str
+    epoch: int
+    session: str = ""
+    after: int = 0
+    size: int = -1
+    piece: bytes = b""
+    commits: tuple[bytes, ...] = ()
+    metrics: bytes = b""
+    ended: bool = False
+
+
 class Joined(msgspec.Struct, frozen=True):
     """Reply to Join: the run's id, its config as a JSON object, and the number of the new sampler."""
 

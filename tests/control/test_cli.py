@@ -147,7 +147,7 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         words = {word for a in action.choices[role]._actions for word in a.option_strings}  # type: ignore[index]
         found[role] = words - common
     assert found == {
-        "store": {"--store", "--insecure"},
+        "store": {"--store", "--insecure", "--peer", "--index"},
         "sampler": {
             "--store",
             "--index",

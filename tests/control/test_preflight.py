@@ -302,6 +302,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "store/client.py::_raw_client": HERE,
     "store/log/database.py": HERE,
     "store/server/server.py::serve": HERE,
+    "store/server/standby.py::Follower._call": HERE,
     "roles/store.py::_serve": HERE,
     "learner/checkpoint.py::Checkpoints.__init__": TYPED,
     "learner/checkpoint.py::Checkpoints.at": HERE,

@@ -15,7 +15,7 @@ import asyncio
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,11 +29,11 @@ from jaxroll.errors import InfraError
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.events import Recorded
-from jaxroll.store.core.state import Group, State
+from jaxroll.store.core.state import State
 from jaxroll.store.log import database, replay, schema
 from jaxroll.store.log.database import Recovered
 from jaxroll.store.log.replay import Mark, StatePart, StateReplica
-from jaxroll.store.log.schema import Statement
+from jaxroll.store.log.schema import Executor, Statement
 
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
 _REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
@@ -60,6 +60,18 @@ class CommitLog(Protocol):
     async def close(self) -> None: ...
 
 
+class Replication(Protocol):
+    """Delivery of every commit to another store, which has it on disk before it is acknowledged."""
+
+    def ship(self, executed: Sequence[Statement], done: asyncio.Future[None] | None) -> None:
+        """Deliver the statements of a commit, and then set the result of `done`; commits are delivered in order."""
+        ...
+
+    def abandon(self, error: InfraError) -> None:
+        """Deliver nothing any more; futures that wait get `error`."""
+        ...
+
+
 class Log:
     """Commit log on disk. Call all methods from one event loop's thread; closing waits for the writer."""
 
@@ -78,7 +90,7 @@ class Log:
             self._connection = database.connected(self.path)
             database.prepared(self._connection, self.path)
             self._reader, self._replaying = database.reading(self.path), database.reading(self.path)
-            self.recovered = database.recovered(self._connection)
+            self.recovered, self.meta = database.recovered(self._connection), database.meta(self._connection)
             self._upkeep = Maintenance(self._connection, history_bytes, keep_bytes)
         except BaseException as error:
             self._lock.close()
@@ -95,8 +107,16 @@ class Log:
         self._gathering: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None  # done when the writer has committed its current batch
         self._busy = False  # the writer works, even if only on maintenance
+        self._replication: Replication | None = None
+        self._executed: list[Statement] | None = None  # by the current commit, for the replication
+        self._shipped: asyncio.Future[None] | None = None  # done when the other store has the last commit
         self.failure: InfraError | None = None
         self.commits = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if everything appended so far is on this disk, and no maintenance is due."""
+        return not self._busy and self._gathering is None
 
     def append(self, statements: Sequence[Statement]) -> None:
         """Queue statements for the next commit, in order, all or none. Once a commit has failed, nothing is written."""
@@ -115,12 +135,23 @@ class Log:
             self._fail(error)
 
     async def committed(self) -> None:
-        """Wait until everything appended so far is on disk; InfraError if a commit has failed."""
-        waiting = self._gathering or self._writing
+        """Wait until everything appended so far is on disk, with a standby on both disks; InfraError if that fails."""
+        waiting = self._gathering or self._writing or self._shipped
         if waiting is not None:
             await asyncio.shield(waiting)
         if self.failure is not None:
             raise self.failure
+
+    def replicate(self, replication: Replication) -> None:
+        """Acknowledge commits, from now on, when `replication` has delivered them."""
+        self._replication = replication
+
+    async def copy(self, path: Path, note: Statement, mark: Callable[[], None]) -> None:
+        """Execute `note` and copy the database to `path` between two commits; `mark` is called between their ends."""
+        loop = asyncio.get_running_loop()
+        job = loop.run_in_executor(self._writer, database.copy, self._connection, path, note)
+        job.add_done_callback(lambda done: done.exception() or mark())
+        await asyncio.shield(job)
 
     def begin(self, state: State) -> None:
         """Take over `state`, to which `recovered` led, so that compaction need not read it from disk again.
@@ -188,8 +219,9 @@ class Log:
         statements, self._gathered = self._gathered, []
         self._writing, self._gathering = self._gathering, None
         self._busy = True
-        loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._writer, commit, self._connection, statements, self._upkeep)
+        loop, self._executed = asyncio.get_running_loop(), None if self._replication is None else []
+        work = (self._connection, statements, self._upkeep, self._executed)
+        job = loop.run_in_executor(self._writer, commit, *work)
         job.add_done_callback(self._written)
 
     def _written(self, job: asyncio.Future[bool]) -> None:
@@ -198,7 +230,10 @@ class Log:
             self._fail(error, done)
             return
         self.commits += 1
-        if done is not None:
+        if self._replication is not None and self._executed is not None and self.failure is None:
+            self._shipped = done or self._shipped
+            self._replication.ship(self._executed, done)
+        elif done is not None:
             done.set_result(None)
         if self._gathering is not None or (job.result() and not self._closing.is_set()):
             self._write()
@@ -213,6 +248,8 @@ class Log:
             if future is not None and not future.done():
                 future.set_exception(self.failure)
         self._gathered, self._gathering = [], None
+        if self._replication is not None:
+            self._replication.abandon(self.failure)
 
     def _compacted(self, job: asyncio.Future[tuple[Mark, list[StatePart]]]) -> None:
         self._compacting = None
@@ -241,13 +278,34 @@ def _look_at(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
-def commit(connection: sqlite3.Connection, statements: Sequence[Statement], upkeep: Maintenance) -> bool:
-    """Commit the statements and a portion of maintenance; return True if more maintenance is due."""
+class _Recording:
+    """A connection that notes the statements by which the content changes."""
+
+    def __init__(self, connection: sqlite3.Connection, executed: list[Statement]) -> None:
+        self._connection, self._executed = connection, executed
+
+    def execute(self, sql: str, parameters: tuple = (), /) -> sqlite3.Cursor:
+        if not sql.startswith(("SELECT", "PRAGMA")):
+            self._executed.append((sql, parameters))
+        return self._connection.execute(sql, parameters)
+
+
+def commit(
+    connection: sqlite3.Connection,
+    statements: Sequence[Statement],
+    upkeep: Maintenance | None,
+    executed: list[Statement] | None = None,
+) -> bool:
+    """Commit the statements and a portion of maintenance; return True if more maintenance is due.
+
+    All statements that change the content are appended to `executed`.
+    """
     connection.execute("BEGIN IMMEDIATE")
+    target: Executor = connection if executed is None else _Recording(connection, executed)
     try:
         for sql, parameters in statements:
-            connection.execute(sql, parameters)
-        more = upkeep.portion(connection, len(statements))
+            target.execute(sql, parameters)
+        more = upkeep is not None and upkeep.portion(target, len(statements))
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -261,8 +319,6 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: tuple) -> list[
 
 
 # --- rows of an event: its log record, and the tables that follow it
-#
-# Issues, leases, puts and claims are here; `schema.ROWS` has the other events.
 
 
 def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
@@ -270,9 +326,9 @@ def statements(event: ev.Event, state: State, position: int, unix_s: float) -> l
     kind = type(event)
     values = (position, unix_s, kind.__struct_config__.tag, wire.encode(event), getattr(event, "group", None))
     row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
-    follow = _ROWS.get(kind)
+    follow = schema.ROWS.get(kind)
     rows = [row, *(follow(event, state, unix_s) if follow else [])]
-    return rows + _group_state(event.group, state) if isinstance(event, _CHANGES_MEMBERS) else rows
+    return rows + schema.group_state(event.group, state) if isinstance(event, _CHANGES_MEMBERS) else rows
 
 
 def record_bytes(row: Statement) -> int:
@@ -285,80 +341,6 @@ def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
     return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
 
 
-def _group_state(gid: int, state: State) -> list[Statement]:
-    group = state.find(gid)
-    if group is None:  # it ended in the same decision; the last event gives the reason
-        return []
-    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
-    return [(sql, (group.state, group.note, group.step, gid))]
-
-
-def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
-    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
-    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
-    messages = msgspec.json.encode(e.task.messages).decode()
-    rows.append((schema.INSERT_TASK, (e.group, e.task.env, e.task.env_args, e.task.seed, messages)))
-    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
-    if e.cursor is not None:
-        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
-    return rows
-
-
-_QUESTION_ISSUED = (
-    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
-)
-
-
-def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
-    columns = "group_id, member, state, attempt, holder, leased_unix_s"
-    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
-    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
-    resumed = {member for member, _ in e.resumed}
-    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
-    return rows + [(schema.WITHOUT_PARTIALS, (e.group, member)) for member in again]
-
-
-def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
-    steps, tokens = [run.version.step for run in e.runs], sum(run.count for run in e.runs)
-    sampled = (tokens, e.size_bytes, e.runs[-1].version.lineage, min(steps), max(steps))
-    sql = (
-        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
-        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    )
-    key, group = (e.group, e.member), state.find(e.group)
-    rows: list[Statement] = [(sql, (e.digest, *sampled, e.reward, unix_s, *key)), (schema.WITHOUT_PARTIALS, key)]
-    return rows + (_group_state(e.group, state) if group is not None and group.state != "LEASED" else [])
-
-
-def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
-    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
-    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
-    for place, gid in enumerate(e.groups):
-        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
-        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
-        rows.append(_question_trained(e.step, state.held[gid]))
-    return rows
-
-
-def _question_trained(step: int, group: Group) -> Statement:
-    rewards = [slot.reward for _, slot in group.done()]
-    sql = (
-        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
-        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
-        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
-    )
-    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
-
-
-_ROWS: Mapping[type, schema.Follow] = {
-    **schema.ROWS,
-    ev.Issued: _issued,
-    ev.Leased: _leased,
-    ev.Put: _put,
-    ev.Claimed: _claimed,
-}
 _CHANGES_MEMBERS = (ev.Leased, ev.LeaseEnded, ev.MemberFailed, ev.Shrunk)  # `Aborted` follows a put or a failure
 
 
@@ -397,7 +379,7 @@ class Maintenance:
         """Queue a checkpoint, to be written a few parts per commit."""
         self._offered.put((mark, parts))
 
-    def portion(self, connection: sqlite3.Connection, statements: int) -> bool:
+    def portion(self, connection: Executor, statements: int) -> bool:
         """Do a bounded portion inside the open transaction of `statements` statements; return True if more is due."""
         rows = max(PAYLOADS, statements)
         more = self._write_snapshot(connection)
@@ -407,7 +389,7 @@ class Maintenance:
 
     # --- state checkpoints and history
 
-    def _write_snapshot(self, connection: sqlite3.Connection) -> bool:
+    def _write_snapshot(self, connection: Executor) -> bool:
         if not self._snapshot:
             try:
                 mark, parts = self._offered.get_nowait()
@@ -421,7 +403,7 @@ class Maintenance:
             self._choose_pages()
         return True
 
-    def _choose_base(self, connection: sqlite3.Connection) -> None:
+    def _choose_base(self, connection: Executor) -> None:
         first = connection.execute("SELECT MIN(position) FROM log").fetchone()[0]
         kept = replay.kept(replay.marks(connection), first == 1, self._history_bytes)
         self._base = kept.base
@@ -430,7 +412,7 @@ class Maintenance:
                 connection.execute("DELETE FROM snapshots WHERE position = ?", (mark.position,))
         self._unkept = True
 
-    def _drop_unkept(self, connection: sqlite3.Connection) -> bool:
+    def _drop_unkept(self, connection: Executor) -> bool:
         """Delete parts of checkpoints that are not kept or were never completed."""
         if not self._unkept:
             return False
@@ -438,7 +420,7 @@ class Maintenance:
         self._unkept = gone == PARTS
         return self._unkept
 
-    def _prune(self, connection: sqlite3.Connection, rows: int) -> bool:
+    def _prune(self, connection: Executor, rows: int) -> bool:
         if not self._base:
             return False
         if connection.execute(_PRUNE, (self._base, rows)).rowcount == rows:
@@ -448,7 +430,7 @@ class Maintenance:
 
     # --- trajectories
 
-    def _trim(self, connection: sqlite3.Connection, rows: int) -> bool:
+    def _trim(self, connection: Executor, rows: int) -> bool:
         """Delete up to `rows` payloads beyond the budget."""
         self._note_retired(connection.execute(_RETIRED_SINCE, (self._last_place,)))
         while self._retired and self._retired_bytes > self._keep_bytes:
@@ -472,7 +454,7 @@ class Maintenance:
 
     # --- space
 
-    def _shrink(self, connection: sqlite3.Connection, *, idle: bool) -> bool:
+    def _shrink(self, connection: Executor, *, idle: bool) -> bool:
         free = connection.execute("PRAGMA freelist_count").fetchone()[0]
         self._least_free = min(self._least_free, free)
         pages = min(self._pages_to_free, free)

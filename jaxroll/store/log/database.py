@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sqlite3
@@ -305,6 +306,19 @@ def recovered(connection: sqlite3.Connection) -> Recovered:
     found = list(replays.events_after(connection, mark.position))
     size = sum(size for size, _ in found)
     return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
+
+
+def meta(connection: sqlite3.Connection) -> dict[str, str]:
+    """The table `meta`: among others the run's id and, with a standby, the epoch (see `roles.store`)."""
+    return dict(connection.execute("SELECT key, value FROM meta"))
+
+
+def copy(connection: sqlite3.Connection, path: Path, note: schema.Statement) -> None:
+    """Execute `note`, and write the content of the database to the new file `path`."""
+    connection.execute(*note)
+    path.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as target:
+        connection.backup(target)
 
 
 def facts(connection: sqlite3.Connection) -> dict[str, int | str]:

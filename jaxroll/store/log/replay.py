@@ -22,6 +22,7 @@ from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.invariants import EDGES, Seen, group_contradicts, impossible, residual, state_name, touched
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import LEASED, Group, State, conservation_residual, counts
+from jaxroll.store.log.schema import Executor
 
 # --- State checkpoints: the state at one log position, in small parts, so that writing and reading it blocks no call
 #
@@ -72,7 +73,7 @@ def assembled(pieces: Iterable[StatePart]) -> State:
     return msgspec.structs.replace(state, **tables)
 
 
-def marks(connection: sqlite3.Connection) -> list[Mark]:
+def marks(connection: Executor) -> list[Mark]:
     """The checkpoints in the database, oldest first."""
     return [Mark(*row) for row in connection.execute("SELECT position, log_bytes FROM snapshots ORDER BY position")]
 

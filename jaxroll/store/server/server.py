@@ -40,6 +40,7 @@ from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, Feeder, PromptBuffer, StoreService
+from jaxroll.store.server.standby import EpochOfPeer, Standby
 
 ROW_EVERY_S = 2.0
 LINGER_S = 30.0  # after the end of the run the store answers until there was no call for this time
@@ -68,10 +69,12 @@ async def serve(
     clock: Clock | None = None,
     linger_s: float = LINGER_S,
     vocab_size: Callable[[], int] = lambda: 0,
+    epoch_of_peer: EpochOfPeer | None = None,
 ) -> None:
     """Serve the run in `run_dir` until it is closed and calls have stopped for `linger_s`, or until cancelled.
 
-    `vocab_size` returns the number of token ids of the model, 0 if unknown; it is called at every put.
+    `vocab_size` returns the number of token ids of the model, 0 if unknown; it is called at every put. With
+    `epoch_of_peer` the other store is the standby, and everything is acknowledged when it is on both disks.
 
     InfraError if the log or the feeder fails, or another store has the run open.
     """
@@ -85,10 +88,14 @@ async def serve(
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(RunPaths(run_dir).metrics)
         try:
-            store = _Store(config, keeper, metrics, feeder, linger_s, certificates, vocab_size)
+            standby = Standby(log, run_dir, keeper.now_s, epoch_of_peer) if epoch_of_peer is not None else None
+            store = _Store(config, keeper, metrics, feeder, linger_s, certificates, vocab_size, standby)
+            methods = store.service.methods()
+            if standby is not None:
+                methods = standby.guarded(methods)
             server = RawServer(
                 msg.SERVICE,
-                store.service.methods(),
+                methods,
                 secret=secret,
                 max_message_bytes=max_message_bytes(config),
                 position=lambda: keeper.state.position,
@@ -106,6 +113,8 @@ async def serve(
                 ready(address)
                 await store.run()
             finally:
+                if standby is not None:
+                    await standby.end()
                 await server.stop(_GRACE_S)
                 store.service.close()
         finally:
@@ -135,7 +144,9 @@ class _Store:
         linger_s: float,
         certificates: tls.Material | None,
         vocab_size: Callable[[], int],
+        standby: Standby | None = None,
     ) -> None:
+        self._standby = standby
         self._certificates, self._certificates_at_s = certificates, -math.inf
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
         keeper.decide(ev.Open())
@@ -169,7 +180,8 @@ class _Store:
         """Run the jobs until the run is over; the first failure of a job ends all."""
         state = self._keeper.state
         filling = self._prompts.fill(state.cursor, ended=state.data_ended)
-        jobs = [asyncio.ensure_future(job) for job in (self._tick_until_over(), filling)]
+        watching = [] if self._standby is None else [self._standby.watch()]
+        jobs = [asyncio.ensure_future(job) for job in (self._tick_until_over(), filling, *watching)]
         try:
             await self._until_over(jobs)
         finally:
@@ -180,7 +192,7 @@ class _Store:
             self._write_row()
 
     async def _until_over(self, jobs: Sequence[asyncio.Future]) -> None:
-        """Wait until the ticker (the first job) returns; the other one does not return."""
+        """Wait until the ticker (the first job) returns; the others do not return."""
         pending = set(jobs)
         while jobs[0] in pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -272,6 +284,8 @@ class _Store:
     def _write_row(self) -> None:
         report = self._report()
         report["prompts_skipped"] |= self._prompts.skipped
+        if self._standby is not None and self._standby.is_missing:
+            report |= {"waits": report["waits"] | {"standby": "is not connected, so that nothing is acknowledged"}}
         if self.service.paused:
             report |= {"paused": True, "waits": report["waits"] | {"user": "has paused the run"}}
         if self.fleet is not None:
