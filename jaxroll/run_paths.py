@@ -78,7 +78,7 @@ class RunPaths:
     @property
     def database_copy(self) -> Path:
         """The copy of the log on its way to a standby, removed when that has it."""
-        return self.folder / "store.db.copy"
+        return self.folder / "store-copy.db"
 
     @property
     def store_lock(self) -> Path:

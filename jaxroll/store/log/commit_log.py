@@ -2,8 +2,7 @@
 
 The event loop appends statements and continues; the writer thread commits all gathered statements in one transaction;
 a caller that must not answer before its statements are on disk awaits `committed()`. A failed commit ends the log: the
-store must not answer any more, and its next process continues from what is on disk. RUN/store.lock excludes a second
-store.
+store must not answer any more, and its next process continues from what is on disk.
 
 Compaction does not block calls: a third thread replays the log from disk and encodes a state checkpoint in small
 parts; the writer thread writes these and deletes old rows, a bounded portion with every commit (`Maintenance`).
@@ -15,11 +14,10 @@ import asyncio
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import msgspec
 
@@ -29,47 +27,14 @@ from jaxroll.errors import InfraError
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.events import Recorded
-from jaxroll.store.core.state import State
+from jaxroll.store.core.state import Group, State
 from jaxroll.store.log import database, replay, schema
 from jaxroll.store.log.database import Recovered
 from jaxroll.store.log.replay import Mark, StatePart, StateReplica
-from jaxroll.store.log.schema import Executor, Statement
+from jaxroll.store.log.schema import Executor, Recording, Replication, Statement
 
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
 _REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
-
-
-class CommitLog(Protocol):
-    """Commit log as the keeper and the RPC methods use it: `Log` on disk, `MemoryLog` of a simulation.
-
-    `recovered` is the content at the start, `failure` the error of a failed commit. `Log` documents the methods.
-    """
-
-    recovered: Recovered
-    failure: InfraError | None
-
-    def append(self, statements: Sequence[Statement]) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
-    async def committed(self) -> None: ...
-    def begin(self, state: State) -> None: ...
-    def compact(self) -> None: ...
-    async def payloads(self, group: int) -> dict[int, bytes]: ...
-    async def partials(self, group: int, member: int) -> list[bytes]: ...
-    async def recorded(self, group: int, member: int) -> Recorded | None: ...
-    async def facts(self) -> dict[str, int | str]: ...
-    async def close(self) -> None: ...
-
-
-class Replication(Protocol):
-    """Delivery of every commit to another store, which has it on disk before it is acknowledged."""
-
-    def ship(self, executed: Sequence[Statement], done: asyncio.Future[None] | None) -> None:
-        """Deliver the statements of a commit, and then set the result of `done`; commits are delivered in order."""
-        ...
-
-    def abandon(self, error: InfraError) -> None:
-        """Deliver nothing any more; futures that wait get `error`."""
-        ...
 
 
 class Log:
@@ -107,7 +72,7 @@ class Log:
         self._gathering: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None  # done when the writer has committed its current batch
         self._busy = False  # the writer works, even if only on maintenance
-        self._replication: Replication | None = None
+        self.replication: Replication | None = None  # set: commits are acknowledged when it has delivered them
         self._executed: list[Statement] | None = None  # by the current commit, for the replication
         self._shipped: asyncio.Future[None] | None = None  # done when the other store has the last commit
         self.failure: InfraError | None = None
@@ -142,14 +107,10 @@ class Log:
         if self.failure is not None:
             raise self.failure
 
-    def replicate(self, replication: Replication) -> None:
-        """Acknowledge commits, from now on, when `replication` has delivered them."""
-        self._replication = replication
-
     async def copy(self, path: Path, note: Statement, mark: Callable[[], None]) -> None:
         """Execute `note` and copy the database to `path` between two commits; `mark` is called between their ends."""
-        loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._writer, database.copy, self._connection, path, note)
+        values = (database.copy, self._connection, path, note)
+        job = asyncio.get_running_loop().run_in_executor(self._writer, *values)
         job.add_done_callback(lambda done: done.exception() or mark())
         await asyncio.shield(job)
 
@@ -219,7 +180,7 @@ class Log:
         statements, self._gathered = self._gathered, []
         self._writing, self._gathering = self._gathering, None
         self._busy = True
-        loop, self._executed = asyncio.get_running_loop(), None if self._replication is None else []
+        loop, self._executed = asyncio.get_running_loop(), None if self.replication is None else []
         work = (self._connection, statements, self._upkeep, self._executed)
         job = loop.run_in_executor(self._writer, commit, *work)
         job.add_done_callback(self._written)
@@ -230,9 +191,9 @@ class Log:
             self._fail(error, done)
             return
         self.commits += 1
-        if self._replication is not None and self._executed is not None and self.failure is None:
+        if self.replication is not None and self._executed is not None and self.failure is None:
             self._shipped = done or self._shipped
-            self._replication.ship(self._executed, done)
+            self.replication.ship(self._executed, done)
         elif done is not None:
             done.set_result(None)
         if self._gathering is not None or (job.result() and not self._closing.is_set()):
@@ -248,8 +209,8 @@ class Log:
             if future is not None and not future.done():
                 future.set_exception(self.failure)
         self._gathered, self._gathering = [], None
-        if self._replication is not None:
-            self._replication.abandon(self.failure)
+        if self.replication is not None:
+            self.replication.abandon(self.failure)
 
     def _compacted(self, job: asyncio.Future[tuple[Mark, list[StatePart]]]) -> None:
         self._compacting = None
@@ -278,30 +239,15 @@ def _look_at(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
-class _Recording:
-    """A connection that notes the statements by which the content changes."""
-
-    def __init__(self, connection: sqlite3.Connection, executed: list[Statement]) -> None:
-        self._connection, self._executed = connection, executed
-
-    def execute(self, sql: str, parameters: tuple = (), /) -> sqlite3.Cursor:
-        if not sql.startswith(("SELECT", "PRAGMA")):
-            self._executed.append((sql, parameters))
-        return self._connection.execute(sql, parameters)
-
-
 def commit(
     connection: sqlite3.Connection,
     statements: Sequence[Statement],
     upkeep: Maintenance | None,
     executed: list[Statement] | None = None,
 ) -> bool:
-    """Commit the statements and a portion of maintenance; return True if more maintenance is due.
-
-    All statements that change the content are appended to `executed`.
-    """
+    """Commit the statements and a portion of maintenance; note them in `executed`; True if more maintenance is due."""
     connection.execute("BEGIN IMMEDIATE")
-    target: Executor = connection if executed is None else _Recording(connection, executed)
+    target: Executor = connection if executed is None else Recording(connection, executed)
     try:
         for sql, parameters in statements:
             target.execute(sql, parameters)
@@ -319,6 +265,8 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: tuple) -> list[
 
 
 # --- rows of an event: its log record, and the tables that follow it
+#
+# Issues, leases, puts and claims are here; `schema.ROWS` has the other events.
 
 
 def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
@@ -326,9 +274,9 @@ def statements(event: ev.Event, state: State, position: int, unix_s: float) -> l
     kind = type(event)
     values = (position, unix_s, kind.__struct_config__.tag, wire.encode(event), getattr(event, "group", None))
     row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
-    follow = schema.ROWS.get(kind)
+    follow = _ROWS.get(kind)
     rows = [row, *(follow(event, state, unix_s) if follow else [])]
-    return rows + schema.group_state(event.group, state) if isinstance(event, _CHANGES_MEMBERS) else rows
+    return rows + _group_state(event.group, state) if isinstance(event, _CHANGES_MEMBERS) else rows
 
 
 def record_bytes(row: Statement) -> int:
@@ -341,6 +289,76 @@ def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
     return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
 
 
+def _group_state(gid: int, state: State) -> list[Statement]:
+    group = state.find(gid)
+    if group is None:  # it ended in the same decision; the last event gives the reason
+        return []
+    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
+    return [(sql, (group.state, group.note, group.step, gid))]
+
+
+def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
+    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
+    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
+    messages = msgspec.json.encode(e.task.messages).decode()
+    rows.append((schema.INSERT_TASK, (e.group, e.task.env, e.task.env_args, e.task.seed, messages)))
+    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
+    if e.cursor is not None:
+        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
+    return rows
+
+
+_QUESTION_ISSUED = (
+    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
+)
+
+
+def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
+    columns = "group_id, member, state, attempt, holder, leased_unix_s"
+    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
+    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
+    resumed = {member for member, _ in e.resumed}
+    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
+    return rows + [(schema.WITHOUT_PARTIALS, (e.group, member)) for member in again]
+
+
+def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
+    steps, tokens = [run.version.step for run in e.runs], sum(run.count for run in e.runs)
+    sampled = (tokens, e.size_bytes, e.runs[-1].version.lineage, min(steps), max(steps))
+    sql = (
+        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
+        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    )
+    key, group = (e.group, e.member), state.find(e.group)
+    rows: list[Statement] = [(sql, (e.digest, *sampled, e.reward, unix_s, *key)), (schema.WITHOUT_PARTIALS, key)]
+    return rows + (_group_state(e.group, state) if group is not None and group.state != "LEASED" else [])
+
+
+def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
+    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
+    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
+    for place, gid in enumerate(e.groups):
+        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
+        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
+        rows.append(_question_trained(e.step, state.held[gid]))
+    return rows
+
+
+def _question_trained(step: int, group: Group) -> Statement:
+    rewards = [slot.reward for _, slot in group.done()]
+    sql = (
+        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
+        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
+    )
+    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
+
+
+_ROWS: Mapping[type, schema.Follow] = {
+    **schema.ROWS, ev.Issued: _issued, ev.Leased: _leased, ev.Put: _put, ev.Claimed: _claimed
+}  # fmt: skip
 _CHANGES_MEMBERS = (ev.Leased, ev.LeaseEnded, ev.MemberFailed, ev.Shrunk)  # `Aborted` follows a put or a failure
 
 

@@ -8,11 +8,11 @@ import os
 import sqlite3
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -22,6 +22,7 @@ from jaxroll.errors import ConfigError, DataError, InfraError, one_line
 from jaxroll.records import Task
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.events import Recorded
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
 from jaxroll.store.log import replay as replays
@@ -296,6 +297,27 @@ class Recovered:
     events: tuple[ev.Event, ...]
     log_bytes: int = 0
     before_bytes: int = 0
+
+
+class CommitLog(Protocol):
+    """Commit log as the keeper and the RPC methods use it: `Log` on disk, `MemoryLog` of a simulation.
+
+    `recovered` is the content at the start, `failure` the error of a failed commit. `Log` documents the methods.
+    """
+
+    recovered: Recovered
+    failure: InfraError | None
+
+    def append(self, statements: Sequence[schema.Statement]) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    async def committed(self) -> None: ...
+    def begin(self, state: State) -> None: ...
+    def compact(self) -> None: ...
+    async def payloads(self, group: int) -> dict[int, bytes]: ...
+    async def partials(self, group: int, member: int) -> list[bytes]: ...
+    async def recorded(self, group: int, member: int) -> Recorded | None: ...
+    async def facts(self) -> dict[str, int | str]: ...
+    async def close(self) -> None: ...
 
 
 def recovered(connection: sqlite3.Connection) -> Recovered:

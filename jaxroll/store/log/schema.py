@@ -25,6 +25,7 @@ No step is durable twice along the line, and no group in two durable steps:
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,14 +34,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from jaxroll.clock import unix_s
-from jaxroll.errors import StoreRefusal
+from jaxroll.errors import InfraError, StoreRefusal
 from jaxroll.metrics import checked_row
 
 if TYPE_CHECKING:  # readers of the tables do not need the RPC package
     from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import FILTERED
-from jaxroll.store.core.state import Group, State
+from jaxroll.store.core.state import State
 
 # --- Audit trail: changes to the run by caller, in the table `audit`; metric rows that a caller may write
 #
@@ -66,6 +67,30 @@ class Executor(Protocol):
     """A database connection that executes statements."""
 
     def execute(self, sql: str, parameters: tuple = (), /) -> sqlite3.Cursor: ...
+
+
+class Recording:
+    """A connection that notes the statements by which the content changes."""
+
+    def __init__(self, connection: sqlite3.Connection, executed: list[Statement]) -> None:
+        self._connection, self._executed = connection, executed
+
+    def execute(self, sql: str, parameters: tuple = (), /) -> sqlite3.Cursor:
+        if not sql.startswith(("SELECT", "PRAGMA")):
+            self._executed.append((sql, parameters))
+        return self._connection.execute(sql, parameters)
+
+
+class Replication(Protocol):
+    """Delivery of every commit to another store, which has it on disk before it is acknowledged."""
+
+    def ship(self, executed: Sequence[Statement], done: asyncio.Future[None] | None) -> None:
+        """Deliver the statements of a commit, and then set the result of `done`; commits are delivered in order."""
+        ...
+
+    def abandon(self, error: InfraError) -> None:
+        """Deliver nothing any more; futures that wait get `error`."""
+        ...
 
 
 _INSERT = "INSERT INTO audit (unix_s, who, role, peer, what, detail, outcome, times) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -376,85 +401,13 @@ def _skipped(e: ev.Skipped, state: State, unix_s: float) -> list[Statement]:
     return [("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor))]
 
 
-def group_state(gid: int, state: State) -> list[Statement]:
-    """The SQL that updates the row of a group to `state`."""
-    group = state.find(gid)
-    if group is None:  # it ended in the same decision; the last event gives the reason
-        return []
-    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
-    return [(sql, (group.state, group.note, group.step, gid))]
-
-
-def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
-    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
-    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
-    messages = msgspec.json.encode(e.task.messages).decode()
-    rows.append((INSERT_TASK, (e.group, e.task.env, e.task.env_args, e.task.seed, messages)))
-    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
-    if e.cursor is not None:
-        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
-    return rows
-
-
-_QUESTION_ISSUED = (
-    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
-)
-
-
-def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
-    columns = "group_id, member, state, attempt, holder, leased_unix_s"
-    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
-    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
-    resumed = {member for member, _ in e.resumed}
-    again = [member for member, attempt in e.members if attempt > 1 and member not in resumed]
-    return rows + [(WITHOUT_PARTIALS, (e.group, member)) for member in again]
-
-
-def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
-    steps, tokens = [run.version.step for run in e.runs], sum(run.count for run in e.runs)
-    sampled = (tokens, e.size_bytes, e.runs[-1].version.lineage, min(steps), max(steps))
-    sql = (
-        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
-        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    )
-    key, group = (e.group, e.member), state.find(e.group)
-    rows: list[Statement] = [(sql, (e.digest, *sampled, e.reward, unix_s, *key)), (WITHOUT_PARTIALS, key)]
-    return rows + (group_state(e.group, state) if group is not None and group.state != "LEASED" else [])
-
-
-def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
-    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
-    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
-    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
-    for place, gid in enumerate(e.groups):
-        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
-        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
-        rows.append(_question_trained(e.step, state.held[gid]))
-    return rows
-
-
-def _question_trained(step: int, group: Group) -> Statement:
-    rewards = [slot.reward for _, slot in group.done()]
-    sql = (
-        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
-        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
-        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
-    )
-    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
-
-
 def _meta(key: str, value: str) -> list[Statement]:
     return [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))]
 
 
-# The rows of an event, without its log record and its group's state, which `commit_log` adds.
+# The rows of an event, without its log record and its group's state. `commit_log` adds these, and has the other events.
 Follow = Callable[[Any, State, float], list[Statement]]
 ROWS: Mapping[type, Follow] = {
-    ev.Issued: _issued,
-    ev.Leased: _leased,
-    ev.Put: _put,
-    ev.Claimed: _claimed,
     ev.Skipped: _skipped,
     ev.LeaseEnded: _lease_ended,
     ev.Flushed: lambda e, state, unix_s: [] if e.start else _without_partials(e.group, [e.member]),

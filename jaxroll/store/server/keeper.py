@@ -32,7 +32,7 @@ from jaxroll.store.core.events import Key
 from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import commit_log, schema
-from jaxroll.store.log.commit_log import CommitLog
+from jaxroll.store.log.database import CommitLog
 from jaxroll.store.messages import MAX_KEYS, Done, Hello, Joined
 
 # --- update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served

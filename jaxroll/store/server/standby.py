@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import sqlite3
 import time
 import uuid
@@ -65,7 +64,7 @@ class Standby:
         self._called_s = -math.inf
         self._commits: deque[tuple[int, bytes, asyncio.Future[None] | None]] = deque()  # that the standby may lack
         self._arrived, self._ending = asyncio.Event(), False
-        log.replicate(self)
+        log.replication = self
 
     def guarded(self, methods: Mapping[str, Method]) -> dict[str, Method]:
         """The methods of the store with `Follow`; the others answer nothing before a standby has the log.
@@ -87,7 +86,7 @@ class Standby:
         return self._waits and self._now_s() - self._called_s > SILENT_S
 
     def ship(self, executed: Sequence[Statement], done: asyncio.Future[None] | None) -> None:
-        """See `commit_log.Replication`."""
+        """See `schema.Replication`."""
         self._number += 1
         if not self._waits:
             if done is not None:
@@ -97,7 +96,7 @@ class Standby:
         self._arrived.set()
 
     def abandon(self, error: InfraError) -> None:
-        """See `commit_log.Replication`."""
+        """See `schema.Replication`."""
         for _, _, done in self._commits:
             if done is not None and not done.done():
                 done.set_exception(error)
@@ -293,18 +292,17 @@ class Follower:
 
     async def _fetch(self, reply: msg.FollowReply) -> None:
         """Replace the database by the copy that the other store has made."""
-        path, session = self._paths.database_copy, reply.session
-        with path.open("wb") as file:
-            while (offset := file.tell()) < reply.size:
-                piece = (await self._call(msg.FollowCall(self._run_id, self._epoch, session, offset=offset))).piece
-                if not piece:
-                    raise InfraError("the other store has removed its copy")
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        for suffix in ("-wal", "-shm"):
-            self._paths.database.with_name(self._paths.database.name + suffix).unlink(missing_ok=True)
-        os.replace(path, self._paths.database)
+        session = reply.session
+        with disk.replaced(self._paths.database) as path:
+            with path.open("wb") as file:
+                while (offset := file.tell()) < reply.size:
+                    piece = (await self._call(msg.FollowCall(self._run_id, self._epoch, session, offset=offset))).piece
+                    if not piece:
+                        raise InfraError("the other store has removed its copy")
+                    file.write(piece)
+            disk.sync(path)
+            for suffix in ("-wal", "-shm"):
+                self._paths.database.with_name(self._paths.database.name + suffix).unlink(missing_ok=True)
         disk.sync_folder(self._paths.folder)
         self._paths.metrics.unlink(missing_ok=True)
         with contextlib.closing(database.connected(self._paths.database)) as connection:

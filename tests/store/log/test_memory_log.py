@@ -15,7 +15,8 @@ from jaxroll.records import Version, VersionRun
 from jaxroll.sim.world import MemoryLog
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import Core
-from jaxroll.store.log.commit_log import CommitLog, Log, statements
+from jaxroll.store.log.commit_log import Log, statements
+from jaxroll.store.log.database import CommitLog
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
 from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts, fail, lease, publish, put
