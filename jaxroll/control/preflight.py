@@ -216,6 +216,8 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
     from jaxroll.store.core.admission import Settings
 
     check_described(config)
+    if inventory is not None:
+        program.check_stores(config)
     _check_files(config)
     see_working_folder()
     _check_algorithm(config.learner.algorithm)
@@ -476,8 +478,9 @@ def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
     if options.command == "store" and bool(args.peer) != args.config.store.standby:
         remedy = "Give both stores --peer=HOST:PORT and store.standby=True, or neither."
         raise ConfigError("--peer", args.peer, f"the config has store.standby={args.config.store.standby}", remedy)
-    if options.command == "store" and args.index not in (0, 1):
-        raise ConfigError("--index", args.index, "there are two stores", "Use 0 for the one that begins, or 1.")
+    if options.command == "store" and args.index > bool(args.peer):
+        remedy = "Use 0 for the one that begins the run, and 1 for its standby (store.standby)."
+        raise ConfigError("--index", args.index, "there is no such store", remedy)
     if options.command not in ("learner", "sampler"):
         return args
     hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"

@@ -44,6 +44,30 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
     assert printed.err.startswith("reward: 1 if the score") and printed.err.count("\n") == 1
 
 
+STANDBY = "--config.store.standby=True"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["store", "r", STANDBY], "--peer = None: the config has store.standby=True"),
+        (["store", "r", "--peer=127.0.0.1:7078"], "--peer = '127.0.0.1:7078': the config has store.standby=False"),
+        (["store", "r", "--index=1"], "--index = 1: there is no such store"),
+        (["store", "r", STANDBY, "--peer=127.0.0.1:7078", "--index=2"], "--index = 2: there is no such store"),
+        (["train", STANDBY], "store.standby = True: the two stores are started by hand"),
+        (["launch", "--on=local", "--dry-run", STANDBY], "store.standby = True: the two stores are started by hand"),
+        (["launch", "--on=slurm", "--scratch=x", "--run=y", "--dry-run", STANDBY], "store.standby = True: the two"),
+        (["launch", "--target=gpu", "--dry-run", STANDBY], "store.standby = True: the two stores are started by hand"),
+    ],
+)
+def test_a_standby_is_started_by_hand_with_its_options(
+    words: list[str], named: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, f"--config={SMOKE}"]) == 64
+    assert capsys.readouterr().err.startswith(f"error: {named}")
+    assert not (here / "runs").exists(), "a run was made before the refusal"
+
+
 @pytest.mark.parametrize(("tokens", "lines"), [(0, 0), (1, 1), (16, 1), (17, 0)])
 def test_config_and_train_say_where_samplers_wait_at_every_flush(
     tokens: int, lines: int, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
