@@ -62,7 +62,8 @@ class FollowCall(msgspec.Struct, frozen=True):
 class FollowReply(msgspec.Struct, frozen=True):
     """The commits after the call's, each as the encoded list of its statements, and the next bytes of the metrics.
 
-    A call of another session gets a new copy of the database: its `size`, and the number of its last commit as `after`.
+    A call of another session gets a new copy of the database: its `size`, and the number of its last commit as `after`;
+    until it is made, replies have no `session`.
     `ended`: the store ends in order, and its standby is not to take over.
     """
 

@@ -62,18 +62,20 @@ class Standby:
         self._session, self._follower = uuid.uuid4().hex, ""
         self._number = self._copied = 0  # of the last commit, and of the last one in the copy
         self._called_s = -math.inf
+        self._made: tuple[str, asyncio.Future[msg.FollowReply]] | None = None  # a standby's session, and its copy
         self._commits: deque[tuple[int, bytes, asyncio.Future[None] | None]] = deque()  # that the standby may lack
         self._arrived, self._ending = asyncio.Event(), False
         log.replication = self
 
     def guarded(self, methods: Mapping[str, Method]) -> dict[str, Method]:
-        """The methods of the store with `Follow`; the others answer nothing before a standby has the log.
+        """The methods of the store with `Follow`; the others are unavailable while the standby is missing.
 
-        So a store that has begun another run, because its disk was lost, misleads no caller of the run.
+        So callers ask the other store, which may have taken over, and a store that has begun another run, because its
+        disk was lost, answers no caller of the run.
         """
 
         async def answer(method: Method, caller: Caller, body: bytes) -> bytes:
-            if self._waits and not self._follower:
+            if self.is_missing or (self._waits and not self._follower):
                 raise InfraError("this store waits for its standby")
             return await method.handler(caller, body)
 
@@ -114,7 +116,9 @@ class Standby:
             return wire.encode(reply)
         self._called_s = self._now_s()
         if (call.session, caller.session) != (self._session, self._follower):
-            return wire.encode(await self._begin(caller, reply))
+            made = self._copy_for(caller.session)
+            await asyncio.wait([made], timeout=min(call.wait_s, SILENT_S / 2))
+            return wire.encode(made.result() if made.done() else reply)
         if call.offset >= 0:
             piece = await asyncio.to_thread(_piece, self._copy, call.offset)
             return wire.encode(msgspec.structs.replace(reply, session=self._session, piece=piece))
@@ -133,6 +137,7 @@ class Standby:
                 break
             sent.append(body_of_commit)
             size += len(body_of_commit)
+        self._made = None
         self._copy.unlink(missing_ok=True)
         rows = await asyncio.to_thread(_piece, self._metrics, call.metrics)
         ended = self._ending and len(sent) == len(self._commits)
@@ -160,16 +165,22 @@ class Standby:
     def _has_all(self) -> bool:
         return not self._commits and self._log.is_idle
 
-    async def _begin(self, caller: Caller, reply: msg.FollowReply) -> msg.FollowReply:
-        """A new copy of the database, for a standby that has another one or none."""
+    def _copy_for(self, session: str) -> asyncio.Future[msg.FollowReply]:
+        """The reply with a copy of the database for a standby without one, which gets the same one if it asks again."""
+        if self._made is None or self._made[0] != session or (self._made[1].done() and self._made[1].exception()):
+            self._made = session, asyncio.ensure_future(self._make_copy(session))
+        return self._made[1]
+
+    async def _make_copy(self, session: str) -> msg.FollowReply:
         note = ("INSERT OR REPLACE INTO meta VALUES ('followed', ?)", (str(self.epoch),))
 
         def mark() -> None:  # the standby gets the commits after these
-            self._follower, self._waits, self._copied = caller.session, True, self._number
+            self._follower, self._waits, self._copied = session, True, self._number
 
         self._follower = ""
         await self._log.copy(self._copy, note, mark)
-        return msgspec.structs.replace(reply, session=self._session, size=self._copy.stat().st_size, after=self._copied)
+        size = self._copy.stat().st_size
+        return msg.FollowReply(self._run_id, self.epoch, self._session, self._copied, size)
 
     def _acknowledge(self, number: int) -> None:
         while self._commits and self._commits[0][0] <= number:
@@ -207,7 +218,7 @@ class Follower:
     def __init__(self, run_dir: Path, peer: RawClient, takeover_s: float, say: Callable[[str], None]) -> None:
         self._paths, self._peer, self._takeover_s, self._say = RunPaths(run_dir), peer, takeover_s, say
         self._run_id, self._epoch, self._follows = "", 0, False
-        self._session, self._after = "", 0
+        self._session, self._after, self._last = "", 0, ""
         if self._paths.database.exists():
             with contextlib.closing(database.connected(self._paths.database)) as connection:
                 database.prepared(connection, self._paths.database)
@@ -217,7 +228,8 @@ class Follower:
         """The epoch in which the other store serves; 0 if it serves nothing or is not reached."""
         try:
             return (await self._call(msg.FollowCall(run_id, epoch, probe=True))).epoch
-        except InfraError:
+        except InfraError as error:
+            self._report(f"the other store does not serve ({error})")
             return 0
 
     async def stand_by(self, *, is_first: bool) -> bool:
@@ -238,7 +250,6 @@ class Follower:
                     break
                 if is_first and time.monotonic() - began_s > 2 * self._takeover_s:
                     return True
-                self._say("looks for the other store")
                 await asyncio.sleep(_LOOK_S)
             if not await self._follow():
                 return False
@@ -270,11 +281,13 @@ class Follower:
                     failures += 1
                     silent_s = time.monotonic() - heard_s
                     if self._follows and failures >= _FAILURES and silent_s >= self._takeover_s:
-                        self._say(f"takes over: the other store has been silent for {silent_s:.0f} s ({error})")
+                        self._report(f"takes over: the other store has been silent for {silent_s:.0f} s ({error})")
                         return True
                     await asyncio.sleep(_RETRY_S)
                     continue
                 heard_s, failures = time.monotonic(), 0
+                if not reply.session:  # it makes the copy
+                    continue
                 assert connection is not None, "a store sends commits only after its copy"
                 for body in reply.commits:
                     await _to_the_end(commit, connection, wire.decode(body, list[Statement]), None)
@@ -309,7 +322,7 @@ class Follower:
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('follows', '1')")
             self._note(database.meta(connection))
         self._session, self._after = session, reply.after
-        self._say(f"follows the other store in epoch {self._epoch}: {reply.size:,} bytes copied")
+        self._report(f"follows the other store in epoch {self._epoch}: {reply.size:,} bytes copied")
 
     def _take_over(self) -> None:
         with contextlib.closing(database.connected(self._paths.database)) as connection:
@@ -317,6 +330,12 @@ class Follower:
             connection.execute("DELETE FROM meta WHERE key = 'follows'")
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (str(self._epoch + 1),))
             connection.execute("COMMIT")
+
+    def _report(self, text: str) -> None:
+        """Print a change of what this store does, once."""
+        if text != self._last:
+            self._last = text
+            self._say(text)
 
     def _note(self, meta: dict[str, str]) -> None:
         self._run_id, self._epoch = meta["run_id"], int(meta.get("epoch", 1))

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import random
 import sqlite3
+import threading
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,10 +42,11 @@ class Wire:
     """Calls to a `Standby`: `lost` of them, in either direction, and all while there is none."""
 
     def __init__(self, to: Standby | None, rng: random.Random, lost: float = 0.0) -> None:
-        self.to, self.session, self._rng, self._lost = to, uuid.uuid4().hex, rng, lost
+        self.to, self.session, self._rng, self._lost, self.calls = to, uuid.uuid4().hex, rng, lost, 0
 
     async def call(self, method: str, body: bytes, deadline_s: float, *, patience_s: float) -> bytes:
         assert (method, patience_s) == ("Follow", 0.0)
+        self.calls += 1
         if self.to is None or self._rng.random() < self._lost:
             raise InfraError("no connection")
         reply = await self.to.follow(Caller("admin", "standby", self.session, "", deadline_s), body)
@@ -233,12 +236,44 @@ async def _of_a_new_run(tmp_path: Path) -> None:
         assert await methods["Hello"].handler(caller, b"") == b"hello"
         one.cancel()
         await asyncio.gather(one, return_exceptions=True)
+        clock.advance(standbys.SILENT_S + 1)
+        with pytest.raises(InfraError, match="waits for its standby"):
+            await methods["Hello"].handler(caller, b"")
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
 
 
 def test_a_store_on_a_new_disk_misleads_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other store may have the run; a caller that this one answered would end, because it has another run."""
     monkeypatch.setattr(standbys, "_LOOK_S", 0.01)
     asyncio.run(_of_a_new_run(tmp_path))
+
+
+async def _slow_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, clock, gate, made, copy = random.Random(0), ManualClock(), threading.Event(), [], database.copy
+
+    def slowly(*values: Any) -> None:
+        made.append(values)
+        gate.wait()
+        copy(*values)
+
+    monkeypatch.setattr(database, "copy", slowly)
+    async with store(tmp_path / "a", clock) as (kept, standby):
+        second = follower(tmp_path / "b", standby, rng)
+        one = asyncio.ensure_future(second.stand_by(is_first=False))
+        begun = asyncio.ensure_future(kept.answer(ev.Begin("L", None)))
+        while second._peer.calls < 10:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        gate.set()
+        await begun
+        assert len(made) == 1 and not one.done(), "it waits for the copy, and neither asks for another nor takes over"
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
+
+
+def test_a_standby_waits_for_a_copy_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "_WAIT_S", 0.02)
+    asyncio.run(_slow_copy(tmp_path, monkeypatch))
 
 
 async def _ended(tmp_path: Path) -> None:
