@@ -106,6 +106,17 @@ class Train:
         except psutil.NoSuchProcess:
             return []
 
+    def hosts(self, role: str) -> list[psutil.Process]:
+        """The processes of the learner or the sampler by their number: that of process 0 first."""
+        found = {}
+        for process in self.children():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if words[1:4] == ["-m", "jaxroll", role]:
+                    option = "--index=" if role == "learner" else "--process="
+                    found[int(next((w.partition("=")[2] for w in words if w.startswith(option)), "0"))] = process
+        return [found[number] for number in sorted(found)]
+
     def role(self, name: str) -> psutil.Process:
         """The process of a role that has started: `learner`, `sampler` or `store`."""
         deadline, pause = time.monotonic() + START_S, threading.Event()

@@ -2,7 +2,6 @@
 
 import signal
 
-import psutil
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
@@ -11,11 +10,6 @@ from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 pytestmark = pytest.mark.process
 TWO = "--config.placement.learner_hosts=2"
 STEPS = 3  # of the six steps of the run with one host
-
-
-def follower(train: Train) -> psutil.Process:
-    """The learner's second process."""
-    return next(process for process in train.children() if "--index=1" in process.cmdline())
 
 
 def steps_of(train: Train) -> list[dict]:
@@ -45,9 +39,8 @@ def test_one_host_resumes_from_a_checkpoint_of_two(tmp_path):
     words = (*LEARNING, TWO, "--config.schedule.steps=12", "--config.learner.checkpoint_every=100")
     with Train(tmp_path / "run", *words) as first:
         first.until_step(3)
-        follower(first).send_signal(
-            signal.SIGTERM
-        )  # as in a preemption: it notifies the leader, and all processes restart
+        # As in a preemption: it notifies the leader, and all processes restart.
+        first.hosts("learner")[1].send_signal(signal.SIGTERM)
         first.until_step(last_step(first.rows) + 2)
         first.interrupt()
         assert first.finish(60) == EXIT_INTERRUPTED, first.logs()
@@ -77,7 +70,7 @@ def test_a_run_survives_the_death_of(which, free_run_dir):
     with Train(free_run_dir, *words) as train:
         for _ in range(2):
             train.until_step(last_step(train.rows) + 3)
-            (train.role("learner") if which == "leader" else follower(train)).send_signal(signal.SIGKILL)
+            train.hosts("learner")[which == "follower"].send_signal(signal.SIGKILL)
             killed_at = last_step(train.rows)
             train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after the {which} was killed")
         assert train.finish(400) == 0, train.logs()

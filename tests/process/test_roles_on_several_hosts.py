@@ -2,19 +2,12 @@
 
 import signal
 
-import psutil
 import pytest
 
 from tests.harness.train_process import Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 STEPS = 80  # of the hundred of the demo
-
-
-def hosts(train: Train, role: str) -> list[psutil.Process]:
-    """All processes of the learner or the sampler, the leader last."""
-    found = [process for process in train.children() if process.cmdline()[1:4] == ["-m", "jaxroll", role]]
-    return sorted(found, key=lambda process: process.pid, reverse=True)
 
 
 @pytest.mark.timeout(1800)
@@ -33,13 +26,13 @@ def test_every_host_of_a_run_dies_once(learners, samplers, free_run_dir):
         deaths = 0
         for role, count in (("learner", learners), ("sampler", samplers)):
             for which in range(count):
-                before = hosts(train, role)
+                before = train.hosts(role)
                 assert len(before) == count, train.logs()
                 before[which].send_signal(signal.SIGKILL)
                 deaths += 1
                 killed_at = last_step(train.rows)
                 train.until(lambda rows, at=killed_at: last_step(rows) > at + 1, f"two steps after death {deaths}")
-                pids = {process.pid for process in hosts(train, role)}
+                pids = {process.pid for process in train.hosts(role)}
                 assert not pids & {process.pid for process in before}, "every process of the role is new"
         assert train.finish(600) == 0, train.logs()
         assert_sound(train, steps=STEPS, alpha=1)

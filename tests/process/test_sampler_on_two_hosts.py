@@ -2,7 +2,6 @@
 
 import signal
 
-import psutil
 import pytest
 
 from tests.harness.train_process import (
@@ -17,11 +16,6 @@ from tests.harness.train_process import (
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 TWO = "--config.placement.sampler_hosts=2"
 STEPS = 3  # of the six steps of the run with one host
-
-
-def follower(train: Train) -> psutil.Process:
-    """The sampler's second process."""
-    return next(process for process in train.children() if "--process=1" in process.cmdline())
 
 
 @pytest.mark.timeout(600)
@@ -47,13 +41,13 @@ def test_a_run_survives_the_death_of_a_host(free_run_dir):
     words = (*LEARNING, TWO, f"--config.schedule.steps={steps}", "--config.supervisor.backoff_s=0.1",
              "--config.store.lease_s=6", "--config.store.rpc_deadline_s=4")  # fmt: skip
     with Train(free_run_dir, *words) as train:
-        for host in (follower, lambda train: train.role("sampler")):
+        for which in (1, 0):
             train.until_step(last_step(train.rows) + 3)
-            before = {process.pid for process in train.children() if "sampler" in process.cmdline()}
-            host(train).send_signal(signal.SIGKILL)
+            before = train.hosts("sampler")
+            before[which].send_signal(signal.SIGKILL)
             killed_at = last_step(train.rows)
             train.until(lambda rows, at=killed_at: last_step(rows) > at + 1, "steps after the kill")
-            assert not before & {process.pid for process in train.children()}, "both processes are new"
+            assert not {one.pid for one in before} & {one.pid for one in train.children()}, "both processes are new"
         assert train.finish(400) == 0, train.logs()
         assert_sound(train, steps=steps, alpha=1)
         assert train.report()["restarts"] == 2
