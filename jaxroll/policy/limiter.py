@@ -376,7 +376,7 @@ class Recent(msgspec.Struct):
 
     @property
     def per_token_s(self) -> float:
-        """Seconds a token; 0 if tokens are unknown."""
+        """Seconds per token; 0 if tokens are unknown."""
         return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
 
 

@@ -468,7 +468,7 @@ def cells(line: Line) -> Iterator[tuple[str, str, Damage]]:
                 yield name, kind, damage
 
 
-def told(
+def answered(
     line: Line, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
     """The exit code and stderr of the line in the folder `home`."""
@@ -532,7 +532,7 @@ def test_a_command_with_bad_input(
             assert isinstance(line, Line)
             copied(base, home, line)
             monkeypatch.chdir(home)
-            code, undamaged = told(line, home, capsys, monkeypatch)
+            code, undamaged = answered(line, home, capsys, monkeypatch)
             assert code == line.code and "Traceback" not in undamaged, (line.words, code, undamaged)
             for name, kind, damage in cells(line):
                 shutil.rmtree(home)
@@ -540,7 +540,7 @@ def test_a_command_with_bad_input(
                 monkeypatch.chdir(home)
                 with damaged(home, kind, damage):
                     try:
-                        code, err = told(line, home, capsys, monkeypatch)
+                        code, err = answered(line, home, capsys, monkeypatch)
                     except Exception as error:  # noqa: BLE001  # all of them are listed
                         wrong.append(f"{line.words} | {name} | {kind}: raised {type(error).__name__}: {error}")
                         continue
@@ -595,7 +595,7 @@ def watched(line: Line, call: int, home: Path, capsys, monkeypatch: pytest.Monke
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
     sys.setprofile(watch)
     try:
-        code, err = told(line, home, capsys, monkeypatch)
+        code, err = answered(line, home, capsys, monkeypatch)
     finally:
         sys.setprofile(None)
         signal.signal(signal.SIGINT, before)

@@ -421,7 +421,7 @@ def _slow_rest_s(
 
 
 def _has_pace_of(recent: Recent, took_s: float, tokens: int, others: Sequence[Recent]) -> bool:
-    """True if this holder is about as quick a token as others, so that its members are longer and it is not slow.
+    """True if this holder needs about as little time per token as others: its members are longer, and it is not slow.
 
     Members that begin together end in the order of their length. So the last ones of a sampler may be the longest of a
     batch while those of the others are the shortest of the next.
