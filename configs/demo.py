@@ -26,4 +26,5 @@ def get_config() -> ConfigDict:
     config.sampler.slots = 64
     config.sampler.prefill_rows = 16
     config.sampler.decode_chunk = 8
+    config.evaluator.mesh.tensor = 2  # the programs are then those of the sampler, and each is compiled once
     return config

@@ -211,11 +211,15 @@ class Device:
             params = {name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self.served.items()}
         self.dtypes = {name: leaf.dtype for name, leaf in params.items()}
         held = self.held(params)
-        for fresh, bucket in self._programs.prefill:
-            what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
-            _timed(progress, what, lambda: self.prefill(held, fresh, bucket, []))  # noqa: B023
-        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(held, 1, 1).report())
-        _timed(progress, "insert, restore and copy", self._run_empty_moves)
+        work: dict[str, Callable[[], object]] = {
+            f"{'prefill' if fresh else 'extend'} of {bucket} tokens": partial(self.prefill, held, fresh, bucket, [])
+            for fresh, bucket in self._programs.prefill
+        }
+        work[f"decode of {self._sizes.slots} slots"] = lambda: self.decode(held, 1, 1).report()
+        work["insert, restore and copy"] = self._run_empty_moves
+        where, cache = self._programs.replicated, jax.config.jax_compilation_cache_dir
+        for what in programs.in_turns(work, where.mesh.shape, cache if where.is_fully_addressable else None):
+            _timed(progress, what, work[what])
         self._warm = self._compiled()
 
     def _run_empty_moves(self) -> None:

@@ -7,10 +7,15 @@ that row, so within one program a request's tokens do not depend on its slot, it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -382,3 +387,44 @@ def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeS
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     """`state` with `slots` idle."""
     return replace(state, status=jnp.where(slots, inputs.IDLE, state.status))
+
+
+# --- the engines of one machine compile each program once
+
+TURN_LIMIT_S, TURN_PAUSE_S = 300.0, 0.1
+
+
+def in_turns(names: Iterable[str], mesh: Mapping[str, int], folder: str | None) -> Iterator[str]:
+    """`names` of programs, in an order in which no other process of this machine compiles the same one meanwhile.
+
+    Samplers and evaluator of a machine often have equal programs, and start together. Each name has a lock file in
+    `folder`, the compilation cache, held until the next name is asked for. A name that another process holds comes
+    later, and its program then comes from the cache; after TURN_LIMIT_S of waiting it comes all the same. Different
+    programs of one name (on an equal `mesh`) only wait for each other. Without a cache or locks in it, nothing waits.
+    """
+    pending, limit_s = list(names), time.monotonic() + TURN_LIMIT_S
+    while pending and folder and time.monotonic() < limit_s:
+        for name in pending:
+            with contextlib.ExitStack() as held:
+                if _takes_turn(held, Path(folder), f"{name} {dict(mesh)}"):
+                    yield name
+                    pending.remove(name)
+                    limit_s = time.monotonic() + TURN_LIMIT_S
+                    break
+        else:
+            time.sleep(TURN_PAUSE_S)
+    yield from pending
+
+
+def _takes_turn(held: contextlib.ExitStack, folder: Path, label: str) -> bool:
+    """True if the lock of `label` is now in `held`, or cannot be had at all; False if another process has it."""
+    try:
+        turns = folder / "turns"
+        turns.mkdir(parents=True, exist_ok=True)
+        file: IO[bytes] = held.enter_context((turns / hashlib.sha1(label.encode()).hexdigest()).open("ab"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a full or read-only cache, or a file system without locks: the process compiles by itself
+        pass
+    return True
