@@ -283,9 +283,12 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     given = _object("rope_parameters", values.get("rope_parameters"))
     local: dict[str, Any] = {}
     if FULL in given or SLIDING in given:  # transformers 5, for families that have both kinds of layers
+        if unknown := sorted(key for key in given if key not in (FULL, SLIDING) and given[key] is not None):
+            raise _not_supported(f"rope_parameters {unknown[0]}", given[unknown[0]], f"{FULL} and {SLIDING}")
         local, given = _object("rope_parameters", given.get(SLIDING)), _object("rope_parameters", given.get(FULL))
         if local.get("rope_type", "default") != "default":
             raise _not_supported(f"rope_parameters {SLIDING}", local, "rope_type default")
+        _scaling({key: value for key, value in local.items() if key != "rope_theta"}, None)
     rope = _object("rope_scaling", values.get("rope_scaling")) | given
     theta = rope.pop("rope_theta", values.get("rope_theta", 1e4))
     local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
@@ -297,10 +300,13 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate")
 _STRETCHES = {
+    "default": tuple(sorted({*_LLAMA3, *_YARN})),  # transformers ignores these without a scaling, and others not
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
 }
 
 
@@ -308,13 +314,14 @@ def _scaling(rope: dict[str, Any], longest: Any) -> RopeScaling | None:
     """The scaling that an object `rope_scaling` or `rope_parameters` describes."""
     older = rope.pop("type", None)  # its name before transformers 4.45
     kind = rope.pop("rope_type", older)
-    if kind in (None, "default"):
-        return None
+    kind = "default" if kind is None else kind
     if not isinstance(kind, str) or kind not in _STRETCHES:
-        raise _not_supported("rope_scaling", kind, f"rope_type default, {', '.join(_STRETCHES)}")
+        raise _not_supported("rope_scaling", kind, f"rope_type {', '.join(_STRETCHES)}")
     given = {key: value for key, value in rope.items() if value is not None}
     if unknown := sorted(given.keys() - set(_STRETCHES[kind])):
         raise _not_supported("rope_scaling", unknown[0], f"{', '.join(_STRETCHES[kind])} for rope_type {kind}")
+    if kind == "default":
+        return None
     check_number("config.json rope_scaling factor", given.get("factor"))
     factor, context = float(given["factor"]), given.get("original_max_position_embeddings", longest)
     if kind == "linear":

@@ -45,7 +45,7 @@ def test_the_module_has_as_many_parameters_as_arithmetic_says(size):
         ("qwen2p5_3b", 3086), ("qwen2p5_7b", 7616), ("qwen2p5_14b", 14_770), ("qwen2p5_32b", 32_764),
         ("qwen2p5_72b", 72_706), ("llama3p2_1b", 1236), ("llama3p2_3b", 3213), ("llama3p1_8b", 8030),
         ("llama3p1_70b", 70_554), ("mistral_7b", 7248), ("gemma3_270m", 268), ("gemma3_1b", 1000), ("gemma3_4b", 3880),
-        ("gemma3_12b", 11_766), ("gemma3_27b", 27_009),
+        ("gemma3_12b", 11_766), ("gemma3_27b", 27_009), ("qwen3_30b_a3b", 30_532),
     ],
 )  # fmt: skip
 def test_sizes_are_what_their_names_promise(size, millions):
@@ -91,6 +91,8 @@ def test_a_hugging_face_config_gives_the_published_size():
             "context = 0",
         ),
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "= 'partial_rotary_factor'"),
+        ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "rope_scaling = 'mrope_section'"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0"),
         ({"layer_types": ["sliding_attention"] * 28}, "layer_types"),
         ({"use_sliding_window": True, "layer_types": ["full_attention"] * 27}, "for each of 28 layers"),
@@ -100,6 +102,20 @@ def test_a_hugging_face_config_gives_the_published_size():
 def test_a_config_that_is_not_covered_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         hf_config.from_huggingface({**QWEN3_0P6B, **change})
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_every_family_refuses_an_option_that_it_does_not_know(family: str) -> None:
+    size = next(size for size in families.names() if families.spec(size).family == family or family in size)
+    config = hf_config.to_huggingface(families.spec(size), "float32")
+    assert config["model_type"] == family
+    rope = config["rope_parameters"]
+    for place in (config, rope, *(one for one in rope.values() if isinstance(one, dict))):
+        place["surprise"] = 1
+        with pytest.raises(ConfigError, match="surprise"):
+            hf_config.from_huggingface(config)
+        del place["surprise"]
+    hf_config.from_huggingface(config)
 
 
 def test_a_model_of_more_than_text_and_images_is_refused() -> None:
