@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 from jaxroll import sharding
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.engine.requests import Request
+from jaxroll.errors import DataError
 from jaxroll.learner import weights as own
 from jaxroll.models import families, folders, params
 from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Message
+from jaxroll.text.tokenizers import HFTokenizer
 from jaxroll.tools import weights
 from tests.golden.write_families import VARIANTS
 from tests.harness import naive_engine
@@ -126,3 +130,61 @@ def test_the_text_model_of_a_model_of_text_and_images_is_that_of_transformers(tm
     expected = np.load(tmp_path / "expected.npz")
     logits = np.asarray(logits_of(spec, values, *whole_rows(expected["tokens"])))
     assert expected["logits"].std() > 0.5 and np.abs(logits - expected["logits"]).max() < 1e-4
+
+
+# --- the chat templates of released models
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": 'Adds "a" & é.',
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+    },
+}
+DATE = {"date_string": "26 Jul 2024"}
+RENDERED: list[dict[str, Any]] = [
+    {"template": template, "args": args, "tools": tools}
+    for template, args, tools in [
+        ("qwen2_5", {}, []),
+        ("qwen2_5", {}, [ADD]),
+        ("qwen3", {}, []),
+        ("qwen3", {"enable_thinking": False}, [ADD, ADD]),
+        ("qwen3_instruct_2507", {}, [ADD]),
+        ("llama3", {}, []),
+        ("llama3_1", DATE, []),
+        ("llama3_1", DATE | {"tools_in_user_message": False}, [ADD]),
+        ("llama3_2", DATE, []),
+        ("llama3_2", DATE, [ADD]),
+        ("gemma3", {}, []),
+    ]
+]
+TALKS = [
+    [("user", "sun")],
+    [("system", " Be brief.\n"), ("user", "  <a href='x'>é 🜚</a> {{ 1 }} {% if %}\n\n")],
+    [("user", "one"), ("assistant", "<think>\n1 → eno\n</think>\n\neno "), ("user", "two")],
+    [("system", "s"), ("user", "1+1"), ("assistant", "<tool_call>{}</tool_call>"), ("tool", "2"), ("tool", '{"a": 3}')],
+    [("user", "a"), ("user", "b")],
+    [("system", "only")],
+]  # fmt: skip
+
+
+def test_chat_templates_of_released_models_are_rendered_as_by_transformers(tmp_path: Path, peer) -> None:
+    talks = [[{"role": role, "content": content} for role, content in talk] for talk in TALKS]
+    (tmp_path / "cases.json").write_text(json.dumps({"cases": RENDERED, "conversations": talks}))
+    said = peer("trl", "render_chats.py", str(tmp_path / "cases.json"), str(tmp_path))
+    assert said == {"trl": "1.16.0", "transformers": "5.23.0"}
+    refused = 0
+    for number, case in enumerate(RENDERED):
+        tokenizer = HFTokenizer(tmp_path / str(number), case["args"])
+        for talk, want in zip(TALKS, json.loads((tmp_path / str(number) / "chats.json").read_text()), strict=True):
+            messages = tuple(Message(*message) for message in talk)
+            if want["prompt"] is None:
+                refused += 1
+                with pytest.raises(DataError):
+                    tokenizer.render(messages, tools=case["tools"])
+                continue
+            assert tokenizer.render(messages, tools=case["tools"]) == want["prompt"], (case, talk)
+            if not case["tools"]:
+                assert tokenizer.conversation(messages) == want["whole"], (case, talk)
+    assert 0 < refused < len(RENDERED), "Gemma's template refuses roles that do not alternate"
