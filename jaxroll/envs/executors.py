@@ -153,6 +153,7 @@ Call = Callable[[], Any]
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
 CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close, its threads and a cancelled call to end
+JUDGE_EVERY_S = 0.1
 CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
 
@@ -179,6 +180,11 @@ def count_cause(counts: Counter[str], cause: str) -> None:
     """Count `cause`, at most `CAUSES` different ones. Causes that differ in numbers only are one cause."""
     cause = re.sub(r"0x[0-9a-fA-F]+|\d+", "N", cause.split("\n", 1)[0])[:CAUSE_CHARS]
     counts[cause if cause in counts or len(counts) < CAUSES else "other causes"] += 1
+
+
+def _running(owner: protocols.Owner) -> list[threading.Thread]:
+    """The threads of `owner` that are alive."""
+    return [thread for one in list(owner.threads) if (thread := one()) and thread.is_alive()]
 
 
 class EnvironmentCalls:
@@ -260,11 +266,19 @@ class EnvironmentCalls:
             for call in list(owner.calls):
                 self.counts.add_fault(f"{owner.name} left a call in a thread running")
                 call.cancel()
-            for thread in (found for one in list(owner.threads) if (found := one()) and found.is_alive()):
+            for thread in _running(owner):
                 self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
                 self._left.append(thread)
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
+
+    async def judged_threads(self) -> int:
+        """`left_threads` as soon as it counts all: what runs now has ended or had its `LEFT_S`."""
+        for _ in range(math.ceil(LEFT_S / JUDGE_EVERY_S) + 1):  # not longer by a virtual clock
+            if not any(owner.calls or _running(owner) for _, owner in self._closed):
+                break
+            await asyncio.sleep(JUDGE_EVERY_S)
+        return self.left_threads()
 
     async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
         for attempt in range(retries + 1):

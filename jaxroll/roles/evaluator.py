@@ -123,13 +123,13 @@ class EvaluatorLoops:
         }
         sets = {name: _figures(scored) for name, scored in others.items()}
         failed = _failures_by_cause([results, *others.values()])
-        self.session.executors.threads.note_leftover(self.manager.left_threads())
+        t1 = unix_s()
+        self.session.executors.threads.note_leftover(await self.manager.judged_threads())
         faults = self.manager.env_calls.faults + self.session.executors.processes.faults
         faults -= self._faults_reported
         self._faults_reported += faults
         by_source = episode.grouped(results, lambda score: str(score.task.args().get("source", "")))
         sources = {label: _figures(scored) for label, scored in by_source.items()}
-        t1 = unix_s()
         examples = [
             {
                 "prompt": score.task.messages[-1].content,

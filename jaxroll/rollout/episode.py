@@ -379,6 +379,10 @@ class RolloutManager:
         """Number of threads that closed environments left running; each is counted once in `env_calls.faults`."""
         return self._env_calls.left_threads()
 
+    async def judged_threads(self) -> int:
+        """`left_threads` of all environments that are closed, which it waits for (about 10 s) if any has a thread."""
+        return await self._env_calls.judged_threads()
+
     async def run_member(
         self,
         grant: Grant,

@@ -286,6 +286,22 @@ def test_failures_in_an_evaluation_are_counted_by_cause(
     assert re.search(r"1\s+close: .*SystemExit", shown)
 
 
+def test_threads_that_environments_leave_in_an_evaluation_are_counted_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the last evaluation, after which none could count them."""
+    monkeypatch.setattr(executors, "LEFT_S", 0.3)
+    name = NAME.format("leaving")
+    role = functools.partial(evaluate, sets={"heldout": Feed(name, ["thread", "fair", "thread"]).tasks()})
+    try:
+        found, _ = run(tmp_path, configured(name, 0), Feed(name, []), lambda _: bool(evaluations(tmp_path)), role)
+    finally:
+        misbehaving.RELEASED.set()
+        misbehaving.RELEASED = threading.Event()
+    (row,) = evaluations(tmp_path)
+    assert row["correct"] == "111" and found["env_faults"] == {f"{name} left the thread kept-N running": 2}
+
+
 @pytest.mark.process
 def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause(tmp_path: Path) -> None:
     name = NAME.format("misbehaving_in_process")
