@@ -400,6 +400,35 @@ def test_a_resumed_learner_publishes_its_weights_before_it_waits_for_rollouts(tm
     run(job())
 
 
+def test_no_token_is_sampled_before_the_learners_first_weights(tmp_path: Path) -> None:
+    """tunix 2096: the rollouts of step 0 come from weights that the sampler made itself, and are scored and trained.
+
+    Here each of two samplers waits for the weights of the learner, a long time, also one that starts again later.
+    """
+    answered: list[GenerationKey] = []
+
+    def answer_s(key: GenerationKey) -> float:
+        answered.append(key)
+        return 1.0
+
+    async def job() -> None:
+        async with VirtualRun(small(stall_abort_s=600.0), tmp_path) as at:
+            engines = [Behaviour(answer_s, fetch_s) for fetch_s in (0.1, 20.0)]
+            for index, engine in enumerate(engines):
+                at.sampler(index, engine)
+            await asyncio.sleep(100.0)
+            assert not answered
+            training = at.learner()
+            await until(lambda: acked(at) == 6)
+            await at.kill("sampler-1")
+            at.sampler(1, engines[1])
+            assert await training == 0 and answered
+            assert_each_step_counts_once(at)
+            assert max(one.age for one in at.trained) <= 1 and at.trained[0].age == 0
+
+    run(job())
+
+
 HANGS = {"sampler": "sampler-0 ", "learner": "learner ", "no sampler": "samplers "}
 
 
