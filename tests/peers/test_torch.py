@@ -187,4 +187,11 @@ def test_chat_templates_of_released_models_are_rendered_as_by_transformers(tmp_p
             assert tokenizer.render(messages, tools=case["tools"]) == want["prompt"], (case, talk)
             if not case["tools"]:
                 assert tokenizer.conversation(messages) == want["whole"], (case, talk)
+        if "enable_thinking" not in case["args"]:  # whose template writes empty thoughts for the newest answer only
+            turns, shown = (Message("user", "one"), Message("assistant", "eno"), Message("user", "two")), case["tools"]
+            first, later = (
+                tokenizer.render(turns[:1], tools=shown),
+                tokenizer.render(turns[2:], first=False, tools=shown),
+            )
+            assert [*first, *tokenizer.encode("eno"), *later] == tokenizer.render(turns, tools=shown), case
     assert 0 < refused < len(RENDERED), "Gemma's template refuses roles that do not alternate"
