@@ -6,9 +6,12 @@ import ast
 import dataclasses
 import importlib.util
 import itertools
+import json
+import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +22,7 @@ from jaxroll import config as configs
 from jaxroll.config import MODEL_SIZES
 from jaxroll.control import cli, preflight
 from jaxroll.errors import ConfigError, InfraError
-from jaxroll.models import families, hf_config
+from jaxroll.models import families, hf_config, params
 from tests.harness.refused_inputs import CASES, HUGGING_FACE, ROOT, SMOKE, Case, module, named, weights
 
 
@@ -68,15 +71,49 @@ def _check_here(name: str, config: configs.Config) -> None:
         assert config.model.path or preflight.check(config) is None
 
 
+TEMPLATE = """{%- for message in messages %}{{ message.role + message.content + eos_token }}{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant' + ('' if enable_thinking is defined and enable_thinking else ' ') }}
+{%- endif %}"""
+
+
+def released(folder: Path, spec: families.ModelSpec) -> None:
+    """A folder as of a released model: the names and shapes of this model's tensors, a tokenizer and a template."""
+    folder.mkdir()
+    config = hf_config.to_huggingface(spec, "bfloat16")
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    first = params.abstract(dataclasses.replace(spec, layers=1, windows=spec.windows[:1]))  # all layers are alike
+    for ours in hf_config.ours(spec):
+        leaf = first[re.sub(r"layers\.\d+", "layers.00", ours)]
+        shape = params.shape(ours, leaf.shape[hf_config.of_experts(ours) :])
+        for theirs in hf_config.names(spec, ours):
+            start, end = end, end + 2 * math.prod(shape)
+            header[theirs] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)  # a hole: no disk is used
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "tests" / "golden" / "families" / "qwen3" / name, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("gsm8k_*.py")), ids=lambda path: path.stem)
-def test_the_configs_of_released_models_fit_their_sizes(path: Path) -> None:
-    """Their folders are not here, so the model is that of `model.size`."""
+def test_the_configs_of_released_models_pass_with_a_model_of_their_size(path: Path, tmp_path: Path) -> None:
     loaded = configs.load(path)
     spec = families.spec(loaded.model.size, compute_dtype=loaded.model.dtype)
-    for role, mesh in preflight.meshes(loaded).items():
-        families.check_mesh(spec, mesh, f"{role}.mesh")
     assert path.stem == f"gsm8k_{spec.name}" == loaded.run.name
     assert loaded.learner.row_tokens >= loaded.task.max_prompt_tokens + loaded.sampling.max_tokens
+    model = tmp_path / "model"
+    here = [f"model.path={model}", f"tokenizer.path={model}", f"task.path={tmp_path / 'rows'}", "task.heldout_items=9"]
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        preflight.check(configs.load(path, here))
+    released(model, spec)
+    rows = ({"question": f"{index:b}".translate({48: "a", 49: "b"}), "answer": f"#### {index}"} for index in range(20))
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    preflight.check(configs.load(path, here))
+    with pytest.raises(ConfigError, match=r"learner\.mesh\.tensor = 257: does not divide"):
+        preflight.check(configs.load(path, [*here, "learner.mesh.tensor=257"]))
 
 
 TYPED_COMMANDS = [
