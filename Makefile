@@ -43,10 +43,12 @@ demo: venv-demo
 # Tests without processes of their own run on both cores, a file at a time. Those with processes run one by one next to
 # them: half of their time is waiting. They go first, because no two of them run at once: the first half has a session
 # of its own with the priority of roles. The output of the processes, and the first
-# half's summary of failures and skipped tests, come at the end. pytest's 5: there was no test.
+# half's summary of failures and skipped tests, come at the end. pytest's 5: there was no test. Bytecode is written first:
+# with PYTHONDONTWRITEBYTECODE set, every process of a role would compile the package again.
 PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15
 LOWER = echo 10 2>/dev/null >/proc/self/autogroup; exec nice -n 10 env "$$@"
 test: venv
+	@$(VENV)/bin/python -m compileall -q -j 0 jaxroll tests/harness benchmarks configs
 	@mkdir -p .cache; set -o pipefail; halves=(0 0); shown=; : >.cache/first_half.log; \
 	$(PYTEST) -m "process and not soak" $(ARGS) </dev/null >.cache/process_half.log 2>&1 & half=$$!; \
 	setsid bash -c '$(LOWER)' _ $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not process" $(ARGS) </dev/null >.cache/first_half.log 2>&1 & first=$$!; \
