@@ -46,7 +46,7 @@ def assert_naive(spec, seed, weights, requests, results):
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("paged", ["dense", "xla"])
+@pytest.mark.parametrize("paged", ["dense", pytest.param("xla", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "params",
     [

@@ -23,7 +23,8 @@ def uneven(count: int = 10) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(MeshConfig(), marks=pytest.mark.soak), MeshConfig(data=2)], ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2)], ids=str)
 def test_tokens_do_not_depend_on_how_long_the_neighbours_are(bench, mesh):
     """On two devices each has a half of the slots, in an order of their own."""
     requests = uneven()

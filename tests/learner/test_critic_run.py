@@ -103,6 +103,7 @@ def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lor
     checkpoints.close()
 
 
+@pytest.mark.soak
 def test_a_resume_on_another_mesh(tmp_path, small_config, make_claim, make_trainer):
     trainer = make_trainer(small_config(**PPO))
     trainer.train(make_claim(1))

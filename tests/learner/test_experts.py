@@ -80,12 +80,13 @@ def test_packed_rows_use_the_recorded_experts_of_each_token(make, make_claim, sh
         np.testing.assert_allclose(ours[at], wanted[at - 1], atol=2e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "options",
     [
         {"routing_replay": True, "router_loss": 0.1},
-        pytest.param({"spec": BIASED, "router_bias_rate": 0.1}, marks=pytest.mark.soak),
-        pytest.param({"lora_rank": 3}, marks=pytest.mark.soak),
+        {"spec": BIASED, "router_bias_rate": 0.1},
+        {"lora_rank": 3},
     ],
     ids=["replay and balance loss", "biases", "adapters"],
 )

@@ -79,7 +79,7 @@ def test_no_loss_reads_a_setting_over_which_programs_are_shared(host_settings):
     assert not read & host_settings and host_settings < {field.name for field in fields(LearnerConfig)}
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, minibatches):
     config = small_config(mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches)
     trainer, said = make_trainer(config, alone=True), []
