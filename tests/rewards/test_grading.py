@@ -108,6 +108,20 @@ def test_answers_that_are_mathematically_equal(wanted: str, answer: str, value: 
     assert parts.mathematical(wanted, answer) == value
 
 
+SEVERAL_VALUES = [
+    "7 or 8", "The answer is 7 or 8", "The answer is 1 or 2 or 7 or 8", "7, 8", "7|8", "7..8", "1|2|7|8", "$1$ $7$",
+    "$7$ or $8$", "$1$ $2$ $7$ $8$", "8 = 7", "1 = 2 = 7 = 8", r"7 \approx 8", r"\boxed{7} \boxed{8}", r"\pm 7",
+    "x = 7 or x = 8", r"x \in \{7, 8\}", "6 < x < 9", "final answer is 7. final answer is 8.",
+]  # fmt: skip
+
+
+def test_an_answer_that_lists_values_is_not_paid_for_several() -> None:
+    pytest.importorskip("math_verify")
+    paid = {answer: [n for n in ("1", "2", "7", "8") if parts.mathematical(n, answer)] for answer in SEVERAL_VALUES}
+    assert {answer: found for answer, found in paid.items() if len(found) > 1} == {}
+    assert any(paid.values())
+
+
 @pytest.mark.parametrize(
     ("style", "completion", "value"),
     [
