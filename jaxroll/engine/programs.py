@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -394,37 +394,45 @@ def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
 TURN_LIMIT_S, TURN_PAUSE_S = 300.0, 0.1
 
 
-def in_turns(names: Iterable[str], mesh: Mapping[str, int], folder: str | None) -> Iterator[str]:
-    """`names` of programs, in an order in which no other process of this machine compiles the same one meanwhile.
+def in_turns(names: Iterable[str], key: str, folder: str | None) -> Iterator[str]:
+    """`names` of programs, in an order in which processes of this machine compile none of them at the same time.
 
-    Samplers and evaluator of a machine often have equal programs, and start together. Each name has a lock file in
-    `folder`, the compilation cache, held until the next name is asked for. A name that another process holds comes
-    later, and its program then comes from the cache; after TURN_LIMIT_S of waiting it comes all the same. Different
-    programs of one name (on an equal `mesh`) only wait for each other. Without a cache or locks in it, nothing waits.
+    Samplers and evaluator of a machine often have equal programs, and start together. Each name has a file in `folder`,
+    the compilation cache. The process that is the first to lock it compiles, and marks the file when it asks for the
+    next name; until then that name comes later for others, but not more than TURN_LIMIT_S later. No process waits for a
+    marked one. `key` tells programs of one name apart; programs that it confuses are compiled by each process.
     """
     pending, limit_s = list(names), time.monotonic() + TURN_LIMIT_S
     while pending and folder and time.monotonic() < limit_s:
         for name in pending:
             with contextlib.ExitStack() as held:
-                if _takes_turn(held, Path(folder), f"{name} {dict(mesh)}"):
+                if (turn := _turn(held, Path(folder), f"{jax.__version__} {key} {name}")) is not None:
                     yield name
                     pending.remove(name)
                     limit_s = time.monotonic() + TURN_LIMIT_S
+                    turn()
                     break
         else:
             time.sleep(TURN_PAUSE_S)
     yield from pending
 
 
-def _takes_turn(held: contextlib.ExitStack, folder: Path, label: str) -> bool:
-    """True if the lock of `label` is now in `held`, or cannot be had at all; False if another process has it."""
+def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
+    """None if another process compiles `label`; else what to call after its compilation."""
+    turns = folder / "turns"
     try:
-        turns = folder / "turns"
         turns.mkdir(parents=True, exist_ok=True)
-        file: IO[bytes] = held.enter_context((turns / hashlib.sha1(label.encode()).hexdigest()).open("ab"))
+        file: IO[bytes] = held.enter_context((turns / hashlib.sha1(label.encode()).hexdigest()).open("ab", 0))
+        if file.tell():
+            return lambda: None
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return None
     except OSError:  # a full or read-only cache, or a file system without locks: the process compiles by itself
-        pass
-    return True
+        return lambda: None
+
+    def mark() -> None:
+        with contextlib.suppress(OSError):
+            file.write(b"compiled")
+
+    return mark

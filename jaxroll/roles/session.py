@@ -400,8 +400,8 @@ class EngineProcess:
 def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
     """Print the stack of every task of `loop` (on `kill -USR1` of a role)."""
     for task in asyncio.all_tasks(loop):
-        task.print_stack(file=sys.stderr)
-    sys.stderr.flush()
+        with contextlib.suppress(TypeError):  # Python 3.11, for a frame without a line
+            task.print_stack(file=sys.stderr)
 
 
 async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
