@@ -42,8 +42,7 @@ from jaxroll.errors import ConfigError
 # The failures of a holder that never succeeded count against it alone while other holders may do better: see
 # `jaxroll.store.core.admission.is_broken_alone`.
 #
-# A holder that succeeds, but much more slowly than the others, goes on trial at once, because the learner would wait
-# for it.
+# A holder that succeeds, but much more slowly than the others, goes on trial at once: the learner would wait for it.
 #
 # Members that were leased before the rest began belong to the same wave: their failures do not count again.
 
@@ -401,7 +400,7 @@ class HolderIndex:
     ) -> None:
         self._member_s, self._recent_s, self._hungry = member_s, recent_s, hungry
         self.dirty = set(recent_s)  # holders whose durations or failures changed
-        self._slow_s = 0.0  # members that take longer delay claims; 0: none
+        self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
         self._means: list[tuple[float, str]] = []
         self._mean_of: dict[str, float] = {}
         self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
@@ -416,16 +415,22 @@ class HolderIndex:
         self._failing = failing
         self._sort()
 
-    def limit(self, slow_s: float) -> None:
-        """Treat holders whose members take longer than `slow_s` as slow; 0: none."""
+    def limit(self, slow_s: float, mean_tokens: float) -> None:
+        """Treat holders as slow whose members take over `slow_s` (0: none). `mean_tokens`: of all members (0: new)."""
         self._settle()
-        if slow_s != self._slow_s:
-            self._slow_s = slow_s
+        if (slow_s, mean_tokens) != (self._slow_s, self._mean_tokens):
+            self._slow_s, self._mean_tokens = slow_s, mean_tokens
             self._sort()
+
+    def is_slow(self, name: str) -> bool:
+        """True if the last members of `name` took longer than the limit, and would have with tokens of the mean."""
+        # Members that begin together end in the order of length, so that the last ones may be the longest of a batch.
+        at_mean_s = self._recent_s.get(name, Recent()).per_token_s * self._mean_tokens
+        return 0.0 < self._slow_s < min(self._member_s.get(name, 0.0), at_mean_s or math.inf)
 
     def holds_up(self, name: str) -> bool:
         """True if `name` delays claims because it is slow or fails."""
-        return self._failing.get(name, 0.0) > UNRELIABLE or 0.0 < self._slow_s < self._member_s.get(name, 0.0)
+        return self._failing.get(name, 0.0) > UNRELIABLE or self.is_slow(name)
 
     def set_room(self, name: str, at_s: float, room: int | None) -> None:
         """Note that `name` asked at `at_s` with `room` for more members; None: it has no room."""
@@ -449,8 +454,7 @@ class HolderIndex:
     def with_room(self, but: str, now_s: float) -> Iterator[str]:
         """Holders other than `but` that delay no claims and were refused within `HUNGRY_S` as the window was full."""
         self._expire(now_s)
-        recent = (name for name in self._good if now_s - self._hungry.get(name, -math.inf) <= HUNGRY_S)
-        return (name for name in recent if name != but)
+        return (name for name in self._good if name != but and now_s - self._hungry.get(name, -math.inf) <= HUNGRY_S)
 
     def room_of_others(self, but: str, now_s: float) -> int:
         """The room of those that compete with `but`, in members: of all, or without it those that delay no claims."""

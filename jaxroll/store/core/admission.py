@@ -25,15 +25,7 @@ from jaxroll.config.derived import (
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.config.section_rules import pools
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import (
-    BROKEN,
-    LONGEST_S,
-    UNRELIABLE,
-    AgeLimiter,
-    HolderIndex,
-    Pace,
-    adapted,
-)
+from jaxroll.policy.limiter import BROKEN, LONGEST_S, UNRELIABLE, AgeLimiter, HolderIndex, Pace, adapted
 from jaxroll.policy.routing import Pools, serves
 from jaxroll.policy.selection import Curriculum, Filter
 from jaxroll.records import Task, Version
@@ -166,8 +158,8 @@ def adapted_pace(settings: Settings, state: State, waited_s: float, worked_s: fl
 
 
 def is_slow(settings: Settings, state: State, name: str) -> bool:
-    """True if members of `name` take longer than (α + 1) steps of a learner that never waits."""
-    return 0.0 < (settings.limiter.alpha + 1) * state.step_s < state.member_s.get(name, 0.0)
+    """True if members of `name`, also at the mean length, take longer than (α + 1) steps of a learner without waits."""
+    return by_holder(settings, state).is_slow(name)
 
 
 def is_unreliable(state: State, name: str) -> bool:
@@ -182,7 +174,8 @@ def holds_up(settings: Settings, state: State, name: str) -> bool:
 
 def by_holder(settings: Settings, state: State) -> HolderIndex:
     """The index of holders, for this run's idea of a slow one."""
-    state.by_holder.limit((settings.limiter.alpha + 1) * state.step_s)
+    tokens, members = state.lengths.trained_tokens, state.lengths.trained_members
+    state.by_holder.limit((settings.limiter.alpha + 1) * state.step_s, tokens / max(1, members))
     return state.by_holder
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.records import Version
+from jaxroll.records import Version, VersionRun
+from jaxroll.store.core import events as ev
 from tests.harness.store.machine import V0, Machine
 
 V1 = Version(0, 1)
@@ -128,6 +129,22 @@ def test_a_slow_sampler_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     m = second_step("together", A=100, B=100)
     m.state.step_s, m.state.member_s["B"] = 1.0, 50.0
     assert by_group(m.lease(100, V1, name="A")) == {2: 4, 3: 4}
+
+
+@pytest.mark.parametrize(("tokens", "part"), [(50, {4: 2, 5: 2}), (5, {4: 4, 5: 4})], ids=["long", "slow"])
+def test_a_sampler_that_ended_the_longest_members_last_has_its_part(tokens: int, part: dict[int, int]) -> None:
+    """B needs 3.5 s a member and the learner 2 s a step: for a member of the mean length B needs less if it is long."""
+    m = second_step("spread", A=8, B=8)
+    shares = {name: m.lease(8, V1, name=name) for name in ("A", "B")}
+    for name, seconds, count in (("A", 1.5, 5), ("B", 2.0, tokens)):
+        m.now += seconds
+        for group, member, attempt in shares[name]:
+            m.ask(ev.PutMember(group, member, attempt, "d", 100, (VersionRun(V1, count),)))
+    m.claim(1)
+    m.state.step_s = 2.0
+    hungry(m, V1, B=8, A=8)
+    m.publish(Version(0, 2))
+    assert by_group(m.lease(8, Version(0, 2), name="A")) == part
 
 
 def test_slow_samplers_share_what_no_quicker_one_has_room_for() -> None:
