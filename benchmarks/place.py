@@ -7,9 +7,9 @@
   is more than `CLEARLY` slower than the fastest with the first seed gets no other seeds. `rows` has all candidates.
 - `hetero`: three clusters of equal price with the constants that AReaL-Hex publishes (arXiv 2511.00796): 24 H800 and 24
   H20, 32 H800, 88 H20. The planner picks for each among its best predictions (`--compared`) by short simulations, and
-  longer ones give the ratios, for α = 2 and for α = 4. The batch is that of AReaL's own example
-  (examples/math/boba_grpo.yaml at bc9f009): 32 groups of 16, at most 8,192 tokens, α = 4. `null` gives both types the
-  same rates and price, and answers of equal length.
+  longer ones give the ratios, for α = 2 and for α = 4; with `--cluster` the rates of some clusters, without ratios.
+  The batch is that of AReaL's own example (examples/math/boba_grpo.yaml at bc9f009): 32 groups of 16, at most 8,192
+  tokens, α = 4. `null` gives both types the same rates and price, and answers of equal length.
 - `bound`: the same clusters without a simulation: the most tokens per second that their rates allow, if devices are
   divided at will between one learner's type and samplers, nothing waits and weights are read for free. By the tokens of
   context per decoded token, which decide whether decoding is bound by compute or by memory.
@@ -29,6 +29,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ H20 = DeviceType("H20", 88, 8, 148e12, 4e12, 96e9, 5e9, price_per_hour=1.85)
 LONG = Workload(Law(mean=256), Law("lognormal", 4000, 4000, 1, 16384), answers_alike=0.5)
 EVEN = Workload(Law(mean=256), Law("normal", 1000, 20, 1))
 CONTEXTS = (2000, 2801, 4000, 8000, 12000, 16000)  # 2,801: that of `hetero`, whose answers end at 8,192 tokens
-HETERO_STEPS = 16
+HETERO_STEPS, CLUSTERS = 16, ("both", "H800", "H20")
 PUBLISHED = {"over H800": (1.31, 1.50), "over H20": (2.29, 2.80)}
 
 
@@ -144,8 +145,10 @@ def _named(one: place.Candidate) -> str:
     return f"{one.schedule}, alpha {one.alpha:g}, learner {one.learner_devices}, samplers {samplers}"
 
 
-def hetero(steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.0) -> dict[str, Any]:
-    """Tokens per second of three clusters of equal price, each with the planner's pick, and their ratios."""
+def hetero(
+    steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.0, clusters: Sequence[str] = CLUSTERS
+) -> dict[str, Any]:
+    """Tokens per second of clusters of equal price, each with the planner's pick, and the ratios if all are given."""
     fast, slow = (
         (replace(H800, price_per_hour=1.0), replace(H800, name="H20", price_per_hour=1.0)) if null else (H800, H20)
     )
@@ -155,7 +158,8 @@ def hetero(steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.
         else {"both": (24, 24), "H800": (32, 0), "H20": (0, 88)}
     )
     found: dict[str, Any] = {}
-    for name, counts in sizes.items():
+    for name in clusters:
+        counts = sizes[name]
         types = tuple(replace(each, count=n) for each, n in zip((fast, slow), counts, strict=True) if n)
         between = H800.link_bytes_per_s if null else 1.5e9
         space = Space(("bounded",), (alpha,), (1, 2, 4), (), 1.0, between_bytes_per_s=between)
@@ -165,7 +169,12 @@ def hetero(steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.
         chosen = place.ranked(planner, "throughput")[:compared]
         best = place.simulated_best(planner, chosen, "throughput") if compared > 1 else []
         one, predicted = best[0][:2] if best else chosen[0]
-        runs = [place.simulated(planner, one, seed) for seed in range(1, rounds + 1)]  # not the seed that chose it
+        for compared_one, of, run in best:
+            say(f"{name}: {_used(planner, compared_one)}, seed 0: {of.step_s:.2f} s predicted, {run['step_s']:.2f} s")
+        runs = list[dict[str, Any]]()
+        for seed in range(1, rounds + 1):  # not the seed that chose it
+            runs.append(place.simulated(planner, one, seed))
+            say(f"{name}, seed {seed}: {runs[-1]['tokens_per_s']:,.0f} tokens/s")
         rates = [run["tokens_per_s"] for run in runs]
         found[name] = {
             "tokens_per_s": statistics.median(rates),
@@ -183,6 +192,8 @@ def hetero(steps: int, rounds: int, compared: int, null: bool, alpha: float = 2.
             ],
         }
         say(f"{'null ' * null}alpha {alpha:g}, {name}: {found[name]}")
+    if {*clusters} != {*CLUSTERS}:
+        return found
     both = found["both"]["rates"]
     return found | {
         f"over {name}": spread([a / b for a, b in zip(both, found[name]["rates"], strict=True)])
@@ -288,6 +299,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=("workloads", "hetero", "bound", "large", "dispatch"))
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one; repeatable (default: all)")
     parser.add_argument("--alpha", action="append", type=float, help="of `hetero`; repeatable (default: 2 and 4)")
+    parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="of `hetero`; repeatable (default: all)")
     parser.add_argument(
         "--compared",
         type=int,
@@ -310,11 +322,13 @@ def main() -> int:
     if "bound" in parts:
         found["bound"] = [bound(context, LONG.prompt_tokens.mean, LONG.answer_tokens.mean) for context in CONTEXTS]
     if "hetero" in parts and not chosen.quick:
+        clusters = chosen.cluster or CLUSTERS
         alphas = {
-            f"alpha {alpha:g}": hetero(HETERO_STEPS, rounds, chosen.compared, False, alpha)
+            f"alpha {alpha:g}": hetero(HETERO_STEPS, rounds, chosen.compared, False, alpha, clusters)
             for alpha in chosen.alpha or (2.0, 4.0)
         }
-        found["hetero"] = {"null": hetero(8, 1, 1, True)} | alphas | {"published": PUBLISHED, "steps": HETERO_STEPS}
+        null = hetero(8, 1, 1, True, clusters=clusters)
+        found["hetero"] = {"null": null} | alphas | {"published": PUBLISHED, "steps": HETERO_STEPS}
     if "workloads" in parts:
         found["workloads"] = {}
         for name in chosen.workload or WORKLOADS:
