@@ -137,9 +137,13 @@ def test_a_workflow_plan_equals_brute_force_on_a_sample() -> None:
     for roles in (1, 2, 3, 4):
         for _ in range(8):
             check_workflow(chance, roles, chance.choice(small), chance.choice(graphs(roles)))
+        check_workflow(chance, roles, (chance.randint(6, 8), 0), chance.choice(graphs(roles)))
+    for devices in ((3, 5), (1, 7)):
+        check_workflow(chance, 4, devices, chance.choice(graphs(4)))
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)  # 8 devices and 4 roles: 576 graphs and clusters, half a second of processor time each
 @pytest.mark.parametrize("roles", [1, 2, 3, 4])
 @pytest.mark.parametrize("total", range(1, DEVICES + 1))
 def test_a_workflow_plan_equals_brute_force_on_every_shape(roles: int, total: int) -> None:
