@@ -473,7 +473,8 @@ def answered(
 ) -> tuple[int, str]:
     """The exit code and stderr of the line in the folder `home`."""
     sys.modules.pop("own_env", None)
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    for name in [name for name, made in registry._FACTORIES.items() if made.__module__ == "own_env"]:
+        del registry._FACTORIES[name]  # and no other one, whose module is loaded once
     child = line.words in OF_CHILDREN
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: child)
     monkeypatch.setenv("XDG_STATE_HOME", str(home))  # the tokens of servers

@@ -72,6 +72,7 @@ def test_a_name_is_taken_once() -> None:
 
 def test_another_game_does_not_take_the_name_of_the_shop(monkeypatch: pytest.MonkeyPatch) -> None:
     """All games import the module of the shop, and a user's environment may have that name."""
+    registry.factory("single_turn")  # the modules of all runs are loaded once, before the registry is replaced
     monkeypatch.setattr(registry, "_FACTORIES", {})
     for module in ("text_games", "games"):
         monkeypatch.delitem(sys.modules, f"jaxroll.envs.adapters.{module}", raising=False)
