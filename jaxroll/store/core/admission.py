@@ -159,7 +159,8 @@ def adapted_pace(settings: Settings, state: State, waited_s: float, worked_s: fl
 
 def is_slow(settings: Settings, state: State, name: str) -> bool:
     """True if members of `name`, also at the mean length, take longer than (α + 1) steps of a learner without waits."""
-    return by_holder(settings, state).is_slow(name)
+    slow_s = (settings.limiter.alpha + 1) * state.step_s
+    return 0.0 < slow_s < state.member_s.get(name, 0.0) and by_holder(settings, state).is_slow(name)  # mostly not
 
 
 def is_unreliable(state: State, name: str) -> bool:
