@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxroll import sharding
 from jaxroll.config import Config, LearnerConfig, ModelConfig
 from jaxroll.errors import DataError
 from jaxroll.learner import lora
@@ -80,9 +82,12 @@ def adapted(trainer: Trainer, seed: int = 3) -> Trained:
     """Adapters that change the model: B is not zero."""
     model = trainer.create(4, seed)
     chance = np.random.default_rng(seed)
-    model.params = {
-        name: value + chance.normal(size=value.shape).astype(np.float32) * 0.05 for name, value in model.params.items()
+    where = sharding.shardings_of(model.params)
+    moved = {
+        name: np.asarray(value) + chance.normal(size=value.shape).astype(np.float32) * 0.05
+        for name, value in model.params.items()
     }
+    model.params = jax.device_put(moved, where)
     return model
 
 
@@ -105,7 +110,8 @@ def test_losses_and_their_gradients_are_those_of_the_definition(name: str) -> No
         parts = [Datum(np.zeros(0), {key: value[0, span] for key, value in given.items()}) for span in spans]
         return sum(expected_loss(name, new[0, span], part) for span, part in zip(spans, parts, strict=True))
 
-    for one, other in zip(jax.value_and_grad(found)(logprob), jax.value_and_grad(expected)(logprob), strict=True):
+    both = (jax.jit(jax.value_and_grad(of))(logprob) for of in (found, expected))
+    for one, other in zip(*both, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
@@ -114,22 +120,23 @@ def test_packed_passes_give_the_log_probs_and_gradients_of_single_datums(trainer
     found, metrics = trainer.run(model, asked("importance_sampling", data))
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def total(adapters: Any, tokens: Any, targets: Any, inputs: Any) -> tuple[jax.Array, jax.Array]:
         params = lora.merged(trainer.spec, None, cast(Lora, model.lora), trainer.base, adapters)
         new = logprobs_of(trainer, params, Datum(tokens, {"target_tokens": targets}))
         return expected_loss("importance_sampling", new, Datum(tokens, inputs)), new
 
-    value, grads = 0.0, jax.tree.map(jnp.zeros_like, model.params)
+    value, grads = 0.0, {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in model.params.items()}
     for one, datum in zip(found, data, strict=True):
         inputs = {name: value for name, value in datum.inputs.items() if name != "target_tokens"}
         given = (datum.tokens, datum.inputs["target_tokens"], inputs)
-        (loss, new), each = jax.value_and_grad(total, has_aux=True)(model.params, *given)
+        (loss, new), each = jax.device_get(total(model.params, *given))
         np.testing.assert_allclose(one["logprobs"], new, atol=2e-5)
-        value, grads = value + loss, jax.tree.map(jnp.add, grads, each)
+        value, grads = value + loss, jax.tree.map(np.add, grads, each)
     np.testing.assert_allclose(metrics["loss:sum"], value, rtol=2e-5)
     assert model.grads is not None and model.grads.keys() == grads.keys()
     for key, grad in grads.items():
-        np.testing.assert_allclose(model.grads[key], grad, atol=2e-5 * max(1.0, float(jnp.abs(grad).max())))
+        np.testing.assert_allclose(model.grads[key], grad, atol=2e-5 * max(1.0, float(np.abs(grad).max())))
 
 
 def test_passes_accumulate_and_forward_only_adds_nothing(trainer: Trainer) -> None:
@@ -150,15 +157,21 @@ def test_a_step_is_adam_with_decoupled_decay_after_clipping(trainer: Trainer, de
     model = adapted(trainer)
     chain = [optax.clip_by_global_norm(clip)] if clip else []
     reference = optax.chain(*chain, optax.adamw(0.01, 0.9, 0.95, eps=1e-8, weight_decay=decay))
-    params, state = jax.tree.map(jnp.copy, model.params), reference.init(model.params)  # a step donates
+    params = jax.tree.map(np.array, model.params)  # a step donates
+    state = jax.jit(reference.init)(params)
+
+    @jax.jit
+    def updated(grads: Any, state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
+        updates, state = reference.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
     for seed in range(3):
         trainer.run(model, asked("cross_entropy", datums(trainer, seed)))
-        grads = jax.tree.map(jnp.copy, model.grads)
+        grads = jax.tree.map(np.array, model.grads)
         norm = trainer.step(model, ADAM | {"weight_decay": decay, "grad_clip_norm": clip})["grad_norm:mean"]
-        np.testing.assert_allclose(norm, optax.tree.norm(grads), rtol=1e-5)
-        updates, state = reference.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        for name, value in params.items():  # type: ignore[union-attr]
+        params, state, length = updated(grads, state, params)
+        np.testing.assert_allclose(norm, length, rtol=1e-5)
+        for name, value in params.items():
             np.testing.assert_allclose(model.params[name], value, atol=1e-6)
     assert model.steps == 3 and model.grads is None
 
