@@ -44,7 +44,7 @@ class Ticks:
 def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
     """Parameters number `which` on a mesh. They are scaled up, so that the model has opinions."""
     made = params.init(SPEC, jax.random.key(which), sharding.build(mesh), sharding.SAMPLER)
-    return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
+    return made | {"embed": made["embed"] * 12.0}
 
 
 build_programs = programs.build
@@ -182,7 +182,6 @@ def model() -> Callable[..., params.Params]:
 # --- the slow cached loop: one request alone, a page of its own, weights as they were for each token
 
 _LONGEST = 96
-_prefill = jax.jit(transformer.prefill, static_argnums=0)
 _decode = jax.jit(transformer.decode, static_argnums=0)
 
 
@@ -190,9 +189,14 @@ def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KV
     """The logits after `text`, and its keys and values in a cache of one page."""
     padded = np.zeros((1, _LONGEST), np.int32)
     padded[0, : len(text)] = text
-    length, zero = np.array([len(text)], np.int32), np.zeros(1, np.int32)
-    logits, keys, values = _prefill(SPEC, weights, padded, length)
     empty = kv.empty(SPEC, 1, 1, _LONGEST, sharding.build(ONE), sharding.SAMPLER)
+    return _prefilled(weights, empty, padded, np.array([len(text)], np.int32))
+
+
+@jax.jit
+def _prefilled(weights: params.Params, empty: kv.KVCache, padded: jax.Array, length: jax.Array):
+    zero = np.zeros(1, np.int32)
+    logits, keys, values = transformer.prefill(SPEC, weights, padded, length)
     fill = lambda pools, new: tuple(  # noqa: E731
         kv.filled(pool, one, zero, zero[:, None], zero, length) for pool, one in zip(pools, new, strict=True)
     )
@@ -214,7 +218,7 @@ def slow_replay(
             last = np.array(tokens[-1:], np.int32), np.array([position - 1], np.int32)
             logits, cache = _decode(SPEC, weights, cache, *last, np.zeros((1, 1), np.int32))
         text = np.concatenate([prompt, tokens]).astype(np.int32)
-        token, _, margin = naive_engine.draw(request, SEED, logits[0], position + offset, text)
+        token, _, margin = naive_engine.draw(request, SEED, np.asarray(logits)[0], position + offset, text)
         tokens.append(token)
         margins.append(margin)
     return tokens, margins

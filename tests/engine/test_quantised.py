@@ -60,7 +60,7 @@ def model(variant: str = "nano") -> tuple[ModelSpec, params.Params]:
         return golden(variant)[:2]
     spec = families.spec("nano")
     made = params.init(spec, jax.random.key(0), sharding.build(ONE), sharding.SAMPLER)
-    return spec, {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
+    return spec, made | {"embed": made["embed"] * 12.0}
 
 
 @functools.cache
