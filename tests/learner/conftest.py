@@ -84,6 +84,14 @@ def make_recipe() -> Callable[..., Any]:
 
 FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was made for it and its first state
 COMPILED: dict[Any, Any] = {}  # by what determines them, programs
+# The fields of a recipe that a program does not read (`test_no_program_reads_a_field_over_which_it_is_shared`).
+FORWARD = {"token_loss", "temperature", "row_tokens", "added", "logits_mb", "attention", "rows", "support"}
+UNREAD = {
+    **{name: {*FORWARD, "optimizer"} for name in ("zeros", "merge")},
+    **dict.fromkeys(("apply", "report", "layer", "rest"), FORWARD),
+    **{name: {"optimizer", "token_loss", "added"} for name in ("logprobs", "values")},
+    "accumulate": {"optimizer"},
+}
 # Settings that no loss reads (`test_no_loss_reads_a_setting_over_which_programs_are_shared`).
 HOSTS = {"aggregation", "advantage", "raw_advantages", "gae_lambda", "gae_discount", "value_clip", "critic_offload"}
 HOSTS |= {"reference_offload", "micro_batch_rows"}
@@ -111,19 +119,47 @@ def described(thing: Any) -> Any:
     return type(thing), thing
 
 
+class Shared(dict[tuple[str, int], Any]):
+    """The programs of a trainer: an earlier one's if their recipes differ in nothing that the program reads."""
+
+    def __init__(self, own: Any, recipe: Any, *settings: Any) -> None:
+        super().__init__()
+        self.own, self.recipe, self.settings = own, recipe, described(settings)
+
+    def compile(self, name: str, rows: int = 0, progress: Any = None) -> None:
+        """As `AheadOfTime.compile`."""
+        self.compiled(name).compile(name, rows, progress)
+
+    def compiled(self, name: str) -> Any:
+        """The programs among which `name` is found."""
+        names = (field.name for field in dataclasses.fields(self.recipe) if field.name not in UNREAD[name])
+        settings = self.settings if name == "accumulate" else ()
+        key = name, settings, *(described(getattr(self.recipe, field)) for field in names)
+        return COMPILED.setdefault(key, self.own)
+
+    def __missing__(self, key: tuple[str, int]) -> Any:
+        self[key] = self.compiled(key[0])[key]
+        return self[key]
+
+
 def share_programs(trainer: Any) -> None:
-    """Use the programs of an earlier trainer with the same recipe: most settings of a config change no program."""
+    """Use the programs of earlier trainers: most settings of a config change no program, and others only one."""
     held, critic = trainer.programs, trainer.critic
-    held._compiled = COMPILED.setdefault(described(held.recipe), held._compiled)
+    held._compiled = Shared(held._compiled, held.recipe)
     if critic:
-        key = described((critic.recipe, critic.clip, critic.offload))
-        critic._compiled = COMPILED.setdefault(key, critic._compiled)
+        critic._compiled = Shared(critic._compiled, critic.recipe, critic.clip)
 
 
 @pytest.fixture
 def host_settings() -> set[str]:
     """The settings of a learner in which trainers that share programs may differ."""
     return HOSTS
+
+
+@pytest.fixture
+def unread_fields() -> Mapping[str, set[str]]:
+    """By program, the fields of a recipe in which trainers that share it may differ."""
+    return UNREAD
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ from jaxroll.config import LearnerConfig, MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner import state as states
+from jaxroll.learner.critic import Critic
 from jaxroll.learner.step import CompileCounter
 from jaxroll.learner.trainer import Programs
 from jaxroll.records import Claim, Segment, Version, VersionRun
@@ -77,6 +78,30 @@ def test_no_loss_reads_a_setting_over_which_programs_are_shared(host_settings):
     source = inspect.getsource(losses) + inspect.getsource(registry.penalised)
     assert {"clip_low", "kl_coef"} < (read := set(re.findall(r"learner\.(\w+)", source)))
     assert not read & host_settings and host_settings < {field.name for field in fields(LearnerConfig)}
+
+
+class Unread:
+    """A value that nothing can be done with."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} of a field that a program does not read")
+
+    def __bool__(self):
+        raise AssertionError("a field that a program does not read decides")
+
+    __call__ = __iter__ = __len__ = __bool__
+
+
+def test_no_program_reads_a_field_over_which_it_is_shared(small_config, make_recipe, unread_fields):
+    recipe, learner = make_recipe(small_config()), LearnerConfig(critic="init")
+    for name in ("zeros", "apply", "accumulate", "logprobs", "values"):
+        made = Critic(learner, recipe) if name == "values" else Programs(recipe)
+        made.recipe = replace(made.recipe, **dict.fromkeys(unread_fields[name], Unread()))
+        assert made.lowered(name, 3).as_text()
+    made = Programs(recipe)
+    made.recipe = replace(recipe, temperature=Unread())
+    with pytest.raises((AssertionError, TypeError)):
+        made.lowered("accumulate", 3)
 
 
 @pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -213,16 +238,8 @@ def own_logprobs(trainer, claim):
     """The trainer's log-probs of every member's sampled tokens, in the claim's order."""
     samples = [sample for group in minibatch.prepare(claim, trainer.config).groups for sample in group]
     out = [None] * len(samples)
-    params = trainer.state.params
-    other = type(trainer)(
-        replace(trainer.config, learner=replace(trainer.config.learner, minibatches=2)),
-        trainer.spec,
-        trainer.layout.mesh,
-        trainer.layout.rules,
-        key=jax.random.key(0),
-    )
     for batch in packing.pack(samples, 64, trainer.buckets):
-        values = np.asarray(other.programs.logprobs(params, other.programs.placed(batch.streams)))
+        values = np.asarray(trainer.programs.logprobs(trainer.state.params, trainer.programs.placed(batch.streams)))
         for place in batch.placements:
             row = values[place.row, place.start : place.start + place.length]
             out[place.sample] = row[samples[place.sample].mask]
