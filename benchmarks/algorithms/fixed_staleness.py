@@ -62,7 +62,7 @@ class Bench:
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,
             prefill_buckets=config.sampler.prefill_buckets,
         )
-        self.engine = self.engine_of()
+        self.engine = self._judge = self.engine_of()
         self._shardings = model_params.shardings(self.spec, self.mesh, sharding.SAMPLER)
         self.engine.warmup(self.placed(self.warm), say)
         self._versions, self._trainers = 0, {}
@@ -99,11 +99,18 @@ class Bench:
         return None if isinstance(found, Skipped) else Question(found.task, found.worked[-1].content)
 
     def answered(
-        self, params: Mapping[str, Any], questions: Sequence[Question], size: int, temperature: float, salt: int
+        self,
+        params: Mapping[str, Any],
+        questions: Sequence[Question],
+        size: int,
+        temperature: float,
+        salt: int,
+        engine: Engine | None = None,
     ) -> list[list[Result]]:
-        """`size` answers of the weights `params` to each question."""
+        """`size` answers of the weights `params` to each question, by `engine` or the current one."""
+        engine = engine or self.engine
         self._versions += 1
-        self.engine.swap(Version(0, self._versions), dict(params))
+        engine.swap(Version(0, self._versions), dict(params))
         wanted = SamplingParams(self.config.sampling.max_tokens, temperature, 0, 1.0, (self.text.eos_id,))
         results: dict[int, Result] = {}
         for number, question in enumerate(questions):
@@ -111,8 +118,8 @@ class Bench:
             for member in range(size):
                 id = number * size + member
                 request = Request(id, prompt, GenerationKey(number, member, salt), wanted)
-                self.engine.add(request, lambda result, id=id: results.update({id: result}))
-        while self.engine.step():
+                engine.add(request, lambda result, id=id: results.update({id: result}))
+        while engine.step():
             pass
         return [[results[number * size + member] for member in range(size)] for number in range(len(questions))]
 
@@ -122,9 +129,9 @@ class Bench:
         return finish == "stop" and self.text.decode(ids[:-1]) == question.answer
 
     def accuracy(self, params: Mapping[str, Any]) -> float:
-        """Held-out share of right greedy answers."""
+        """Held-out share of right greedy answers, by an engine without options: so does the evaluator of a run."""
         asked = [question for question in self.heldout if question]
-        found = self.answered(params, asked, 1, 0.0, 0)
+        found = self.answered(params, asked, 1, 0.0, 0, self._judge)
         return float(np.mean([self.right(one[0], question) for one, question in zip(found, asked, strict=True)]))
 
 

@@ -1,11 +1,11 @@
 """The cost of quantised keys, values and weights (`sampler.kv_dtype`, `sampler.weight_dtype`) on a trained model.
 
-    python -m benchmarks.engine.quantised [--quick] [--case=cost|curves] [--resume]
+    python -m benchmarks.engine.quantised [--quick] [--case=cost|curves] [--steps=N] [--resume]
 
 `cost`: an engine in each mode answers questions at temperature 1; the model itself computes the log-probs of the same
 tokens by whole rows. Their difference is the cost; without quantisation it is that of rounding. `curves`: synchronous
-training in each mode with the default correction. Both have three seeds and begin at one warm start on worked answers.
-The last line is one JSON object.
+training in each mode with the default correction; the same engine without quantisation judges all modes. Both have
+three seeds and begin at one warm start on worked answers. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -111,8 +112,13 @@ def main() -> None:
     """Make the runs that are not in the file yet, and print the figures of all."""
     parser = report.arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--case", action="append", default=[], choices=["cost", "curves"], help="may repeat")
+    text = "steps of each curve; with N the held-out questions are the 512 of a whole benchmark with --quick, too"
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help=text)
     options, started = parser.parse_args(), time.monotonic()
     config, steps = staleness.settings(options.quick), staleness.QUICK_STEPS if options.quick else staleness.STEPS
+    if options.steps:
+        steps, schedule = options.steps, replace(config.schedule, steps=options.steps)
+        config = replace(config, schedule=schedule, task=replace(config.task, heldout_items=staleness.HELDOUT))
     about = {"model": config.model.size, "quick": options.quick, "steps": steps, "task": config.task.name}
     runs = report.Runs("quantised", about, options.runs_file, options.resume)
     warm = runs.path.with_name(f"{runs.path.stem}-warm-{config.model.size}-{config.sft.steps}")
