@@ -55,6 +55,7 @@ def shards(mesh: Mesh) -> int:
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
+HOST_MEMORY = "pinned_host"  # the kind of memory of a device that is memory of its host, as JAX names it
 _PLATFORMS: dict[str, Platform] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
@@ -83,9 +84,17 @@ def memory_limit(mesh: Mesh) -> int | None:
     return None if None in limits else min(limit for limit in limits if limit is not None)
 
 
-def device_bytes(tree: Any) -> int:
-    """The bytes that the arrays of `tree` take on one device; they may be abstract, with shardings."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+def device_bytes(tree: Any, memory_kind: str | None = None) -> int:
+    """The bytes of one device that the arrays of `tree` take; they may be abstract, with shardings.
+
+    Counted are those outside of host memory, or those in `memory_kind`.
+    """
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if leaf.size
+        and (leaf.sharding.memory_kind == memory_kind if memory_kind else leaf.sharding.memory_kind != HOST_MEMORY)
+    ]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype) for leaf in leaves)
 
 

@@ -349,6 +349,13 @@ def _check_learner(config: Config) -> None:
             f"no parameter {unknown[0]!r} to adapt" if unknown else "nothing to adapt",
             f"Use some of {', '.join(LORA_TARGETS)}, and lora_rank = 0 for none.",
         )
+    if learner.optimizer_offload and not learner.scan_layers:
+        raise ConfigError(
+            "learner.optimizer_offload",
+            True,
+            "without layers in a loop the update would take all moments to the devices at once",
+            "Set learner.scan_layers to true, or this to false.",
+        )
     if 0 < learner.decay_steps <= learner.warmup_steps:
         raise ConfigError(
             "learner.decay_steps",

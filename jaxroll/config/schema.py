@@ -308,11 +308,9 @@ class SamplerConfig:
     prefill_budget: NonNegativeInt = 0
     # Maximum tokens per slot and decode dispatch.
     decode_chunk: PositiveInt = 1
-    # Tokens per slot and decode step that speculative decoding drafts from the sequence's own text and verifies in one
-    # pass (docs/engine.md). 0: none.
+    # Tokens per slot and decode step that speculative decoding drafts and verifies at once (docs/engine.md). 0: none.
     draft_tokens: Annotated[int, Bounds(least=0, most=16)] = 0
-    # Compile one layer (of each kind) and run it in a loop, so that the compile time does not grow with their number
-    # (docs/models.md).
+    # Compile one layer (of each kind) and run it in a loop: compile time does not grow with depth (docs/models.md).
     scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
     page_tokens: NonNegativeInt = 0
@@ -429,6 +427,8 @@ class LearnerConfig:
     lora_publish: Literal["merged", "adapters"] = "merged"
     # Peak learning rate. -1, as in defaults(): this, or with model.path 1e-6 (adapters: 1e-5).
     learning_rate: PositiveFloat = 3e-4
+    # Keep the moments of AdamW in host memory except in the update (docs/models.md).
+    optimizer_offload: bool = False
     # Optimizer steps of linear warm-up.
     warmup_steps: NonNegativeInt = 5
     # Optimizer steps of the cosine decay to a tenth of the peak. 0: constant after warm-up.

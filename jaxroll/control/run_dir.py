@@ -54,6 +54,7 @@ RESUMABLE = (
     "learner.keep_best",
     "learner.mesh.",
     "learner.micro_batch_rows",
+    "learner.optimizer_offload",
     "transfer.",
     *(f"task.reward_args.{part}.{name}" for part in REMOTE for name in CHANGEABLE),  # of a source, too
 )

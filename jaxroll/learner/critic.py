@@ -34,7 +34,7 @@ from jaxroll.learner import state as states
 from jaxroll.learner.lora import abstract_gradients
 from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.state import HOST_MEMORY, Accumulator, Params, TrainState
+from jaxroll.learner.state import Accumulator, Params, TrainState
 from jaxroll.learner.step import AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
@@ -225,7 +225,7 @@ def metrics(samples: Sequence[Sample], reports: Sequence[Mapping[str, Any]]) -> 
 
 def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     assert isinstance(leaf.sharding, NamedSharding)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(layouts.HOST_MEMORY))
 
 
 def _given(values: np.ndarray | None) -> np.ndarray:

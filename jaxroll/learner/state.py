@@ -46,14 +46,22 @@ class TrainState:
 
 
 def shardings(
-    spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    transform: optax.GradientTransformation,
+    lora: Lora | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
-    """A TrainState of NamedShardings: moments are sharded like their parameters, counters are replicated."""
+    """A TrainState of NamedShardings: moments are sharded like their parameters, counters are replicated.
+
+    With `offload`, moments are in host memory.
+    """
     params = adapters.shardings(spec, layout, lora) if lora else model_params.shardings(spec, layout.mesh, layout.rules)
     everywhere = replicated(layout.mesh)
     opt_state = optax.tree_map_params(
         transform,
-        lambda _, sharding: sharding,
+        lambda _, sharding: sharding.with_memory_kind(layouts.HOST_MEMORY) if offload else sharding,
         jax.eval_shape(transform.init, _trained(spec, lora)),
         params,
         transform_non_params=lambda _: everywhere,
@@ -62,7 +70,12 @@ def shardings(
 
 
 def abstract(
-    spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    transform: optax.GradientTransformation,
+    lora: Lora | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """A TrainState of ShapeDtypeStructs with shardings, to compile against and to restore into."""
     params = _trained(spec, lora)
@@ -70,7 +83,7 @@ def abstract(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        shardings(spec, layout, transform, lora),
+        shardings(spec, layout, transform, lora, offload=offload),
     )
 
 
@@ -84,9 +97,11 @@ def fresh(
     layout: Layout,
     transform: optax.GradientTransformation,
     lora: Lora | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """The state of `params` (with `lora`: of the adapters) before the first step; moments are created sharded."""
-    placed = shardings(spec, layout, transform, lora)
+    placed = shardings(spec, layout, transform, lora, offload=offload)
     opt_state = jax.jit(transform.init, out_shardings=placed.opt_state)(params)
     return TrainState(params, opt_state, layouts.placed_once(np.array(0, np.int32), placed.step))
 
@@ -132,8 +147,6 @@ def _on_devices(
 # Between two uses it is stored on the devices or in host memory. Checkpoints do not contain it: a resumed run rebuilds
 # it from the parameters that the run started from.
 
-HOST_MEMORY = "pinned_host"
-
 
 class Reference:
     """The frozen parameters of the reference model; `params()` gives access to them."""
@@ -166,7 +179,7 @@ class Reference:
 def _on_host(params: Params) -> Params:
     """Copies in host memory; each shard is on the host of its device."""
     return {
-        name: jax.device_put(value, value.sharding.with_memory_kind(HOST_MEMORY), may_alias=False)
+        name: jax.device_put(value, value.sharding.with_memory_kind(layouts.HOST_MEMORY), may_alias=False)
         for name, value in params.items()
     }
 
@@ -182,11 +195,13 @@ class Optimizer:
     """`transform` turns gradients into updates; `schedule` maps the number of updates done to a learning rate.
 
     `transform` clips by global norm, then does `each`, whose update of a parameter depends on no other parameter.
+    With `offload`, a state's moments are in host memory; a program that updates takes them to the devices and back.
     """
 
     each: optax.GradientTransformation
     schedule: optax.Schedule
     max_grad_norm: float
+    offload: bool = False
 
     @functools.cached_property
     def transform(self) -> optax.GradientTransformation:
@@ -214,12 +229,28 @@ def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -
 def build(config: LearnerConfig) -> Optimizer:
     """The policy's optimizer; its steps are optimizer steps (claims × minibatches)."""
     schedule = learning_rate(config.learning_rate, config.warmup_steps, config.decay_steps)
-    return adamw(schedule, config.weight_decay, config.max_grad_norm)
+    return replace(adamw(schedule, config.weight_decay, config.max_grad_norm), offload=config.optimizer_offload)
 
 
 def of_critic(config: LearnerConfig) -> Optimizer:
     """The critic's optimizer: its own learning rate, and clipping by the norm of its own gradient."""
-    return build(replace(config, learning_rate=config.critic_learning_rate))
+    # The critic's state is moved as a whole (`critic_offload`), so its own programs move nothing.
+    return build(replace(config, learning_rate=config.critic_learning_rate, optimizer_offload=False))
+
+
+def check_host_memory(learner: LearnerConfig, devices: Sequence[Any]) -> None:
+    """Raise ConfigError if a key moves arrays to host memory and one of the `devices` cannot address any."""
+    asked = {
+        "optimizer_offload": learner.optimizer_offload,
+        "reference_offload": learner.reference_offload,
+        "critic_offload": learner.critic_offload,
+    }
+    for key in (name for name, wanted in asked.items() if wanted):
+        for device in devices:
+            kinds = sorted(memory.kind for memory in device.addressable_memories())
+            if layouts.HOST_MEMORY not in kinds:
+                reason = f"{device.device_kind} has no memory {layouts.HOST_MEMORY}, only {', '.join(kinds)}"
+                raise ConfigError(f"learner.{key}", True, reason, "Set it to false: the devices then keep the arrays.")
 
 
 def _decays(params: dict[str, jax.Array]) -> dict[str, bool]:
@@ -245,10 +276,16 @@ def applied(
     optimizer: Optimizer, state: TrainState, accumulator: Accumulator
 ) -> tuple[TrainState, Accumulator, dict[str, Any]]:
     """The state after one step of `optimizer` with the accumulated gradients, an empty accumulator, the report."""
-    updates, opt_state = optimizer.transform.update(accumulator.grads, state.opt_state, state.params)
+    opt_state = _on_devices_now(optimizer, state.opt_state)
+    updates, opt_state = optimizer.transform.update(accumulator.grads, opt_state, state.params)
     params = cast(Params, optax.apply_updates(state.params, updates))
     report = reported(optimizer, accumulator, state.step)
     return TrainState(params, opt_state, state.step + 1), layouts.zeroed(accumulator), report
+
+
+def _on_devices_now(optimizer: Optimizer, opt_state: Any) -> Any:
+    """`opt_state` in a program that updates, on the devices; the sharding of the result moves the next one back."""
+    return jax.device_put(opt_state, jax.memory.Space.Device) if optimizer.offload else opt_state
 
 
 def reported(optimizer: Optimizer, accumulator: Accumulator, step: Any) -> dict[str, Any]:
@@ -357,6 +394,7 @@ class ByLayer:
         norm, limit = shared["norm"], self._optimizer.max_grad_norm
         clipped = jax.tree.map(lambda grad: jnp.where(norm < limit, grad, grad / norm * limit), grads)
         _, held = _joined(self._state.opt_state, trees[1:], shared["counts"])
+        held = _on_devices_now(self._optimizer, held)
         updates, held = self._optimizer.each.update(clipped, held, trees[0])
         moments, counts = _divided(held)
         return [cast(Params, optax.apply_updates(trees[0], updates)), *moments], counts

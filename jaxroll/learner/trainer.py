@@ -74,6 +74,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
+        states.check_host_memory(config.learner, mesh.local_devices)
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = layouts.shards(mesh), packing.attention_share(spec)
@@ -215,7 +216,8 @@ class Trainer:
             self.base, self._base_digest = params, lora.digest(params)
             key = jax.random.fold_in(model_params.key(self.config), _ADAPTERS)
             params = lora.starting(self.config.learner, self.spec, self.layout, self.lora, key)
-        state = states.fresh(params, self.spec, self.layout, transform, self.lora)
+        offload = self.programs.recipe.optimizer.offload
+        state = states.fresh(params, self.spec, self.layout, transform, self.lora, offload=offload)
         return dataclasses.replace(state, critic=critic_state)
 
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
@@ -318,7 +320,7 @@ class Programs:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         spec, layout, transform = recipe.spec, recipe.layout, recipe.optimizer.transform
-        self.state = states.abstract(spec, layout, transform, recipe.lora)
+        self.state = states.abstract(spec, layout, transform, recipe.lora, offload=recipe.optimizer.offload)
         where = model_params.shardings(spec, layout.mesh, layout.rules)
         self.params = {name: step.sharded_like(leaf, where[name]) for name, leaf in model_params.abstract(spec).items()}
         self.base = self.params if recipe.lora else {}

@@ -312,6 +312,8 @@ BAD = [
                  id="a critic that a custom algorithm does not use"),
     pytest.param(["learner.algorithm=ppo", "learner.critic=init", "learner.advantage=group_std"], "learner.advantage",
                  "group_std", "'gae'", id="ppo by groups"),
+    pytest.param(["learner.optimizer_offload=true"], "learner.optimizer_offload", "True", "learner.scan_layers to true",
+                 id="moments at once"),
     pytest.param(["learner.critic_offload=true"], "learner.critic_offload", "True", "no critic",
                  id="no critic to offload"),
     pytest.param(["learner.gae_lambda=0.9"], "learner.gae_lambda", "0.9", "advantage 'gae'", id="lambda unread"),

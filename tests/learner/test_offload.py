@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
-from tests.harness.learner_critic import PPO
+from jaxroll import sharding
+from jaxroll.config import LearnerConfig, MeshConfig
+from jaxroll.errors import ConfigError
+from jaxroll.learner import state as states
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.trainer import Programs
+from jaxroll.models import params as model_params
+from jaxroll.records import Version
+from tests.harness.learner_critic import PPO, bits
 
 KL = {"kl_coef": 0.5, "reference": "init"}
 
 
 def nbytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def memory_kinds(tree) -> list[str | None]:
+    """The kind of memory of every leaf."""
+    return [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
 
 
 class Made:
@@ -74,3 +91,46 @@ def test_the_critic_is_on_the_devices_only_while_it_is_used(small_config, make_c
         size = nbytes(trainer.state.critic)
         assert size > 3 * nbytes(params), "value head and two moments"
         holds(made, trainer, beside=0 if offload else size, host=size if offload else 0)
+
+
+def test_the_moments_are_on_the_devices_only_in_the_update(small_config, make_recipe, tmp_path: Path):
+    """Two steps have the bits of those with moments on the devices; a checkpoint restores them to host memory."""
+    found = []
+    for offload in (False, True):
+        config = small_config(optimizer_offload=offload, scan_layers=True, weight_decay=0.1, mesh=MeshConfig(fsdp=2))
+        programs = Programs(make_recipe(config))
+        recipe, drawn = programs.recipe, np.random.default_rng(1)
+        params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, sharding.LEARNER)
+        state = states.fresh(params, recipe.spec, recipe.layout, recipe.optimizer.transform, offload=offload)
+        for _ in range(2):
+            grads = {
+                name: jax.device_put(drawn.normal(size=leaf.shape).astype(np.float32), leaf.sharding)
+                for name, leaf in programs.accumulator.grads.items()
+            }
+            state, _, report = programs.apply(state, dataclasses.replace(programs.zeros(), grads=grads))
+        assert float(report["grad_norm"]) > recipe.optimizer.max_grad_norm, "clipped"
+        count, kind = len(state.params), memory_kinds(state)
+        assert kind == memory_kinds(programs.state) and kind.count("pinned_host") == (2 * count if offload else 0)
+        found.append(bits(state))
+    assert found[0] == found[1]
+
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(Version(0, 2), 1, state)
+    checkpoints.wait()
+    again, _ = checkpoints.restore(Version(0, 2), programs.state)
+    checkpoints.close()
+    assert bits(again) == found[1] and memory_kinds(again) == kind
+
+
+@pytest.mark.parametrize("key", ["optimizer_offload", "reference_offload", "critic_offload"])
+def test_devices_without_host_memory_are_refused(key: str):
+    devices = [
+        SimpleNamespace(device_kind="strange", addressable_memories=lambda: [SimpleNamespace(kind="device")]),
+        *jax.devices()[:1],
+    ]
+    learner = replace(LearnerConfig(), **{key: True})
+    states.check_host_memory(learner, devices[1:])
+    states.check_host_memory(LearnerConfig(), devices)
+    with pytest.raises(ConfigError, match="strange has no memory pinned_host, only device") as caught:
+        states.check_host_memory(learner, devices)
+    assert caught.value.key == f"learner.{key}"

@@ -7,6 +7,8 @@ of a sampler of data=2, tensor=2.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxroll.models import families
@@ -16,6 +18,7 @@ from tests.harness.programs.tpu_compiler import CHIP_BYTES, NEEDS_LIBTPU, Costs,
 SPEC = families.spec("tiny")
 PARAMETERS = families.parameter_count(SPEC)
 PARAMETER_BYTES = 4 * PARAMETERS  # float32
+LAYER_BYTES = 4 * (PARAMETERS - families.parameter_count(dataclasses.replace(SPEC, layers=SPEC.layers - 1)))
 # Keys and values of one chip: a page of 32 tokens for each of 16 slots and 16 prompts, 1 of 2 heads.
 CACHE_BYTES = 2 * SPEC.layers * (16 + 16) * 32 * 1 * SPEC.head_dim * 4
 # A TPU pads the last axis to 128: halves of the tiny width of 128 take twice their bytes, its heads of 32 four times.
@@ -36,7 +39,17 @@ def costs() -> Costs:
 
 
 def test_the_programs_of_learner_and_engine_compile(costs: Costs) -> None:
-    assert costs.keys() == {*PEAK_MB, "publish"}
+    assert costs.keys() == {*PEAK_MB, "publish", *tpu_programs.UPDATES}
+
+
+def test_moments_in_host_memory_are_on_a_chip_a_layer_at_a_time(costs: Costs) -> None:
+    held, moved = (costs[name] for name in tpu_programs.UPDATES)
+    moments = 2 * LAYER_BYTES // 4  # of which a chip has a quarter
+    assert held["host_argument_bytes"] == 0 and moved["host_argument_bytes"] >= moments
+    assert moved["host_alias_bytes"] >= moments  # written in place
+    assert held["argument_bytes"] - moved["argument_bytes"] >= moments
+    # While a layer is updated, a chip holds its moments and those after the update.
+    assert moved["highest_bytes"] - moved["argument_bytes"] < 2.25 * moved["host_argument_bytes"]
 
 
 @pytest.mark.parametrize("name", PEAK_MB)

@@ -73,6 +73,7 @@ def rings() -> Config:
 CONFIG: dict[str, Callable[[], Config]] = {
     "tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k, "rings": rings
 }  # fmt: skip
+UPDATES = ("update of a layer", "update of a layer, moments in host memory")
 ROLES = {"rows_of_32k": ("learner",), "rings": ("sampler",)}
 LAYERS = {"rings": 6}  # the first ones
 
@@ -80,7 +81,12 @@ LAYERS = {"rings": 6}  # the first ones
 def programs_of(config: Config, spec: ModelSpec, topology: str, roles: tuple[str, ...]) -> Iterator[aot.Described]:
     """The learner's programs and the engine's, each on its mesh in `topology`."""
     if "learner" in roles:
-        yield from aot.learner_programs(config, spec, aot.topology_mesh(config.learner.mesh, topology))[1]
+        mesh = aot.topology_mesh(config.learner.mesh, topology)
+        yield from aot.learner_programs(config, spec, mesh)[1]
+        for offload, name in enumerate(UPDATES):
+            learner = dataclasses.replace(config.learner, scan_layers=True, optimizer_offload=bool(offload))
+            programs, _ = aot.learner_programs(dataclasses.replace(config, learner=learner), spec, mesh)
+            yield aot.Described(name, "", programs.lowered("layer"))
     if "sampler" in roles:
         yield from aot.engine_programs(config, spec, aot.topology_mesh(config.sampler.mesh, topology))[1]
 
@@ -138,6 +144,10 @@ def main(topology: str, size: str) -> None:
     for one in programs_of(config, spec, topology, ROLES.get(size, ("learner", "sampler"))):
         program, cost = aot.finished(one.name, one.lowered)
         row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": one.attention}
+        memory = program.memory_analysis()
+        row["host_argument_bytes"] = memory.host_argument_size_in_bytes
+        row["host_alias_bytes"] = memory.host_alias_size_in_bytes
+        row["highest_bytes"] = memory.peak_memory_in_bytes  # of a chip, at any time of the call
         print(json.dumps(row | described(program.as_text() or "")), flush=True)
 
 
