@@ -152,6 +152,25 @@ def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[train
     return programs, found()
 
 
+def held_by_learner(config: Config, programs: trainer.Programs) -> dict[str, int]:
+    """The bytes of one device that a learner holds all the time, by kind; host memory does not count."""
+    learner, state = config.learner, programs.state
+    found = {
+        "parameters": sharding.device_bytes((state.params, programs.base)),
+        "optimizer": sharding.device_bytes(state.opt_state),
+        "gradients": sharding.device_bytes(programs.accumulator.grads),
+    }
+    own = programs.params if programs.recipe.lora is None else state.params
+    if learner.reference != "none" and not learner.reference_offload:
+        found["reference"] = sharding.device_bytes(own)
+    if learner.critic != "none" and not learner.critic_offload:
+        moments = 2 * sharding.device_bytes(state.params)  # `optimizer_offload` moves those of the policy alone
+        found["critic"] = found["parameters"] + moments + found["gradients"]
+    size = 2 if config.transfer.dtype == "bfloat16" else 4
+    found["publication"] = sharding.device_bytes(own) * size // 4
+    return found
+
+
 def published(programs: trainer.Programs, config: Config) -> jax.stages.Lowered:
     """The copy of the parameters, in the dtype of the transfer, that a version is sent from."""
     whole = programs.recipe.lora is None or config.learner.lora_publish == "merged"

@@ -51,13 +51,17 @@ _HEARTBEAT_S = 8.0
 
 @dataclass(frozen=True)
 class Role:
-    """A role before compilation: what its chips hold all the time, in bytes of one chip by kind, and its programs."""
+    """A role before compilation: what its chips hold all the time, in bytes of one chip by kind, and its programs.
+
+    `host_bytes` are those that each chip keeps in the memory of its host.
+    """
 
     name: str
     chips: int
     slice: str
     resident: Mapping[str, int]
     programs: Iterator[aot.Described]
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,20 +127,8 @@ def learner(config: Config, spec: ModelSpec, topology: Topology) -> Role:
     """The learner on its slice."""
     mesh, name = _mesh(config.learner.mesh, topology)
     programs, described = aot.learner_programs(config, spec, mesh)
-    state = programs.state
-    resident = {
-        "parameters": sharding.device_bytes((state.params, programs.base)),
-        "optimizer": sharding.device_bytes(state.opt_state),
-        "gradients": sharding.device_bytes(programs.accumulator.grads),
-    }
-    own = programs.params if programs.recipe.lora is None else state.params
-    if config.learner.reference != "none" and not config.learner.reference_offload:
-        resident["reference"] = sharding.device_bytes(own)
-    if config.learner.critic != "none" and not config.learner.critic_offload:
-        resident["critic"] = sum(resident[kind] for kind in ("parameters", "optimizer", "gradients"))
-    size = 2 if config.transfer.dtype == "bfloat16" else 4
-    resident["publication"] = sharding.device_bytes(own) * size // 4
-    return Role("learner", mesh.size, name, resident, described)
+    moved = sharding.device_bytes(programs.state.opt_state, sharding.HOST_MEMORY)
+    return Role("learner", mesh.size, name, aot.held_by_learner(config, programs), described, moved)
 
 
 def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
@@ -275,6 +267,7 @@ def report(
                 "limit_bytes": limits[role.name] if math.isfinite(limits[role.name]) else None,
                 "needed_bytes": sum(memory[role.name].values()),
                 "memory": memory[role.name],
+                "host_bytes": role.host_bytes,
             }
             for role in roles
         },
@@ -416,6 +409,8 @@ def _learner_change(config: Config, memory: Mapping[str, int], limit: float, nee
         rows = learner.micro_batch_rows
         more = math.lcm(rows, size * mesh.data * mesh.expert)
         also = f", and learner.micro_batch_rows to {more}" if more != rows else ""
+        moved = not learner.optimizer_offload and needed - memory["optimizer"] < 0.95 * limit
+        also += ", or learner.optimizer_offload and learner.scan_layers to true" if moved else ""
         return Change(
             "learner.mesh.fsdp",
             mesh.fsdp,
@@ -477,6 +472,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"{name}: {role['count']} × {role['chips']} chips; {role['needed_bytes'] / GB:.2f}{limit} GB of each"
         )
         out += [f"  {kind:<20}{size / GB:8.2f} GB" for kind, size in role["memory"].items() if size]
+        out += [f"  {'in host memory':<20}{role['host_bytes'] / GB:8.2f} GB"] if role["host_bytes"] else []
         out += [f"  {role['cache']}"] if "cache" in role else []
     out += ["", f"{'program':<22}{'TFLOP':>9}{'GB read/written':>17}{'GB sent':>9}{'least ms':>10}  bound", ""]
     for row in found["programs"]:

@@ -19,6 +19,7 @@ from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, Sam
 from jaxroll.control import cli
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
+from jaxroll.models import families
 from jaxroll.tools import chips, plan
 from tests.harness.programs import tpu_compiler
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 GB = 10**9
 LIMITS = {"learner": 16.0 * GB, "sampler": 16.0 * GB}
 HELD = {"parameters": 2 * GB, "optimizer": 4 * GB, "gradients": 2 * GB, "publication": GB}
+CPU = chips.topology("cpu:1")
 SERVED = {"parameters": 2 * GB, "arriving parameters": 2 * GB, "KV pool": 4 * GB, "slots": 0}
 
 
@@ -91,6 +93,7 @@ def test_a_config_that_fits_needs_no_change():
     ("learner", "memory", "key", "remedy"),
     [
         (LearnerConfig(mesh=MeshConfig(fsdp=2)), {"optimizer": 20 * GB}, "learner.mesh.fsdp", "Set it to 8"),
+        (LearnerConfig(), {"optimizer": 20 * GB}, "learner.mesh.fsdp", "or learner.optimizer_offload and"),
         (LearnerConfig(remat="none"), {"temporaries": 12 * GB}, "learner.remat", "'layer'"),
         (LearnerConfig(micro_batch_rows=8), {"temporaries": 12 * GB}, "learner.micro_batch_rows", "Set it to 4."),
         (LearnerConfig(micro_batch_rows=1), {"temporaries": 12 * GB}, "learner.logits_mb", "Set it to 128."),
@@ -102,6 +105,17 @@ def test_a_learner_that_does_not_fit_names_its_key(
 ):
     (change,) = planned(Config(learner=learner), HELD | memory, SERVED)
     assert change.key == key and remedy in change.remedy
+
+
+def test_moments_in_host_memory_take_nothing_of_a_chip():
+    roles = [
+        plan.learner(Config(learner=LearnerConfig(optimizer_offload=moved)), families.spec("nano"), CPU)
+        for moved in (False, True)
+    ]
+    held, moved = (dict(role.resident) for role in roles)
+    moments = 2 * held["parameters"]
+    assert held.pop("optimizer") - moved.pop("optimizer") == moments
+    assert held == moved and [role.host_bytes for role in roles] == [0, moments]
 
 
 @pytest.mark.parametrize(
