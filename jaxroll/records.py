@@ -182,6 +182,42 @@ class ClaimedGroup(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
 
 
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """Position of the prompt stream after a claim, from which a fork or a new log continues.
+
+    The prompts below `ordinal` had ended by then, and so had the later ones in `passed`. `cursor` is the pipeline's
+    state before `ordinal` (None: the beginning). `groups` had been issued.
+    """
+
+    ordinal: Count = 0
+    passed: tuple[Count, ...] = ()
+    cursor: bytes | None = None
+    groups: Count = 0
+
+
+class LogStart(msgspec.Struct, frozen=True, array_like=True):
+    """The part of the log that a checkpoint has, so that a new log can begin at it if the old one is lost.
+
+    It has the position of the prompt stream, and the lineages as (parent, step at which they left it).
+    """
+
+    cut: Cut = Cut()
+    lines: tuple[tuple[Count | None, Count], ...] = ((None, 0),)
+
+    @property
+    def is_sound(self) -> bool:
+        """True if every lineage but the first left an earlier one."""
+        return bool(self.lines) and all(
+            (index == 0) if parent is None else parent < index for index, (parent, _) in enumerate(self.lines)
+        )
+
+    def until(self, version: Version, lineages: int) -> LogStart:
+        """The same with at least `lineages` lineages; those that it lacks left the one before at `version.step`."""
+        known = len(self.lines)
+        more = tuple((index - 1, version.step) for index in range(known, max(lineages, version.lineage + 1)))
+        return msgspec.structs.replace(self, lines=self.lines + more)
+
+
 class Claim(msgspec.Struct, frozen=True):
     """The batch of step `step`; repeated requests return the same groups in the same order."""
 
@@ -191,6 +227,7 @@ class Claim(msgspec.Struct, frozen=True):
     shuffle_seed: int
     replayed: bool
     checkpoint_wanted: bool = False
+    after: LogStart | None = None  # for a checkpoint after this step
 
 
 class VersionRef(msgspec.Struct, frozen=True):

@@ -338,9 +338,10 @@ class RoleArgs:
     is the name under which samplers reach the learner, or actors a sampler, which listens for them on `port` (0: any).
     `samplers` are their addresses, for an actor that does not find them in `run_dir`. Traffic beyond the loopback takes
     certificates (`jaxroll.rpc.tls`), or `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the
-    run at, as STEP@NAME (see `jaxroll.roles.learner`); None resumes. A sampler or actor that is asked to stop leases no
-    more and has `drain_s` to finish its running members; it returns the others. `peer` is the address of the other
-    store (`store.standby`), of which that with index 0 begins the run.
+    run at, as STEP@NAME (see `jaxroll.policy.selection`); None resumes. With `new_log` the learner begins the store's
+    log, if that is new, at the newest checkpoint. A sampler or actor that is asked to stop leases no more and has
+    `drain_s` to finish its running members; it returns the others. `peer` is the address of the other store
+    (`store.standby`), of which that with index 0 begins the run.
     """
 
     config: Config
@@ -352,6 +353,7 @@ class RoleArgs:
     samplers: tuple[str, ...] = ()
     insecure: bool = False
     fork: str | None = None
+    new_log: bool = False
     coordinator: str | None = None
     process: int = 0
     drain_s: float = 0.0

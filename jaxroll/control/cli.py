@@ -490,11 +490,8 @@ def _tls_options(tls: argparse.ArgumentParser) -> None:
 
 
 def _fork_option(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
-        "--fork",
-        metavar="STEP",
-        nargs="?",
-        const="",
-        help="discard the training after the checkpoint of STEP (or LINEAGE.STEP; default: the newest checkpoint) and "
-        "continue from it in a new lineage",
-    )
+    text = "discard the training after the checkpoint of STEP (or LINEAGE.STEP; default: the newest checkpoint) and "
+    text += "continue from it in a new lineage"
+    one.add_argument("--fork", metavar="STEP", nargs="?", const="", help=text)
+    text = "the store's log is lost: begin a new one at the newest checkpoint, and report what is lost"
+    one.add_argument("--new-log", action="store_true", help=text)

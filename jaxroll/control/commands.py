@@ -35,11 +35,11 @@ def run_train(options: argparse.Namespace) -> int:
     """`train`: start a new run, or continue one."""
     from jaxroll.control import train
 
-    if options.fork is not None and not options.resume:
-        raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
+    if (options.fork is not None or options.new_log) and not options.resume:
+        raise ConfigError("--resume", False, "a new run has nothing for --fork or --new-log", "Add RUN and --resume.")
     if options.insecure and options.host is None:
         raise ConfigError("--insecure", True, "all traffic stays on this machine", "Leave it out, or add --host=NAME.")
-    exposed = {"host": options.host, "insecure": options.insecure}
+    given = {name: getattr(options, name) for name in ("fork", "new_log", "host", "insecure")}
     if options.resume:
         if not options.run:
             raise ConfigError("--resume", True, "no run named", "Add RUN (`jaxroll list` shows the runs).")
@@ -50,7 +50,7 @@ def run_train(options: argparse.Namespace) -> int:
         run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is not a run
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
-            return train.train(config, path, program.find_inventory(config), fork=options.fork, **exposed)
+            return train.train(config, path, program.find_inventory(config), **given)
     if options.run:  # before the config is checked: that may import a library for seconds
         run_dir.check_free(run_dir.checked(options.run))
     config = preflight.named_config(options)
@@ -59,7 +59,7 @@ def run_train(options: argparse.Namespace) -> int:
     print("".join(f"{line}\n" for line in configs.advice(config)), end="", file=sys.stderr)
     with _new_run(options, config.run.name, config) as path:
         print(f"The run is in {os.path.relpath(path)}.", flush=True)
-        return train.train(config, path, inventory, **exposed)
+        return train.train(config, path, inventory, **given)
 
 
 def _checked_here(config: Config) -> None:
@@ -97,7 +97,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    same = ("host", "port", "insecure", "fork", "coordinator", "process", "peer")
+    same = ("host", "port", "insecure", "fork", "new_log", "coordinator", "process", "peer")
     words = dict(zip(same, same, strict=True)) | {"drain": "drain_s"}
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
@@ -413,7 +413,7 @@ def run_launch(options: argparse.Namespace) -> int:
 
     engine = launchers.engine_of(options)
     if engine == "local" and not options.dry_run:
-        options.resume = options.fork = options.host = None
+        options.resume = options.fork = options.host = options.new_log = None
         return run_train(options)
     config = preflight.named_config(options)
     preflight.check_described(config)  # the files it names are on the hosts

@@ -110,18 +110,15 @@ def _priority(name: str, inventory: Inventory) -> Env:
     return {lifeline.NICE_ENV: "" if role_of(name) in LEADERS else str(lifeline.NICE)}
 
 
-def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:
-    """`specs` of a run whose learner forks it at the checkpoint `at` first; the others wait until it has, those in
-    its process as well.
-
-    A finished run would turn samplers away before. `name` tells the store that a learner that was started again means
-    the same fork.
+def forked(specs: Sequence[ProcessSpec], run_dir: Path, option: str) -> tuple[ProcessSpec, ...]:
+    """`specs` of a run whose learner forks it first, by the `option` for that; the others wait until it has, those in
+    its process as well. A finished run would turn samplers away before.
     """
     ready = RunPaths(run_dir).forked
     found = []
     for spec in specs:
         if spec.name in LEADERS:
-            spec = replace(spec, argv=(*spec.argv, f"--fork={at}@{name}"), ready_file=ready)
+            spec = replace(spec, argv=(*spec.argv, option), ready_file=ready)
         elif spec.role not in ("store", "learner"):
             spec = replace(spec, after=(*spec.after, "learner"))
         found.append(spec)

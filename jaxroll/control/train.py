@@ -45,12 +45,14 @@ def train(
     inventory: Inventory,
     *,
     fork: str | None = None,
+    new_log: bool = False,
     host: str | None = None,
     insecure: bool = False,
 ) -> int:
     """Run `config` in the run folder `path`, whose lock the caller holds; the exit code.
 
-    `fork` names the checkpoint of an earlier process to fork at ("": the newest); None continues where it ended.
+    `fork` names the checkpoint of an earlier process to fork at ("": the newest); None continues where it ended. With
+    `new_log` a store without a log begins one at the newest checkpoint.
     `host` is the name by which samplers on other machines reach this one; None: there are none.
     """
     began = time.monotonic()
@@ -58,7 +60,10 @@ def train(
     gpus = program.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
     if fork is not None:
-        specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
+        # The name tells the store that a learner that was started again means the same fork.
+        specs = program.forked(specs, path, f"--fork={fork}@{uuid.uuid4().hex}")
+    if new_log:
+        specs = program.forked(specs, path, "--new-log")
     if host is not None:
         specs = program.reachable(specs, config, host, insecure=insecure)
     protocol.create(path)

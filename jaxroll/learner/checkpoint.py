@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import orbax.checkpoint as ocp
 
 from jaxroll import disk
@@ -30,7 +31,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
 from jaxroll.learner.state import TrainState
 from jaxroll.policy import selection
-from jaxroll.records import Version
+from jaxroll.records import LogStart, Version
 
 FORMAT = 1
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # orbax and tensorstore raise all of them
@@ -50,10 +51,13 @@ class Checkpoints:
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-settle")
         self._settling: dict[Version, Future[None]] = {}
 
-    def save(self, version: Version, position: int, state: TrainState, base: str = "") -> None:
+    def save(
+        self, version: Version, position: int, state: TrainState, base: str = "", log: LogStart | None = None
+    ) -> None:
         """Start writing `state` as `version`; the caller may donate `state` as soon as this returns.
 
-        `base` is the digest of the frozen parameters under adapters (`Trainer.base_digest`).
+        `base` is the digest of the frozen parameters under adapters (`Trainer.base_digest`), `log` what a new log needs
+        to begin at this checkpoint.
 
         Waits for the previous write if it is still running. A version that is already on disk is not written again.
         """
@@ -62,9 +66,9 @@ class Checkpoints:
             return
         if self._writer is None:
             self._discard_unfinished(version.lineage)
-        self.write(version, position, state, base)
+        self.write(version, position, state, base, log)
 
-    def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
+    def write(self, version: Version, position: int, state: TrainState, base: str, log: LogStart | None = None) -> None:
         """Start writing this process's shards of `state`; the checkpoint is whole once all processes have written."""
         self._writer = self._writer or ocp.AsyncCheckpointer(_handler())
         arrays = _flat(state)
@@ -74,6 +78,7 @@ class Checkpoints:
             "step": version.step,
             "position": position,
             "base": base,
+            "log": msgspec.to_builtins(log),
             "arrays": {name: _described(leaf) for name, leaf in arrays.items()},
         }
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about))
@@ -150,6 +155,13 @@ class Checkpoints:
         try:
             return checkpoint_files.about(self.path(version))
         except CheckpointDamaged as error:
+            raise self._is_damaged(version, str(error)) from error
+
+    def log_start(self, version: Version) -> LogStart | None:
+        """The part of the log with which a new one begins at this checkpoint; None if an earlier JaxRoll wrote it."""
+        try:
+            return msgspec.convert(self.about(version).get("log"), LogStart | None)
+        except msgspec.ValidationError as error:
             raise self._is_damaged(version, str(error)) from error
 
     def restore(

@@ -44,7 +44,7 @@ from jaxroll.learner.state import Params, TrainState
 from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
-from jaxroll.records import Claim, Version
+from jaxroll.records import Claim, LogStart, Version
 from jaxroll.rpc import protocol
 from jaxroll.sharding import Rules
 
@@ -421,10 +421,10 @@ class LeadingCheckpoints(Checkpoints):
         super().__init__(folder, kept)
         self._send = send
 
-    def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
-        """See Checkpoints."""
+    def write(self, version: Version, position: int, state: TrainState, base: str, log: LogStart | None = None) -> None:
+        """See Checkpoints. Process 0 alone writes `log`."""
         self._send(Command("write", version, position, base))
-        super().write(version, position, state, base)
+        super().write(version, position, state, base, log)
 
     def read(self, version: Version, abstract: TrainState) -> TrainState:
         """See Checkpoints."""

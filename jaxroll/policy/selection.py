@@ -21,15 +21,17 @@ import hashlib
 import importlib
 import math
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxroll.errors import ConfigError
-from jaxroll.records import Version
+from jaxroll.records import LogStart, Version
 
 # --- The best checkpoint by a held-out metric, and the checkpoints that may be removed. Pure
 #
@@ -83,6 +85,99 @@ def removable(
     """The checkpoints to remove, so that `kept` with `durable` and the older ones are left, and those in `spared`."""
     older = sorted(version for version in versions if version < durable)
     return [version for version in older[: max(0, len(older) - (kept - 1))] if version not in spared]
+
+
+# --- The checkpoint to start from: the newest on the run's lineage, or the one that `--fork` names
+#
+# A fork has a name (STEP@NAME), so that a learner that dies and is started with the same arguments continues the fork
+# that the store knows by that name, instead of making another. The beginning of a new log after a lost one is a fork,
+# too (`NEW_LOG`): with `--new-log` it is made only in a log without a claim, and then the log is like any other.
+
+NEW_LOG = "new-log"
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of a run; `learner.checkpoint.Checkpoints` documents the methods."""
+
+    def versions(self) -> tuple[Version, ...]: ...
+    def latest(self, usable: Callable[[Version], bool]) -> Version | None: ...
+    def at(self, name: str) -> Version | None: ...
+    def path(self, version: Version) -> Path: ...
+
+
+class Line(Protocol):
+    """A lineage; `fork` is the name of the fork that began it."""
+
+    @property
+    def fork(self) -> str: ...
+
+
+def start_of(
+    checkpoints: Checkpoints,
+    lines: Sequence[Line],
+    claims: int,
+    fork: str | None,
+    on_line: Callable[[Version], bool],
+    new_log: bool = False,
+) -> tuple[Version | None, str]:
+    """The checkpoint to restore (None: none) and the name of the fork to make there ("": none).
+
+    `lines` are the lineages that the store knows, `claims` the number of claims on the newest, and `on_line` is true
+    for versions on that. ConfigError if `fork` names no checkpoint, or if the store's log does not belong to the
+    checkpoints; with `new_log` it may be a new one.
+    """
+    newest = checkpoints.latest(lambda version: True)
+    if new_log and len(lines) == 1 and not claims and newest is not None and newest > Version(0, 0):
+        return newest, NEW_LOG
+    _check_known(checkpoints, len(lines), on_line, claims if fork is None else None)
+    if fork is not None:
+        where, _, name = fork.partition("@")
+        name = name or uuid.uuid4().hex
+        if all(line.fork != name for line in lines):
+            return checkpoints.at(where), name
+    return checkpoints.latest(on_line), ""
+
+
+def _check_known(checkpoints: Checkpoints, lines: int, on_line: Callable[[Version], bool], claims: int | None) -> None:
+    """Raise ConfigError if the store's log is not the one under which these checkpoints were written.
+
+    With a log that is missing or restored from an old copy the run would begin at an older step and reuse lineage
+    numbers: its new checkpoints would be mistaken for the existing ones, or look older.
+    """
+    for version in reversed(checkpoints.versions()):
+        ahead = claims is not None and version.step > claims and on_line(version)
+        if version.lineage >= lines or ahead:
+            known = f"lineages below {lines}" + (f" and {claims} claims" if ahead else "")
+            reason = f"store.db knows only {known}: it is missing, or older than this checkpoint"
+            is_new = lines == 1 and claims == 0
+            remedy = (
+                "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away. "
+                f"If it is lost,{'' if is_new else ' move this one away and'} add --new-log: a new log then begins at "
+                "the newest checkpoint."
+            )
+            raise ConfigError("checkpoints", str(checkpoints.path(version)), reason, remedy)
+
+
+def lost_with_log(rows: Sequence[Mapping[str, Any]], version: Version, log: LogStart) -> list[str]:
+    """Sentences about a run that begins a new log at the checkpoint `version`: what it has, and what is lost.
+
+    `rows` are the metrics of the run, of which some or all may be lost, too.
+    """
+    steps = [row["step"] for row in rows if row.get("kind") == "step" and isinstance(row.get("step"), int)]
+    stored = next((row for row in reversed(rows) if row.get("kind") == "store"), {})
+    last, in_flight = max(steps, default=0), stored.get("groups_in_flight")
+    passed = f" without the {len(log.cut.passed)} later ones that had been used" if log.cut.passed else ""
+    later = f"steps {version.step + 1} to {last}" if last > version.step else "no step that is in the metrics"
+    later = later if steps else "the steps after it, which no metrics are left to count"
+    flight = "the groups in flight" if in_flight is None else f"the groups in flight ({in_flight} at the last report)"
+    return [
+        f"begins a new log at checkpoint {version}, because the old one is lost: parameters, optimizer and step are "
+        f"those after step {version.step}, and prompts continue at number {log.cut.ordinal:,}{passed}",
+        f"lost: {later}; {flight}; texts, rewards and versions of the {log.cut.groups:,} groups before the checkpoint; "
+        "results by question (curriculum, lengths), the measured window and speeds, and all counters of the store "
+        f"(expired, stale and masked tokens among them); {'' if rows else 'the metrics; '}prompts that were drawn "
+        "after the checkpoint are drawn again",
+    ]
 
 
 # --- Curriculum: admit or skip the next prompt of the stream by the results of its question so far

@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxroll import lifeline
+from jaxroll import lifeline, metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import channel_of
@@ -45,7 +44,7 @@ from jaxroll.errors import (
 )
 from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.policy import selection
-from jaxroll.records import Version
+from jaxroll.records import LogStart, Version
 from jaxroll.roles.weights import (
     BackgroundPublisher,
     OnThread,
@@ -58,7 +57,7 @@ from jaxroll.roles.weights import (
 from jaxroll.rpc import tls
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from jaxroll.store.core.admission import END_OF_DATA
-from jaxroll.store.core.state import Lineage, on_line
+from jaxroll.store.core.state import on_line
 
 if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and a simulation never
     from jaxroll.learner.checkpoint import Checkpoints
@@ -66,45 +65,6 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
     from jaxroll.learner.trainer import Ready, Running, Trainer
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Publisher
-
-# --- The checkpoint to start from: the newest on the run's lineage, or the one that `--fork` names
-#
-# A fork has a name (STEP@NAME), so that a learner that dies and is started with the same arguments continues the fork
-# that the store knows by that name, instead of making another.
-
-
-def start_of(
-    checkpoints: Checkpoints, lineages: Sequence[Lineage], claims: int, fork: str | None
-) -> tuple[Version | None, str]:
-    """The checkpoint to restore (None: none) and the name of the fork to make there ("": none).
-
-    `lineages` are those that the store knows, `claims` the number of claims on the newest. ConfigError if `fork` names
-    no checkpoint, or if the store's log does not belong to the checkpoints.
-    """
-    lines = list(lineages)
-    _check_known(checkpoints, lines, claims if fork is None else None)
-    if fork is not None:
-        where, _, name = fork.partition("@")
-        name = name or uuid.uuid4().hex
-        if all(line.fork != name for line in lines):
-            return checkpoints.at(where), name
-    return checkpoints.latest(lambda version: on_line(lines, version)), ""
-
-
-def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int | None) -> None:
-    """Raise ConfigError if the store's log is not the one under which these checkpoints were written.
-
-    With a log that is missing or restored from an old copy the run would begin at an older step and reuse lineage
-    numbers: its new checkpoints would be mistaken for the existing ones, or look older.
-    """
-    for version in reversed(checkpoints.versions()):
-        ahead = claims is not None and version.step > claims and on_line(lineages, version)
-        if version.lineage >= len(lineages) or ahead:
-            known = f"lineages below {len(lineages)}" + (f" and {claims} claims" if ahead else "")
-            reason = f"store.db knows only {known}: it is missing, or older than this checkpoint"
-            remedy = "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away."
-            raise ConfigError("checkpoints", str(checkpoints.path(version)), reason, remedy)
-
 
 # --- The process
 
@@ -182,7 +142,7 @@ async def _run(
         ends.push_async_callback(device, checkpoints.close)
         publisher = await device(lambda: _publisher(args, others=leader))
         ends.push_async_callback(device, publisher.close)
-        make = hooks.trainer if leader is None else functools.partial(multihost.LeadingTrainer, leader.send)
+        make = hooks.trainer if leader is None else partial(multihost.LeadingTrainer, leader.send)
         session = LearnerSession(
             args, store, checkpoints, publisher, lambda: build.trainer(args.config, make), stop=stop, on_device=device,
             on_thread=asyncio.to_thread, published=hooks.published,
@@ -259,6 +219,7 @@ class LearnerSession:
         self.args, self.config, self.store, self._stop = args, args.config, store, stop
         self.checkpoints, self.publisher = checkpoints, publisher
         self._make_trainer, self._published, self._on_device = make_trainer, published, on_device
+        self._log: LogStart | None = LogStart()  # for a checkpoint after the last trained step
         self._end = FINISHED  # the reason with which this process closes the run
         self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
         self._reporting = asyncio.ensure_future(self._report())
@@ -276,15 +237,17 @@ class LearnerSession:
         status = await self.store.status()
         durable = await self._on_device(lambda: self._restore(trainer, status))
         try:
-            version = await self.store.begin(durable, self._fork)
+            log = self._new_log(durable) if durable and self._fork == selection.NEW_LOG else None
+            version = await self.store.begin(durable, self._fork, log)
         except Closed as closed:
             if str(closed) not in (FINISHED, END_OF_DATA):
                 raise
             return 0  # the process before this one closed the run and died before its exit
         except StaleClient as refusal:
             raise self._cannot_start(refusal) from refusal
-        if self.args.fork is not None:
+        if self._fork:
             self.progress(f"forked: version {version}")
+        if self.args.fork is not None or self.args.new_log:
             self.args.paths.forked.touch()
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
@@ -345,8 +308,8 @@ class LearnerSession:
         decides in `begin` if an older one is acceptable: the claims after it must not have been trimmed.
         CheckpointDamaged if no other is left.
         """
-        lineages, claims, durable_steps = self.store.welcome.lineages, status["claims"], status["durable"]
-        self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
+        durable_steps = status["durable"]
+        self._durable, self._fork = self._start_of(status["claims"])
         if trainer.lora and (start := self._initial_params(trainer)) is not None:
             trainer.set_params(start)  # the base of the adapters, which no checkpoint contains
         while self._durable is not None:
@@ -360,18 +323,36 @@ class LearnerSession:
                 )
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
-                self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
+                self._durable, self._fork = self._start_of(status["claims"])
                 if self._durable is None or self._durable in self.checkpoints.damaged:
                     raise
                 continue
             self.checkpoints.settle(self._durable)
             self.progress(f"restored version {self._durable}")
+            self._log = self.checkpoints.log_start(self._durable)
             if trainer.reference is not None and (start := self._initial_params(trainer)) is not None:
                 trainer.set_reference(start)
             return self._durable
         if (start := self._initial_params(trainer)) is not None:
             trainer.set_params(start)
         return self._durable
+
+    def _start_of(self, claims: int) -> tuple[Version | None, str]:
+        lines, args = list(self.store.welcome.lineages), self.args
+        return selection.start_of(self.checkpoints, lines, claims, args.fork, partial(on_line, lines), args.new_log)
+
+    def _new_log(self, version: Version) -> LogStart:
+        """The part of the lost log that the checkpoint of `version` has; reports what is lost."""
+        if self._log is None:
+            reason = "an earlier JaxRoll wrote it, without the position in the data"
+            remedy = "Put back store.db from a copy, or start a new run from its weights (`jaxroll weights export`)."
+            raise ConfigError("--new-log", str(self.checkpoints.path(version)), reason, remedy)
+        rows = metrics.read(self.args.paths.metrics)
+        used = [row.get("lineage") or 0 for row in rows if row.get("kind") == "step"]
+        used += [each.lineage for each in self.checkpoints.versions()]  # damaged ones among them
+        for line in selection.lost_with_log(rows, version, self._log):
+            self.progress(line)
+        return self._log.until(version, max(used) + 1)
 
     def _initial_params(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
         from jaxroll.learner import weights
@@ -440,6 +421,7 @@ class LearnerSession:
         row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
+        self._log = claim.after
         await self.background.publish(version, row, weights)
         await self._barrier.wait(after)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
@@ -455,7 +437,8 @@ class LearnerSession:
 
     async def _checkpoint(self, trainer: Trainer, version: Version) -> None:
         position = self.store.position
-        await self._on_device(lambda: self.checkpoints.save(version, position, trainer.state, trainer.base_digest()))
+        values, log = (version, position, trainer.state), self._log
+        await self._on_device(lambda: self.checkpoints.save(*values, trainer.base_digest(), log))
         self._durable = version
 
     async def _settle_durable(self, *, wait: bool) -> None:

@@ -207,9 +207,9 @@ class MemoryCheckpoints:
 
     def __init__(self) -> None:
         self.kept, self.write_s = 1_000, 0.0
-        self._written: list[Version] = []
+        self._written, self._new = list[Version](), list[Version]()
         self._writing: list[tuple[float, Version]] = []
-        self._new: list[Version] = []
+        self._logs: dict[Version, Any] = {}
 
     @property
     def writing(self) -> list[Version]:
@@ -236,8 +236,9 @@ class MemoryCheckpoints:
     def path(self, version: Version) -> Path:
         return Path(str(version))
 
-    def save(self, version: Version, position: int, state: object, base: str) -> None:
+    def save(self, version: Version, position: int, state: object, base: str, log: object) -> None:
         self._writing.append((asyncio.get_running_loop().time() + self.write_s, version))
+        self._logs[version] = log
 
     async def finished(self, *, wait: bool) -> list[Version]:
         while self.writing and wait:
@@ -249,6 +250,9 @@ class MemoryCheckpoints:
         return None, None
 
     def settle(self, version: Version) -> None: ...
+
+    def log_start(self, version: Version) -> Any:
+        return self._logs[version]
 
     def remove_old(self, version: Version, spared: Collection[Version] = ()) -> None:
         for old in selection.removable(self._written, version, self.kept, spared):
@@ -351,16 +355,8 @@ class World:
         async def play() -> int:
             store = await self.client("learner", transport=transport)
             checkpoints: Any = self.checkpoints
-            session = _Learner(
-                self.args,
-                store,
-                checkpoints,
-                publisher,
-                lambda: trainer,
-                stop=self.stop,
-                on_device=in_place,
-                on_thread=in_place,
-            )
+            at: dict[str, Any] = {"stop": self.stop, "on_device": in_place, "on_thread": in_place}
+            session = _Learner(self.args, store, checkpoints, publisher, lambda: trainer, **at)
             session.device_poll_s = poll_s or session.device_poll_s
             try:
                 return await session.run()

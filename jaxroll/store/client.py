@@ -23,6 +23,7 @@ from jaxroll.records import (
     Claim,
     ClaimedGroup,
     Grant,
+    LogStart,
     Member,
     Partial,
     Version,
@@ -209,18 +210,18 @@ class StoreClient:
         while page.next_start is not None:
             page = await self._call("Claim", msg.ClaimCall(lineage, step, 0.0, page.next_start, stop), msg.ClaimPage)
             parts += page.parts
-        return Claim(
-            first.step, first.lineage, _joined(parts), first.shuffle_seed, first.replayed, first.checkpoint_wanted
-        )
+        rest = (first.shuffle_seed, first.replayed, first.checkpoint_wanted, first.after)
+        return Claim(first.step, first.lineage, _joined(parts), *rest)
 
-    async def begin(self, durable: Version | None, fork: str = "") -> Version:
+    async def begin(self, durable: Version | None, fork: str = "", log: LogStart | None = None) -> Version:
         """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored).
 
         `fork` names a fork to make there: a new lineage whose claims from that step on are made again. A name makes
         only one fork. Raises StaleClient if the run cannot continue from the checkpoint (for example below the trim
-        mark, without a fork).
+        mark, without a fork). With a `log` the fork begins a new log, which must be empty, from what the checkpoint
+        has of a lost one.
         """
-        return (await self._call("Begin", msg.BeginCall(durable, fork), msg.VersionCall)).version
+        return (await self._call("Begin", msg.BeginCall(durable, fork, log), msg.VersionCall)).version
 
     async def publish(self, ref: VersionRef) -> None:
         """Announce weights that samplers can fetch."""

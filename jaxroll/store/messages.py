@@ -10,7 +10,7 @@ import msgspec
 
 from jaxroll.clock import unix_s
 from jaxroll.errors import StoreRefusal
-from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, Relay, Task, Version, VersionRef
+from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, LogStart, Relay, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Refusal
 from jaxroll.store.core.state import Lineage
 
@@ -228,13 +228,18 @@ class ClaimPage(msgspec.Struct, frozen=True):
     checkpoint_wanted: bool
     parts: tuple[ClaimPart, ...]
     next_start: int | None
+    after: LogStart | None = None  # on the first page
 
 
 class BeginCall(msgspec.Struct, frozen=True):
-    """Checkpoint from which a learner starts; a non-empty `fork` is the name of the fork to create there."""
+    """Checkpoint from which a learner starts; a non-empty `fork` is the name of the fork to create there.
+
+    With a `log` the fork begins the log of this store, which is new.
+    """
 
     durable: Version | None
     fork: str = ""
+    log: LogStart | None = None
 
 
 class VersionCall(msgspec.Struct, frozen=True):

@@ -184,9 +184,9 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
             "--coordinator",
         },
         "actor": {"--store", "--index", "--sampler", "--drain"},
-        "learner": {"--store", "--host", "--insecure", "--fork", "--index", "--coordinator"},
+        "learner": {"--store", "--host", "--insecure", "--fork", "--new-log", "--index", "--coordinator"},
         "evaluator": {"--store"},
-        "colocated": {"--store", "--fork"},
+        "colocated": {"--store", "--fork", "--new-log"},
         "feeder": set(),
     }
 

@@ -245,6 +245,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "roles/session.py::Session._pool": HERE,
     "policy/selection.py::Curriculum.__post_init__": ("curriculum's band empty",),
     "policy/selection.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
+    "policy/selection.py::_check_known": HERE,
     "policy/selection.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
@@ -362,7 +363,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/multihost.py": HERE,
     "roles/learner.py::LearnerSession._cannot_start": HERE,
     "roles/learner.py::_run_follower.start": HERE,
-    "roles/learner.py::_check_known": HERE,
+    "roles/learner.py::LearnerSession._new_log": HERE,
 }
 
 

@@ -43,7 +43,7 @@ def _as_json(spec: program.ProcessSpec) -> dict:
 
 
 def test_all_other_roles_wait_for_the_learner_to_fork() -> None:
-    specs, forked = built("cpu"), program.forked(built("cpu"), Path("/r/run"), "4", name="abc")
+    specs, forked = built("cpu"), program.forked(built("cpu"), Path("/r/run"), "--fork=4@abc")
     assert forked[0] == specs[0], "the store waits for no process"
     assert forked[1].argv == (*specs[1].argv, "--fork=4@abc")
     assert forked[1].ready_file == Path("/r/run/.forked")
@@ -61,7 +61,7 @@ def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
     assert second.argv == (*first.argv[:4], "--index=1", *first.argv[4:])
     assert first.env == second.env and "device_count=1 " in first.env["XLA_FLAGS"]
     assert [spec.gang for spec in specs[:4]] == ["", "learner", "learner", ""]
-    forked = program.forked(specs, Path("/r/run"), "4", name="abc")
+    forked = program.forked(specs, Path("/r/run"), "--fork=4@abc")
     assert forked[2] == second, "only process 0 forks, and all processes of the learner start together"
     alone = program.offline_env(config, INVENTORIES["cpu"], Path("/r/cache"))
     assert "device_count=2 " in alone["XLA_FLAGS"], "outside of a run there is one process"
@@ -93,7 +93,7 @@ def test_colocated_roles_are_one_process_with_the_devices_of_the_largest_mesh() 
     together = specs[1]
     assert "device_count=4 " in together.env["XLA_FLAGS"] and together.env["JAXROLL_NICE"] == ""
     assert "GLIBC_TUNABLES" in together.env, "the process includes the learner"
-    (store, forked) = program.forked(specs, Path("/r/run"), "4", name="abc")
+    (store, forked) = program.forked(specs, Path("/r/run"), "--fork=4@abc")
     assert store == specs[0] and forked.argv == (*together.argv, "--fork=4@abc")
     assert forked.ready_file == Path("/r/run/.forked") and forked.after == ("store",)
     alone = program.offline_env(config, Inventory("tpu", chips=4), Path("/r/cache"))

@@ -19,7 +19,7 @@ import pytest
 
 from jaxroll.config import Config
 from jaxroll.envs import registry
-from jaxroll.errors import InfraError
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.protocols import GenerationKey
 from jaxroll.records import Finished, Message, Task, Version, VersionRef
 from jaxroll.sim.network import run
@@ -105,6 +105,33 @@ def test_a_resumed_run_goes_on_at_its_newest_whole_checkpoint_and_counts_no_step
             assert_each_step_counts_once(at)
             assert [one.step for one in at.trained[before:]] == list(range(5, STEPS)), "each once, from the sixth on"
             assert [v.step for v in at.checkpoints.versions()] == list(range(0, STEPS + 1, CHECKPOINT_EVERY))
+
+    run(job())
+
+
+def test_a_run_whose_log_is_lost_goes_on_after_its_checkpoint_with_the_prompts_of_the_lost_log(tmp_path: Path) -> None:
+    """The whole machine of the store is lost, of which other stacks keep the position in the data in memory only."""
+
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as lost:
+            lost.sampler()
+            lost.learner()
+            await until(lambda: acked(lost) >= 2 * CHECKPOINT_EVERY + 3)
+            await lost.kill()
+            first = lost.checkpoints.versions()[-1].step
+        async with VirtualRun(small(), tmp_path) as at:
+            at.checkpoints = lost.checkpoints
+            with pytest.raises(ConfigError, match="add --new-log"):
+                await at.learner()
+            at.args = replace(at.args, new_log=True)
+            at.sampler()
+            at.learner()
+            await until(lambda: acked(at) >= first + 3)
+            await at.kill()
+            assert await resumed(at, Behaviour()) == 0, "the option is still there"
+            assert at.trained[0][:2] == (1, first) and {one.step for one in at.trained} == {*range(first, STEPS)}
+            assert trained_prompts(at) == list(range(first * BATCH, STEPS * BATCH))
+            assert at.store.status()["conservation_residual"] == 0
 
     run(job())
 

@@ -22,7 +22,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.learner.step import CompileCounter
-from jaxroll.records import Version
+from jaxroll.records import Cut, LogStart, Version
 from tests.harness.cluster import disks
 from tests.harness.xla import FAST_COMPILATION
 
@@ -131,6 +131,10 @@ def test_the_last_ones_are_kept_and_a_higher_lineage_is_newer(folder, trainer):
     assert checkpoints.versions() == (Version(0, 30), Version(1, 3))
     assert checkpoints.latest() == Version(1, 3)
     assert checkpoints.about(Version(1, 3))["position"] == 103
+    log = LogStart(Cut(7, (9, 11), b"\x00\xff", 12), ((None, 0), (0, 2)))
+    checkpoints.save(Version(1, 4), 104, trainer.state, log=log)
+    checkpoints.wait()
+    assert [checkpoints.log_start(Version(1, step)) for step in (3, 4)] == [None, log]
     checkpoints.close()
 
 
@@ -350,7 +354,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
-from jaxroll.records import Version
+from jaxroll.records import Cut, LogStart, Version
 checkpoints = Checkpoints(Path(sys.argv[1]), 2)
 for step in range(10_000):
     params = {f"layer.{i}": jnp.full((256, 256), step, jnp.float32) for i in range(8)}

@@ -13,6 +13,7 @@ import pytest
 from jaxroll import metrics, run_paths
 from jaxroll.control import cli
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_INTERRUPTED
+from jaxroll.learner import checkpoint_files
 from tests.harness.run_folder import run_of_format_1
 from tests.harness.train_process import SMALL, Train, assert_sound, last_step, trained_questions
 
@@ -60,9 +61,11 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: Path) -> None:
-    """A run that restarted at step 0 would write checkpoints of lineage 0, which count as older than the others."""
+@pytest.mark.timeout(1200)
+def test_a_run_whose_log_is_lost_goes_on_from_its_newest_checkpoint_if_that_is_asked_for(tmp_path: Path) -> None:
+    """All processes are killed and the store's files removed. Without `--new-log` nothing changes: a run that restarted
+    at step 0 would write checkpoints of lineage 0, which count as older than the others.
+    """
     run = tmp_path / "run"
     words = (
         *SMALL,
@@ -74,17 +77,33 @@ def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: 
         first.until_step(4)
         first.role("learner").kill()
         first.until(lambda _: bool(checkpoints(run, "0001.*")), "a checkpoint of lineage 1")
-        first.interrupt()
-        assert first.finish() == EXIT_INTERRUPTED, first.logs()
-    for file in run.glob("store.db*"):
+    lost = set(trained_questions(first))
+    for file in run.glob("store.*"):
         file.unlink()
-    before = checkpoints(run)
+    before, newest = checkpoints(run), max(checkpoint_files.versions(run / "checkpoints"))
     for _ in range(2):  # the second finds the store.db of the first
         with Train(run, resume=True) as second:
             assert second.finish() == EXIT_CONFIG, second.logs()
             assert "Put back the store.db" in second.output.read_text(), second.logs()
+            assert "add --new-log" in second.output.read_text(), second.logs()
             assert last_step(second.rows) == 0
         assert checkpoints(run) == before
+    steps = newest.step + MORE
+    with Train(run, "--new-log", f"--config.schedule.steps={steps}", resume=True) as third:
+        third.until_step(newest.step + 2)
+        third.role("learner").kill()  # started again with the same option, it continues the new log
+        assert third.finish() == 0, third.logs()
+        trained = [row["step"] for row in third.rows if row["kind"] == "step"]
+        assert (min(trained), max(trained)) == (newest.step + 1, steps)
+        again = set(trained_questions(third))
+        overlap = {step for step, _, _ in again} & {step for step, _, _ in lost}
+        assert overlap and {one for one in again if one[0] in overlap} == {one for one in lost if one[0] in overlap}
+        said = [str(row.get("text") or row.get("what")) for row in third.rows]
+        assert any("begins a new log at checkpoint" in one for one in said) and any("lost: " in one for one in said)
+        report = third.report()
+        assert (report["conservation_residual"], report["groups_trained_twice"]) == (0, 0)
+        assert third.query("SELECT COUNT(*), COUNT(DISTINCT step) FROM claims") == [(MORE, MORE)]
+    assert cli.main(["replay", str(run)]) == 0
 
 
 def checkpoints(run: Path, pattern: str = "*") -> set[tuple[str, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.models import families
-from jaxroll.records import Version
-from jaxroll.roles.learner import start_of
-from jaxroll.store.core.state import Lineage
+from jaxroll.policy import selection
+from jaxroll.policy.selection import NEW_LOG
+from jaxroll.records import Cut, LogStart, Version
+from jaxroll.store.core.state import Lineage, on_line
 
 
 @pytest.fixture
@@ -27,6 +30,12 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 LINES = (Lineage(), Lineage(0, 2, fork="first"))
+
+
+def start_of(
+    checkpoints: Checkpoints, lines: Sequence[Lineage], claims: int, fork: str | None, *, new_log: bool = False
+) -> tuple[Version | None, str]:
+    return selection.start_of(checkpoints, lines, claims, fork, partial(on_line, [*lines]), new_log)
 
 
 def test_it_is_the_newest_on_the_line(checkpoints: Checkpoints) -> None:
@@ -50,6 +59,33 @@ def test_a_log_that_does_not_know_the_checkpoints_is_refused(checkpoints: Checkp
         start_of(checkpoints, LINES[:1], 0, None)
     assert start_of(checkpoints, LINES[:1], 0, "0@second") == (None, "second"), "a fork gives up what comes later"
     assert start_of(checkpoints, LINES[:1], 6, None) == (Version(0, 6), "")
+
+
+def test_a_new_log_begins_at_the_newest_checkpoint_only_if_it_is_asked_for_and_has_no_claim(
+    checkpoints: Checkpoints,
+) -> None:
+    new = LINES[:1]
+    with pytest.raises(ConfigError, match=r"store\.db.*Put back.* If it is lost, add --new-log"):
+        start_of(checkpoints, new, 0, None)
+    assert start_of(checkpoints, new, 0, None, new_log=True) == (Version(1, 3), NEW_LOG)
+    with pytest.raises(ConfigError, match=r"If it is lost, move this one away and add --new-log"):
+        start_of(checkpoints, new, 9, None, new_log=True)
+    again = (*LINES, Lineage(1, 3, fork=NEW_LOG))
+    assert start_of(checkpoints, again, 3, None, new_log=True) == (Version(1, 3), ""), "the learner died meanwhile"
+    assert start_of(checkpoints, LINES, 9, None, new_log=True) == (Version(1, 3), ""), "the log is not lost"
+    assert start_of(Checkpoints(checkpoints.folder / "none", 1), new, 0, None, new_log=True) == (None, "")
+
+
+def test_what_is_lost_with_the_log_is_said(checkpoints: Checkpoints) -> None:
+    log = LogStart(Cut(128, (130, 131), b"x", 150))
+    rows = [{"kind": "store", "groups_in_flight": 7}, {"kind": "step", "step": 5}, {"kind": "step", "step": 9}]
+    kept, lost = selection.lost_with_log(rows, Version(1, 3), log)
+    assert "checkpoint 1.3" in kept and "step 3" in kept and "number 128 without the 2 later ones" in kept
+    assert "steps 4 to 9" in lost and "(7 at the last report)" in lost and "150 groups" in lost
+    assert "metrics" not in lost
+    _, all_lost = selection.lost_with_log([], Version(1, 3), log)
+    assert "no metrics are left" in all_lost and "the metrics;" in all_lost
+    assert log.until(Version(1, 3), 3).lines == ((None, 0), (0, 3), (1, 3)), "lineages that only metrics have seen"
 
 
 def test_a_fork_at_the_beginning_has_no_checkpoint_yet(checkpoints: Checkpoints) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxroll.policy.limiter import Pace
-from jaxroll.records import Grant, Task, Version, VersionRef, VersionRun
+from jaxroll.records import Cut, Grant, LogStart, Task, Version, VersionRef, VersionRun
 
 # --- Requests to the state machine, and its answers other than refusals (`jaxroll.errors`)
 Key = tuple[int, int, int]  # (group, member, attempt)
@@ -134,11 +134,13 @@ class Begin:
 
     With the name of a `fork`, a new lineage begins at the checkpoint without the claims from that step on, even if
     their trajectories are trimmed. Once the fork exists, the same request is an ordinary start on its line.
+    With a `log` the fork begins a new log, from what the checkpoint has of a lost one.
     """
 
     session: str
     durable: Version | None
     fork: str = ""
+    log: LogStart | None = None
 
 
 @dataclass(frozen=True)
@@ -386,23 +388,11 @@ class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
     snapshot: VersionRef
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True):
-    """Position of the prompt stream after a claim, from which a fork continues.
-
-    The prompts below `ordinal` had ended by then, and so had the later ones in `passed`. `cursor` is the pipeline's
-    state before `ordinal` (None: the beginning).
-    """
-
-    ordinal: int = 0
-    passed: tuple[int, ...] = ()
-    cursor: bytes | None = None
-
-
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """A learner began at `version`; `parent` is the lineage that it left, None if it continues its lineage.
 
     With a `cut` it created the fork called `fork`: the claims from version.step on are made again, from the prompts of
-    `cut` on.
+    `cut` on. With a `log` this log is new, and an earlier one had those lineages and groups.
     """
 
     version: Version
@@ -410,6 +400,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     parent: int | None = None
     fork: str = ""
     cut: Cut | None = None
+    log: LogStart | None = None
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):

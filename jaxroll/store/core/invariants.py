@@ -240,7 +240,7 @@ def _published(seen: Seen, state: State, e: ev.Published) -> str:
 
 
 def _began(seen: Seen, state: State, e: ev.Began) -> str:
-    line = state.lineage if e.parent is None else len(state.lineages)
+    line = state.lineage if e.parent is None else len(e.log.lines if e.log else state.lineages)
     if e.version.lineage != line:
         return f"a learner begins at {e.version}, the lineage is {line}"
     forked = getattr(e, "cut", None) is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, touch
-from jaxroll.records import Version
+from jaxroll.records import Cut, Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
 from jaxroll.store.core.admission import FILTERED, RESERVED_S, Settings
@@ -340,6 +340,12 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
     state.moved_at_s = now_s
     if e.parent is None:
         return
+    if e.log is not None:
+        if not e.log.is_sound:  # of a damaged log; the queries of lineages would not end
+            raise ValueError("a lineage has left a later one")
+        state.lineages[:] = [Lineage(*line) for line in e.log.lines]
+        state.next_group = max(state.next_group, e.log.cut.groups)
+        state.cuts[str(training.origin(state.lineages, Version(e.parent, e.version.step)))] = e.log.cut
     state.lineages.append(Lineage(e.parent, e.version.step, fork=e.fork))
     if e.cut is not None:
         _forked(state, e.version, e.cut)
@@ -354,7 +360,7 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
     state.receipts.clear()
 
 
-def _forked(state: State, version: Version, cut: ev.Cut) -> None:
+def _forked(state: State, version: Version, cut: Cut) -> None:
     """Forget the claims from version.step on: the new lineage lacks them, and their prompts are issued again."""
     state.next_claim = state.durable = state.replay_until = version.step
     state.batches.clear()

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
-from jaxroll.records import Version
+from jaxroll.records import Cut, LogStart, Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
-from jaxroll.store.core.events import Cut
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
 from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
@@ -130,17 +129,10 @@ def _length_class(tokens: int) -> int:
 
 
 def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
-    longest = max((slot.tokens for _, slot in group.done()), default=0)
-    return ev.Issued(
-        new,
-        group.task,
-        settings.members_leased,
-        reissue_of=group.id,
-        reissues=group.reissues + 1,
-        ordinal=group.ordinal,
-        length=_length_class(longest),
-        wanted=settings.members_wanted,
-    )
+    length = _length_class(max((slot.tokens for _, slot in group.done()), default=0))
+    size, wanted = settings.members_leased, settings.members_wanted
+    again = (group.id, group.reissues + 1, None, group.ordinal)
+    return ev.Issued(new, group.task, size, *again, length=length, wanted=wanted)
 
 
 def _is_issue(event: ev.Event) -> bool:
@@ -401,7 +393,10 @@ def open_run(settings: Settings, state: State, r: ev.Open, now_s: float) -> Deci
 def fork(state: State, r: ev.Begin) -> Decision:
     """Open a new lineage at the checkpoint: all groups after it end, and its later claims are made again."""
     start = r.durable or Version(0, 0)
-    cut = None if _unknown(state, start) else cut_at(state, start)
+    if r.log is not None:
+        return _new_log(state, start, r, r.log)
+    known = 0 <= start.lineage < len(state.lineages) and start.step >= 0
+    cut = cut_at(state, start) if known else None
     if cut is None:
         return refuse(_no_cut(state, start))
     shared = shared_steps(state.lineages, start)
@@ -415,8 +410,12 @@ def fork(state: State, r: ev.Begin) -> Decision:
     return Decision(events, version)
 
 
-def _unknown(state: State, start: Version) -> bool:
-    return not 0 <= start.lineage < len(state.lineages) or start.step < 0
+def _new_log(state: State, start: Version, r: ev.Begin, log: LogStart) -> Decision:
+    """Begin this log, which is new, at a checkpoint whose own log is lost."""
+    if state.issued or len(state.lineages) > 1 or not log.is_sound or start.lineage >= len(log.lines):
+        return refuse(StaleClient(f"checkpoint {start} begins no new log here: this one has {state.issued} groups"))
+    version = Version(len(log.lines), start.step)
+    return Decision([ev.Began(version, r.session, start.lineage, r.fork, log.cut, log)], version)
 
 
 def _no_cut(state: State, start: Version) -> StoreRefusal:
@@ -445,7 +444,7 @@ def cut_of(state: State) -> Cut | None:
         return None
     passed = [ordinal for ordinal in range(low, state.next_ordinal) if ordinal not in unended]
     passed += sorted(ordinal for ordinal in state.passed if ordinal >= state.next_ordinal)
-    return Cut(low, tuple(passed), state.stream.get(low - 1))
+    return Cut(low, tuple(passed), state.stream.get(low - 1), state.next_group)
 
 
 def origin(lineages: list[Lineage], version: Version) -> Version:

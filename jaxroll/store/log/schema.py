@@ -36,6 +36,7 @@ import msgspec
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError, StoreRefusal
 from jaxroll.metrics import checked_row
+from jaxroll.records import Cut
 
 if TYPE_CHECKING:  # readers of the tables do not need the RPC package
     from jaxroll.rpc.server import Caller
@@ -371,9 +372,10 @@ def _published(e: ev.Published, state: State, unix_s: float) -> list[Statement]:
 def _began(e: ev.Began, state: State, unix_s: float) -> list[Statement]:
     if e.parent is None:
         return []
-    step = e.version.step
+    step, earlier = e.version.step, e.log.lines if e.log is not None else ()
+    lines = [*((line, *left) for line, left in enumerate(earlier) if line), (e.version.lineage, e.parent, step)]
     return [
-        ("INSERT INTO lineages VALUES (?, ?, ?, ?)", (e.version.lineage, e.parent, step, unix_s)),
+        *(("INSERT INTO lineages VALUES (?, ?, ?, ?)", (*line, unix_s)) for line in lines),
         *(_forked(e.version.lineage, e.cut, state) if e.cut is not None else []),
         (f"UPDATE claims SET trained_lineage = NULL WHERE step >= ? AND {_LIVE}", (step,)),
         (f"UPDATE groups SET state = 'CLAIMED' WHERE claim_step >= ? AND state = 'ACKED' AND {_ALIVE}", (step,)),
@@ -387,7 +389,7 @@ def _began(e: ev.Began, state: State, unix_s: float) -> list[Statement]:
     ]
 
 
-def _forked(lineage: int, cut: ev.Cut, state: State) -> list[Statement]:
+def _forked(lineage: int, cut: Cut, state: State) -> list[Statement]:
     rows: list[Statement] = [
         (f"UPDATE claims SET forked_by = ? WHERE {_LIVE}", (lineage,)),
         ("DELETE FROM meta WHERE key IN ('closed', 'data_ended')", ()),

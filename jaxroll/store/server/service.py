@@ -18,7 +18,7 @@ from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
 from jaxroll.policy.routing import Draining, RelayTree, Repacker, Room
-from jaxroll.records import Relay, Task, Version, VersionRef
+from jaxroll.records import LogStart, Relay, Task, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
@@ -349,15 +349,18 @@ class StoreService:
         if self._checkpoint_at == _NEXT and call.start == 0:  # the learner reads it on a claim's first page
             self._checkpoint_at = batch.step
         wanted = checkpoint_wanted(settings, state) or self._checkpoint_at == batch.step
-        replayed = batch.step < state.replay_until
-        return msg.ClaimPage(batch.step, call.lineage, batch.shuffle_seed, replayed, wanted, tuple(parts), next_start)
+        after, cut = None, state.claim_cuts.get(batch.step)
+        if cut is not None and call.start == 0:
+            after = LogStart(cut, tuple((line.parent, line.fork_step) for line in state.lineages))
+        rest = (batch.shuffle_seed, batch.step < state.replay_until, wanted, tuple(parts), next_start, after)
+        return msg.ClaimPage(batch.step, call.lineage, *rest)
 
     async def _begin(self, caller: Caller, body: bytes) -> msg.VersionCall:
         call = wire.decode(body, msg.BeginCall)
         if call.fork and not protocol.NAME.fullmatch(call.fork):
             raise StoreRefusal("the name of a fork must match [A-Za-z0-9_-]{1,64}")
         forks = sum(bool(line.fork) for line in self._keeper.state.lineages)
-        reply = self._keeper.decide(ev.Begin(caller.session, call.durable, call.fork))
+        reply = self._keeper.decide(ev.Begin(caller.session, call.durable, call.fork, call.log))
         if sum(bool(line.fork) for line in self._keeper.state.lineages) > forks:
             self._prompts.restart(self._keeper.state.cursor)  # before anything else can be leased
         asked = f"from {call.durable or 'nothing'}" + (f", fork {call.fork}" if call.fork else "")

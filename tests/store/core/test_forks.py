@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxroll.errors import Closed, NoCredit, StaleClient
-from jaxroll.records import Version
+from jaxroll.policy.selection import NEW_LOG
+from jaxroll.records import LogStart, Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.state import Batch, Lineage
 from jaxroll.store.core.training import origin, shared_steps
@@ -120,6 +121,25 @@ def test_forks_from_what_was_never_there_are_refused(start: Version) -> None:
     with pytest.raises(StaleClient):
         m.start(start, "L2", fork="again")
     assert m.states() == before
+
+
+def test_a_new_log_skips_the_prompts_that_the_lost_one_had_used() -> None:
+    """Claims take the first groups to finish, so prompt 0 is left when 1 and 2 have been used."""
+    lost = Machine(order="ready_first")
+    lost.start()
+    first = lost.lease(8)
+    for key in first[2:6]:  # of the prompts 1 and 2
+        lost.put(key)
+    assert indices(lost, lost.train(0)) == [1, 2]
+    log = LogStart(lost.state.claim_cuts[0], ((None, 0), (0, 0)))
+    new = Machine(order="ready_first")
+    assert new.ask(ev.Begin("L", Version(1, 1), NEW_LOG, log)) == Version(2, 1)
+    assert [(line.parent, line.fork_step) for line in new.state.lineages] == [(None, 0), (0, 0), (1, 1)]
+    new.restart()
+    new.publish(Version(2, 1))
+    new.fill(8, Version(2, 1))
+    assert sorted(group.task.index for group in new.state.open.values()) == [0, 3, 4, 5]
+    assert min(new.state.open) == log.cut.groups
 
 
 def test_a_finished_run_and_an_ended_stream_go_on_from_a_fork() -> None:

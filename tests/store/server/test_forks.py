@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import StaleClient
-from jaxroll.records import Version
+from jaxroll.policy.selection import NEW_LOG
+from jaxroll.records import LogStart, Version
 from jaxroll.store.core.state import on_line
+from jaxroll.store.log import database
+from jaxroll.store.log.replay import replay_log
 
 LINE = (
     "SELECT step FROM claims JOIN line ON line.lineage = durable_lineage AND step < upto"
@@ -133,3 +136,63 @@ def test_the_data_begins_again_after_it_had_ended(tmp_path: Path, small, run) ->
             assert await trained(small, learner, sampler, Version(1, 0)) == [0, 1]
 
     run(play())
+
+
+def test_a_new_log_begins_at_a_checkpoint_whose_log_is_lost(tmp_path: Path, small, run) -> None:
+    """It trains the prompts that the lost one would have trained, at the steps and in the order of that."""
+    config, lost, new = small.configured(steps=6), tmp_path / "lost", tmp_path / "new"
+
+    async def before() -> tuple[LogStart, list[int]]:
+        async with (
+            small.serving(lost, config),
+            small.connected(lost, config, "learner") as learner,
+            small.connected(lost, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            for step in range(2):
+                await trained(small, learner, sampler, Version(0, step))
+            await small.produce(sampler, Version(0, 2), 8)  # groups of two claims, which the lost log alone has
+            after = [(await learner.claim(0, 2, 5.0)).after]
+            await learner.publish(small.snapshot(Version(0, 3)))
+            later = await learner.claim(0, 3, 5.0)
+            assert isinstance(after[0], LogStart) and (after[0].cut.ordinal, later.after.cut.ordinal) == (6, 8)
+            return after[0], sorted(group.task.index for group in later.groups)
+
+    log, prompts = run(before())
+    began = (Version(0, 3), NEW_LOG, log)
+
+    async def after() -> None:
+        async with (
+            small.serving(new, config),
+            small.connected(new, config, "learner") as learner,
+            small.connected(new, config, "sampler") as sampler,
+        ):
+            for unsound in (LogStart(lines=((None, 0), (1, 3))), LogStart(lines=()), LogStart(lines=((0, 0),))):
+                with pytest.raises(StaleClient, match="no new log"):
+                    await learner.begin(Version(0, 3), NEW_LOG, unsound)
+            assert await learner.begin(*began) == Version(1, 3)
+            assert await learner.begin(*began) == Version(1, 3), "the answer was lost"
+            await learner.publish(small.snapshot(Version(1, 3)))
+            assert await trained(small, learner, sampler, Version(1, 3)) == prompts == [6, 7]
+            with pytest.raises(StaleClient, match="no new log"):
+                await learner.begin(Version(0, 3), "another", log)
+
+    async def after_a_restart() -> dict:
+        async with (
+            small.serving(new, config),
+            small.connected(new, config, "learner") as learner,
+            small.connected(new, config, "sampler") as sampler,
+        ):
+            assert [on_line([*learner.welcome.lineages], Version(*v)) for v in ((0, 3), (0, 4))] == [True, False]
+            await learner.publish(small.snapshot(await learner.begin(Version(1, 4), NEW_LOG)))
+            assert await trained(small, learner, sampler, Version(1, 4)) == [8, 9]
+            return await learner.status()
+
+    run(after())
+    status = run(after_a_restart())
+    assert (status["conservation_residual"], status["claims"], status["durable"]) == (0, 5, 5)
+    with database.transaction(new) as db:
+        assert replay_log(db).violations == []
+        assert db.execute("SELECT MIN(id) FROM groups").fetchone() == (log.cut.groups,), "random keys are by group"
+        assert db.execute("SELECT step FROM claims ORDER BY step").fetchall() == [(3,), (4,)]
+        assert db.execute("SELECT lineage, parent, fork_step FROM lineages").fetchall() == [(0, None, 0), (1, 0, 3)]
