@@ -197,7 +197,8 @@ class Members:
             if (left := until - now_s()) <= 0:
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.room.wait(), left)
+                async with asyncio.timeout(left):
+                    await self.room.wait()
         return free
 
     def _room_left(self) -> int:

@@ -349,10 +349,13 @@ class FeederProcess:
         assert process.stdin is not None and process.stdout is not None
         request = wire.encode(FeedRequest(count, restore=fresh, state=self._state if fresh else None))
         process.stdin.write(_HEADER.pack(len(request)) + request)
-        await asyncio.wait_for(process.stdin.drain(), patience_s)
+        async with asyncio.timeout(patience_s):
+            await process.stdin.drain()
         while True:
-            (size,) = _HEADER.unpack(await asyncio.wait_for(process.stdout.readexactly(_HEADER.size), patience_s))
-            data = await asyncio.wait_for(process.stdout.readexactly(size), patience_s)
+            async with asyncio.timeout(patience_s):
+                (size,) = _HEADER.unpack(await process.stdout.readexactly(_HEADER.size))
+            async with asyncio.timeout(patience_s):
+                data = await process.stdout.readexactly(size)
             if not (reply := wire.decode(data, FeedReply)).progress:
                 return reply
             self._doing = reply.progress

@@ -194,8 +194,13 @@ def run(
     job: Coroutine[Any, Any, T], limit_s: float = LIMIT_S, loop: Callable[[], VirtualTimeLoop] = VirtualTimeLoop
 ) -> T:
     """The result of `job` under a virtual clock. Stuck if it can never end, TimeoutError after `limit_s` virtual s."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(limit_s):
+            return await job
+
     with asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(asyncio.wait_for(job, limit_s))
+        return runner.run(bounded())
 
 
 # --- Event loop on a virtual clock, and a network in memory between its clients and servers

@@ -289,7 +289,8 @@ class Tinker:
             missing = f"{model.id}:{model.next}"
             here = missing in self.promises
             try:
-                await asyncio.wait_for(model.advanced.wait(), None if here else GAP_S)
+                async with asyncio.timeout(None if here else GAP_S):
+                    await model.advanced.wait()
             except TimeoutError:
                 if missing not in self.promises and model.next < number:
                     if model.trained is not None:
