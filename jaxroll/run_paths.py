@@ -25,9 +25,9 @@ class RunPaths:
         """Config, digest, versions and devices of the run. A folder without it is no run."""
         return self.folder / "run.json"
 
-    def handed_config(self, digest: str) -> Path:
+    def handed_config(self, name: str) -> Path:
         """A config that is too large for an environment variable, for the processes of its supervisor."""
-        return self.folder / f".config-{digest}.json"
+        return self.folder / f".config-{name}.json"
 
     @property
     def lock(self) -> Path:

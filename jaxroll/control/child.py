@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -228,17 +228,23 @@ CONFIG_VARIABLE = "JAXROLL_RUN_CONFIG"
 VARIABLE_BYTES = 100_000  # Linux starts no process with a variable of 128 KiB or more (MAX_ARG_STRLEN)
 
 
-def config_environment(path: Path, config: Config) -> dict[str, str]:
+@contextlib.contextmanager
+def config_environment(path: Path, config: Config) -> Iterator[dict[str, str]]:
     """The variable by which a supervisor hands `config` of the run `path` to the processes it starts.
 
-    It contains the config, or names a file of the run folder with it if a variable cannot hold that much.
+    It contains the config, or names a file of the run folder with it if a variable cannot hold that much. The file is
+    that of this process and is removed at the end.
     """
-    text = json.dumps({"run": str(path), "config": configs.to_dict(config)})
+    text, file = json.dumps({"run": str(path), "config": configs.to_dict(config)}), None
     if len(text) > VARIABLE_BYTES:
-        file = RunPaths(path).handed_config(configs.digest(config))
+        file = RunPaths(path).handed_config(f"{configs.digest(config)}-{os.getpid()}")
         run_dir.replace(file, text)
         text = json.dumps({"run": str(path), "file": str(file)})
-    return {CONFIG_VARIABLE: text}
+    try:
+        yield {CONFIG_VARIABLE: text}
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)
 
 
 def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:

@@ -127,10 +127,10 @@ def run_offline(options: argparse.Namespace) -> int:
     inventory = program.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
-    env |= config_environment(path, config)
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
-    with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
-        return run_foreground(argv, env)
+    held = run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext()  # it replaces the warm start
+    with held, config_environment(path, config) as handed:
+        return run_foreground(argv, env | handed)
 
 
 def _evaluate_model_folder(options: argparse.Namespace) -> None:

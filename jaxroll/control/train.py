@@ -99,8 +99,8 @@ def train(
 
 def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
     restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
-    environ = {**os.environ, **child.config_environment(path, config)}
-    return Supervisor(specs, path, restarts, view, leader=leader, environ=environ).run()
+    with child.config_environment(path, config) as handed:
+        return Supervisor(specs, path, restarts, view, leader=leader, environ={**os.environ, **handed}).run()
 
 
 def over_ssh(config: Config, target: launchers.Target, words: Sequence[str]) -> int:
@@ -364,10 +364,10 @@ def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> in
         ProcessSpec(part, name.partition("-")[0], (*command, f"--part={part}"), common | devices[name])
         for part, name in PARTS.items()
     ]
-    with run_dir.locked(path):
+    with run_dir.locked(path), child.config_environment(path, config) as handed:
         protocol.create(path)
         (path / URL_FILE).unlink(missing_ok=True)
-        environ = {**os.environ, **child.config_environment(path, config)}
+        environ = {**os.environ, **handed}
         shown = _Shown(path / URL_FILE)
         print(f"starts a trainer and a sampler; their logs are in {path}/logs", flush=True)
         code = Supervisor(specs, path, config.supervisor, shown, leader="trainer", environ=environ).run()

@@ -226,25 +226,30 @@ def test_a_large_config_reaches_a_process(here: Path) -> None:
     """Linux starts no process with a variable of 128 KiB, and few-shot messages may have megabytes."""
     large = Config(task=TaskConfig(system_prompt="word " * 60_000))
     path = run_dir.create(here / "r", large, [])
-    environ = child.config_environment(path, large)
+    held = contextlib.ExitStack()
+    environ = held.enter_context(child.config_environment(path, large))
     program = "import sys\nfrom jaxroll.control import child, run_dir\nrun_dir.load_config = None\n"
     program += "print(len(child.given_config(child.Path(sys.argv[1])).task.system_prompt))"
     command = [sys.executable, "-c", program, str(path)]
     done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
     assert done.stdout == "300000\n", done.stderr
-    child.config_environment(path, Config(task=TaskConfig(system_prompt="other " * 60_000)))
-    assert child.given_config(path, environ) == large, "another command on this run has another config"
+    with child.config_environment(path, Config(task=TaskConfig(system_prompt="other " * 60_000))):
+        assert child.given_config(path, environ) == large, "another command on this run has another config"
+    assert child.given_config(path, environ) == large, "the other command has removed its own file only"
     (file,) = set(path.glob(".config-*")) & {Path(json.loads(value)["file"]) for value in environ.values()}
     for damaged in ("{", "{}", "[]"):
         file.write_text(damaged)
         with pytest.raises(ConfigError, match=r"\.config-.*holds no config.*--resume"):
             child.given_config(path, environ)
+    held.close()
+    assert not [*path.glob(".config-*")], "a large file stays in the folder of the run"
 
 
 def test_a_role_keeps_the_config_that_its_supervisor_started_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later changes of run.json have no effect on it."""
     path = run_dir.create(here / "r", Config(), [])
-    environ = child.config_environment(path, Config())
+    with child.config_environment(path, Config()) as environ:
+        pass
     run_dir.resume(path, ["--config.schedule.steps=7"], lambda config: None)
     assert child.given_config(path, environ) == Config()
     assert child.given_config(path, {}).schedule.steps == 7
