@@ -8,6 +8,7 @@ engines get files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import shlex
@@ -16,15 +17,16 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from jaxroll import disk
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names, device_processes, memory_fractions, sampler_names
+from jaxroll.config.derived import LEADERS, actor_names, device_processes, memory_fractions, sampler_names
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import engines, on_ray, program
-from jaxroll.control.program import ProcessSpec, gang, role_of, role_words
+from jaxroll.control.program import STANDBY, ProcessSpec, gang, role_of, role_words
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import CONNECTION, PARENT_ENV
 from jaxroll.rpc import protocol
@@ -56,6 +58,7 @@ class Target:
     project: str = ""
     insecure: bool = False
     tls: str = ""  # the folder with certificates, the same on every host
+    new_log: bool = False
 
     def host(self, name: str) -> str:
         """The host of process `name`: named itself, or by its role, else this machine."""
@@ -93,6 +96,7 @@ OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
     "port": (7077, "PORT", "the port of the store (default: 7077)", ALL),
     "devices-per-host": (0, "N", "TPU chips or GPUs of a host that runs several roles", LISTED),
     "gpu-memory-mb": (0, "MB", "memory of one GPU that several roles share", ("ssh", "gpu")),
+    "new-log": (False, "", "the store's log is lost: begin a new one at the learner's newest checkpoint", ("ssh",)),
     "spot": (False, "", "samplers use preemptible machines", ("jobset", "skypilot", "tpu-vm")),
     "insecure": (False, "", "send plain text between the hosts, on a trusted network", ALL),
 }  # fmt: skip
@@ -168,16 +172,20 @@ def target_of(options: argparse.Namespace) -> Target:
         options.project,
         options.insecure,
         options.tls,
+        options.new_log,
     )
 
 
 def plan(config: Config, target: Target) -> list[Launch]:
     """The processes to start on each host: all roles and actors. ConfigError if a host has too few devices."""
-    program.check_stores(config)
-    names = ("store", *_with_devices(config, target), *actor_names(config))
+    stores = program.store_names(config)
+    names = (*stores, *_with_devices(config, target), *actor_names(config))
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
+    if len({target.host(name) for name in stores}) < len(stores):
+        reason, named = "the standby is for the loss of the store's machine", f"{STANDBY}={target.host(STANDBY)}"
+        raise ConfigError("--on", named, reason, f"Add --on {STANDBY}=NAME, the name of another machine.")
     _check_several_hosts(config, target)
     envs = _device_envs(config, target)
     common = program.common_env(CACHE)
@@ -192,11 +200,14 @@ def plan(config: Config, target: Target) -> list[Launch]:
             f"needs the run's secret in {TOKEN_VARIABLE}.",
         )
     _check_reached(config, target, names)
-    address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
+    own = {name: f"{target.host(name) if spread else '127.0.0.1'}:{target.port}" for name in stores}
+    address = ",".join(own.values())
     if spread and target.tls:
         common = {**common, TLS_VARIABLE: target.tls}
     between = _words_between(config, target) if spread else {}
-    found = [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
+    found = [
+        _launch(name, target, common | envs[name], own.get(name, address), between.get(name, ())) for name in names
+    ]
     if target.kind == "tpu_vm":
         return [replace(one, workers="all") if gang(one.name, config) else one for one in found]
     return found
@@ -236,7 +247,7 @@ def _check_several_hosts(config: Config, target: Target) -> None:
 def _check_reached(config: Config, target: Target, names: Sequence[str]) -> None:
     """Refuse the name of the loopback for a role that roles on other machines call."""
     others = [host for name in names if (host := target.host(name)) != LOCAL and not protocol.is_loopback(host)]
-    called = ("store", "learner", *(sampler_names(config) if actor_names(config) else ()))
+    called = (*program.store_names(config), "learner", *(sampler_names(config) if actor_names(config) else ()))
     for name in called:
         if others and name in names and target.host(name) == LOCAL:
             remedy = f"Add --on {name}=NAME, the name of its machine in the network. It may be this one."
@@ -245,7 +256,11 @@ def _check_reached(config: Config, target: Target, names: Sequence[str]) -> None
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
     """The options by which the roles of different hosts find each other, by role; only a called role listens."""
-    called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
+    stores = program.store_names(config)
+    peers = {
+        name: tuple(f"--peer={target.host(one)}:{target.port}" for one in stores if one != name) for name in stores
+    }
+    called = {**peers, "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
     if actors := actor_names(config):  # they ask the samplers
         ports = {name: target.port + 1 + index for index, name in enumerate(sampler_names(config))}
         called |= {name: (f"--host={target.host(name)}", f"--port={port}") for name, port in ports.items()}
@@ -265,12 +280,15 @@ def _launch(name: str, target: Target, env: Mapping[str, str], address: str, bet
     host = target.host(name)
     argv = [target.python, "-m", "jaxroll", *role_words(name), f"--config={target.config_file}"]
     argv += [*(f"--config.{text}" for text in target.overrides), f"--run={target.run}", f"--store={address}"]
+    argv += ["--new-log"] if target.new_log and role_of(name) in LEADERS else []
     return Launch(name, host, (*argv, *between), env)
 
 
 def _device_envs(config: Config, target: Target) -> dict[str, program.Env]:
     wanted = _with_devices(config, target)
-    envs: dict[str, program.Env] = dict.fromkeys(("store", *actor_names(config)), program.cpu_env())
+    envs: dict[str, program.Env] = dict.fromkeys(
+        (*program.store_names(config), *actor_names(config)), program.cpu_env()
+    )
     if config.placement.platform == "cpu":
         return envs | {name: program.cpu_env(count, config.placement.cpu_threads) for name, count in wanted.items()}
     for host in dict.fromkeys(map(target.host, wanted)):
@@ -343,16 +361,8 @@ def shell_line(one: Launch, target: Target, before: str = "") -> str:
     if one.host == LOCAL:
         return inner
     if target.kind == "tpu_vm":
-        words = [
-            "gcloud",
-            "compute",
-            "tpus",
-            "tpu-vm",
-            "ssh",
-            one.host,
-            f"--worker={one.workers}",
-            f"--zone={target.zone}",
-        ]
+        words = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", one.host, f"--worker={one.workers}"]
+        words += [f"--zone={target.zone}"]
         words += [f"--project={target.project}"] if target.project else []
         return shlex.join([*words, f"--command={inner}"])
     return shlex.join(["ssh", "-tt", one.host, inner])  # -tt: closing the connection ends the role
@@ -379,25 +389,9 @@ def engine_of(options: argparse.Namespace) -> str:
 def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
     """The options, for an engine other than local and ssh."""
     program.check_stores(config)
-    return engines.Request(
-        options.config,
-        tuple(options.overrides),
-        _name(config, options),
-        options.run or Target.run,
-        options.scratch,
-        options.workdir,
-        options.python,
-        options.port,
-        options.accelerator,
-        options.image,
-        options.queue,
-        options.zone,
-        options.project,
-        options.runtime,
-        options.spot,
-        options.insecure,
-        options.address,
-    )
+    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(engines.Request)}
+    given |= {"config_file": options.config, "overrides": tuple(options.overrides), "name": _name(config, options)}
+    return engines.Request(**given | {"run": options.run or Target.run})
 
 
 def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
@@ -450,7 +444,11 @@ def _secrets(run_dir: Path) -> dict[str, bytes]:
 
 def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
     """The roles as processes of a supervisor here: shells, or ssh, whose end ends the role on the other side."""
-    found, here = [], _hosts_here(target)
+    found, here, stores = [], _hosts_here(target), program.store_names(config)
+    if local := [name for name in stores[1:] and stores if target.host(name) in here]:
+        reason = "if this machine is lost, the roles end with this command"
+        remedy = "Run it on another machine than the stores, such as the learner's."
+        raise ConfigError("--on", f"{local[0]}={target.host(local[0])}", reason, remedy)
     for one in plan(config, target):
         if one.host in here:  # over ssh it would be refused: this command holds the lock of RUN
             one = replace(one, host=LOCAL)
@@ -459,25 +457,19 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
         own = own if one.host == LOCAL else ""
         warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
         shell = shell_line(one, target, warm)
-        command = (
-            sys.executable,
-            "-m",
-            "jaxroll.lifeline",
-            "bash",
-            "-c",
-            shell if one.host == LOCAL else f"exec {shell}",
-        )
+        inner = shell if one.host == LOCAL else f"exec {shell}"
+        command = (sys.executable, "-m", "jaxroll.lifeline", "bash", "-c", inner)
         found.append(ProcessSpec(one.name, program.role_of(one.name), command, gang=gang(one.name, config)))
     return tuple(found)
 
 
 def _hosts_here(target: Target) -> tuple[str, ...]:
-    """The names of this machine: that of the store's host, if its address can be listened on."""
-    try:
-        with socket.create_server((target.host("store"), 0)):
-            return (LOCAL, target.host("store"))
-    except OSError:
-        return (LOCAL,)
+    """The names of this machine: that of a store's host, if its address can be listened on."""
+    found = [LOCAL]
+    for name in ("store", STANDBY):
+        with contextlib.suppress(OSError), socket.create_server((target.host(name), 0)):
+            found.append(target.host(name))
+    return tuple(found)
 
 
 def send_secrets(target: Target, run_dir: Path) -> None:

@@ -178,11 +178,19 @@ def role_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+STANDBY = "store-1"
+
+
+def store_names(config: Config) -> tuple[str, ...]:
+    """The store, and its standby if there is one."""
+    return ("store", STANDBY) if config.store.standby else ("store",)
+
+
 def check_stores(config: Config) -> None:
-    """Refuse a standby, which `train` and `launch` do not start."""
+    """Refuse a standby, which most engines do not start."""
     if config.store.standby:
-        reason = "the two stores are started by hand, on two machines"
-        raise ConfigError("store.standby", True, reason, "See docs/machines.md, or leave it out.")
+        reason = "this engine starts no standby"
+        raise ConfigError("store.standby", True, reason, "Use --on=ssh, or start the roles by hand (docs/machines.md).")
 
 
 def role_words(name: str) -> tuple[str, ...]:

@@ -288,9 +288,18 @@ class Supervisor:
                 self._observer.say(
                     f"{slot.spec.name} died {policy.how(code)}{why}; it starts again in {delay_s:.1f} s."
                 )
+            case policy.GiveUp(reason) if code != policy.EXIT_CONFIG and self._other_store(slot):
+                slot.done = True
+                self._note(f"gave up: {reason}; the other store goes on")
+                self._observer.say(f"{slot.spec.name} is not started again: {reason}. The other store goes on.")
             case policy.GiveUp(reason):
                 return self._give_up(slot, code if code > 0 else EXIT_FAILURE, f"{reason}{cause and ': '}{cause}")
         return None
+
+    def _other_store(self, slot: _Slot) -> bool:
+        """True if `slot` is one of two stores and the other one is not given up."""
+        stores = [other for other in self._slots.values() if other.spec.role == "store" == slot.spec.role]
+        return any(other is not slot and not other.done for other in stores)
 
     def _not_started(self, slot: _Slot, error: InfraError) -> int | None:
         """Try again later, as after a death; an exit code when that was tried too often."""

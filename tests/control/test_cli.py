@@ -56,8 +56,8 @@ STANDBY = "--config.store.standby=True"
         (["store", "r", STANDBY, "--peer=127.0.0.1:7078", "--index=2"], "--index = 2: there is no such store"),
         (["train", STANDBY], "store.standby = True: the two stores are started by hand"),
         (["launch", "--on=local", "--dry-run", STANDBY], "store.standby = True: the two stores are started by hand"),
-        (["launch", "--on=slurm", "--scratch=x", "--run=y", "--dry-run", STANDBY], "store.standby = True: the two"),
-        (["launch", "--target=gpu", "--dry-run", STANDBY], "store.standby = True: the two stores are started by hand"),
+        (["launch", "--on=slurm", "--scratch=x", "--run=y", "--dry-run", STANDBY], "store.standby = True: this engine"),
+        (["launch", "--target=gpu", "--dry-run", STANDBY], "--on = 'store-1=localhost': the standby is for the loss"),
     ],
 )
 def test_a_standby_is_started_by_hand_with_its_options(

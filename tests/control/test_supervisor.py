@@ -112,6 +112,29 @@ def test_a_sampler_that_left_starts_again_when_a_plan_asks_for_one(tmp_path: Pat
     assert starts == [*NAMES[:4], "sampler-0"] and "sampler-0 starts again: the run needs it." in lines
 
 
+@pytest.mark.parametrize(("ends", "code"), [(["store"], 0), (["store-1"], 0), (["store", "store-1"], 1)])
+def test_the_run_goes_on_while_one_of_two_stores_can_be_started(tmp_path: Path, ends: list[str], code: int) -> None:
+    """Without processes: the machines of `ends` are lost, and no process starts there."""
+    alive: dict[str, Any] = {}
+
+    def start(spec: ProcessSpec, log: Path, environ: object) -> Any:
+        one = alive[spec.name] = SimpleNamespace(pid=1, cause="", code=255 if spec.name in ends else None)
+        one.poll, one.kill, one.terminate = lambda: one.code, lambda: None, lambda: setattr(one, "code", 0)
+        return one
+
+    def tick(processes: Sequence[ProcessView]) -> None:
+        if {each.name for each in processes if each.state == "done"} >= {*ends}:
+            alive["learner"].code = 0
+
+    lines = list[str]()
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=tick, say=lines.append)
+    specs = [ProcessSpec(name, name.partition("-")[0], (name,)) for name in ("learner", "store", "store-1")]
+    limits = SupervisorConfig(max_restarts=0)
+    assert Supervisor(specs, tmp_path, limits, view, start=start).run() == code
+    assert lines[0].startswith(f"{ends[0]} is not started again: {ends[0]} died 1 times")
+    assert any(line.startswith("The run ends") for line in lines) == (code == 1)
+
+
 def test_a_death_after_the_learner_has_finished_restarts_nothing(run: StandInRun) -> None:
     run.start(gang=("learner", "sampler-1"))
     run.all_up()

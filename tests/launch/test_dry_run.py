@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ CASES = {
     "gpu_learner_hosts": ("gpu.sh", [*SLICE, "--on=learner=gpu-a", "--on=learner-1=gpu-b"]),
     "gpu_sampler_hosts": ("gpu.sh", [*SAMPLER, "--on=sampler-0=gpu-a", "--on=sampler-0-1=gpu-b"]),
     "tpu_sampler_slice": ("tpu_vm.sh", [*SAMPLER, "--on=sampler=slice-b", "--zone=us-central2-b"]),
+    "gpu_standby": (
+        "gpu.sh",
+        ["--config.store.standby=True", "--tls=runs/x/tls", *SPREAD[1:], "--on=store-1=vm-d", "--run=runs/x"],
+    ),
     "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }
 
@@ -254,6 +259,26 @@ def test_the_roles_of_the_store_s_host_run_in_shells_if_it_is_this_one() -> None
     commands = {spec.name: spec.argv[-1] for spec in launchers.supervised(CONFIG, target)}
     assert {name for name, command in commands.items() if "ssh -tt" in command} == {"sampler-0"}
     assert all("--store=127.0.0.1:7077" in command for command in commands.values())
+
+
+def standby_on(host: str, store: str = "hub") -> Target:
+    hosts = {"store": store, "store-1": host, "learner": "gpu-a", "sampler": "gpu-b", "evaluator": "gpu-b"}
+    return Target("gpu", "c.py", hosts=hosts, devices_per_host=8, insecure=True)
+
+
+def test_a_standby_needs_a_machine_that_neither_the_store_nor_the_command_over_ssh_has() -> None:
+    config = replace(CONFIG, store=replace(CONFIG.store, standby=True))
+    with pytest.raises(ConfigError, match=r"--on = 'store-1=hub'.*Add --on store-1=NAME"):
+        launchers.plan(config, standby_on("hub"))
+    for target in (standby_on("127.0.0.1"), standby_on("other", store="127.0.0.1")):
+        with pytest.raises(ConfigError, match=r"--on = 'store(-1)?=127\.0\.0\.1'.*such as the learner's"):
+            launchers.supervised(config, target)
+    with pytest.raises(ConfigError, match=r"'localhost'|cannot reach it"):
+        launchers.plan(config, standby_on("localhost"))
+    specs = {spec.name: spec for spec in launchers.supervised(config, standby_on("192.0.2.1"))}
+    assert {name for name, spec in specs.items() if spec.role == "store"} == {"store", "store-1"}
+    with pytest.raises(ConfigError, match="no such role"):
+        launchers.plan(CONFIG, standby_on("192.0.2.1"))
 
 
 def test_certificates_replace_insecure() -> None:

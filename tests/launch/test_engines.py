@@ -158,6 +158,7 @@ VALUES = {"name": "other", "accelerator": "gpu", "image": "other", "queue": "oth
           "address": "other",
           "runtime": "other", "zone": "other", "project": "other", "tls": "/other", "workdir": "/other",
           "python": "other", "devices-per-host": "1", "gpu-memory-mb": "1", "spot": None, "insecure": None,
+          "new-log": None,
           "on": "evaluator=other", "target": "gpu"}  # fmt: skip
 PARSER = cli.parser()
 
@@ -210,7 +211,7 @@ def test_options_in_vain_are_not_refused_where_they_are_read(capsys: pytest.Capt
     all_of_them, engines = {"workdir", "python", "port", "insecure"}, {"name", "accelerator"}
     assert read == {
         "--on=local": set(),
-        "--on=ssh": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb"},
+        "--on=ssh": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb", "new-log"},
         "--on=ray": all_of_them | engines | {"scratch", "address"},
         "--on=slurm": all_of_them | engines | {"queue", "scratch"},
         "--on=jobset": all_of_them | engines | {"image", "queue", "spot"},
