@@ -189,8 +189,10 @@ def store_names(config: Config) -> tuple[str, ...]:
 def check_stores(config: Config) -> None:
     """Refuse a standby, which most engines do not start."""
     if config.store.standby:
-        reason = "this engine starts no standby"
-        raise ConfigError("store.standby", True, reason, "Use --on=ssh, or start the roles by hand (docs/machines.md).")
+        reason = "no standby is started here"
+        raise ConfigError(
+            "store.standby", True, reason, "Use launch --on=ssh, or start the roles by hand (docs/machines.md)."
+        )
 
 
 def role_words(name: str) -> tuple[str, ...]:

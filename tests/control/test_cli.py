@@ -54,9 +54,9 @@ STANDBY = "--config.store.standby=True"
         (["store", "r", "--peer=127.0.0.1:7078"], "--peer = '127.0.0.1:7078': the config has store.standby=False"),
         (["store", "r", "--index=1"], "--index = 1: there is no such store"),
         (["store", "r", STANDBY, "--peer=127.0.0.1:7078", "--index=2"], "--index = 2: there is no such store"),
-        (["train", STANDBY], "store.standby = True: the two stores are started by hand"),
-        (["launch", "--on=local", "--dry-run", STANDBY], "store.standby = True: the two stores are started by hand"),
-        (["launch", "--on=slurm", "--scratch=x", "--run=y", "--dry-run", STANDBY], "store.standby = True: this engine"),
+        (["train", STANDBY], "store.standby = True: no standby is started here"),
+        (["launch", "--on=local", "--dry-run", STANDBY], "store.standby = True: no standby is started here"),
+        (["launch", "--on=slurm", "--scratch=x", "--run=y", "--dry-run", STANDBY], "store.standby = True: no standby"),
         (["launch", "--target=gpu", "--dry-run", STANDBY], "--on = 'store-1=localhost': the standby is for the loss"),
     ],
 )
