@@ -391,7 +391,8 @@ def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
     program.check_stores(config)
     given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(engines.Request)}
     given |= {"config_file": options.config, "overrides": tuple(options.overrides), "name": _name(config, options)}
-    return engines.Request(**given | {"run": options.run or Target.run})
+    given["run"] = options.run or Target.run
+    return engines.Request(**given)
 
 
 def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:

@@ -217,7 +217,7 @@ class Device:
         }
         work[f"decode of {self._sizes.slots} slots"] = lambda: self.decode(held, 1, 1).report()
         work["insert, restore and copy"] = self._run_empty_moves
-        where, cache = self._programs.replicated, jax.config.jax_compilation_cache_dir
+        where, cache = self._programs.replicated, jax.config.values["jax_compilation_cache_dir"]
         key = f"{dict(where.mesh.shape)} {self._sizes} {self.dtypes} {self.served}"
         for what in programs.in_turns(work, key, cache if where.is_fully_addressable else None):
             _timed(progress, what, work[what])
