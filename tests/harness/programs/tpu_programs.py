@@ -145,6 +145,7 @@ def main(topology: str, size: str) -> None:
         program, cost = aot.finished(one.name, one.lowered)
         row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": one.attention}
         memory = program.memory_analysis()
+        assert memory is not None, f"{topology} reports no memory"
         row["host_argument_bytes"] = memory.host_argument_size_in_bytes
         row["host_alias_bytes"] = memory.host_alias_size_in_bytes
         row["highest_bytes"] = memory.peak_memory_in_bytes  # of a chip, at any time of the call
