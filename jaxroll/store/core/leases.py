@@ -100,7 +100,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         return Decision(reply=ev.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if why := admission.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
-    if other := yields_to(settings, state, r.name, now_s):
+    if not r.reserved and (other := yields_to(settings, state, r.name, now_s)):  # no other may have reserved members
         return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
     if admission.on_trial(state, r.name):
         r = replace(r, max_members=1)

@@ -97,7 +97,7 @@ class Reference(Sharing):
             return None
         if self.on_trial(r.name) and not repeated:
             r = replace(r, max_members=1)
-        if not repeated and self.is_for_another(r.name, str(reply), now):
+        if not repeated and self.is_for_another(r, str(reply), now):
             return None
         given = getattr(reply, "grants", ())
         grants = {(g.group, number): attempt for g in given for number, attempt in g.members}
@@ -137,11 +137,11 @@ class Reference(Sharing):
         if grants or (idle and (before is None or now - before >= SEEN_S)):
             self.seen[r.name] = now
 
-    def is_for_another(self, name: str, reply: str, now: float) -> bool:
-        """True if a slow or failing sampler gets nothing because a better one was idle a moment ago."""
+    def is_for_another(self, r: ev.Lease, reply: str, now: float) -> bool:
+        """True if a slow or failing sampler gets no members but reserved ones, as a better one was just idle."""
         refused = reply.startswith(("no credit: slow", "no credit: unreliable"))
-        if (due := self.yields(name, now)) != refused:
-            broken("7 slow samplers", f"{reply}, and {name} should{'' if due else ' not'} yield: idle {self.idle}")
+        if (due := not r.reserved and self.yields(r.name, now)) != refused:
+            broken("7 slow samplers", f"{reply}, and {r.name} should{'' if due else ' not'} yield: idle {self.idle}")
         return refused
 
     def lease_refusals(self, r: ev.Lease) -> set[str]:
