@@ -89,12 +89,15 @@ def pytest_configure() -> None:
 # when it ends, from a thread of the library (so the object is None), and pytest blames the test that runs then.
 _LATE_WRITE = r"ignore:(?s)Exception ignored in. None.*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
 
+# JAX writes an entry of the compilation cache in place. A worker that reads it meanwhile warns and compiles by itself.
+_HALF_WRITTEN = r"ignore:Error reading persistent compilation cache entry:UserWarning"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Turn warnings into errors, except in tests that start processes or are long; long files first on two workers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("process", "soak")):
-            item.add_marker(pytest.mark.filterwarnings("error", _LATE_WRITE), append=False)
+            item.add_marker(pytest.mark.filterwarnings("error", _LATE_WRITE, _HALF_WRITTEN), append=False)
     if bare := sorted({str(item.path) for item in items if item.get_closest_marker("process")} - _found(items)):
         raise pytest.UsageError(f"make test would skip them: write pytest.mark.process in {', '.join(bare)}")
     if hasattr(config, "workerinput"):

@@ -350,6 +350,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/shared_prompts.py": RULED,
     "learner/trainer.py::Trainer.__init__": OWN,
     "learner/packing.py::pack": ("rows for the warm start too long",),
+    "learner/state.py::check_host_memory": HERE,  # the memories of its devices
     "learner/state.py::placed": HERE,
     "learner/state.py::_on_devices": HERE,
     "transfer/channel_shm.py::SharedSegments.__init__": HERE,  # a system without memfd
