@@ -8,7 +8,6 @@ that row, so within one program a request's tokens do not depend on its slot, it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxroll import disk
 from jaxroll import sharding as layout
 from jaxroll.algorithms import sampling
 from jaxroll.engine import decoding
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.decoding import DecodeState, Model
 from jaxroll.engine.requests import Sizes
+from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
 from jaxroll.models import cache as dense
@@ -422,13 +423,16 @@ def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], 
     turns = folder / "turns"
     try:
         turns.mkdir(parents=True, exist_ok=True)
-        file: IO[bytes] = held.enter_context((turns / hashlib.sha1(label.encode()).hexdigest()).open("ab", 0))
+        file: IO[bytes] = held.enter_context((turns / hashlib.sha256(label.encode()).hexdigest()).open("ab", 0))
         if file.tell():
             return lambda: None
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        disk.lock(file)
     except BlockingIOError:
         return None
-    except OSError:  # a full or read-only cache, or a file system without locks: the process compiles by itself
+    except (
+        OSError,
+        ConfigError,
+    ):  # a full or read-only cache, or a file system without locks: the process compiles by itself
         return lambda: None
 
     def mark() -> None:

@@ -95,7 +95,7 @@ def test_engines_of_one_machine_compile_no_program_at_the_same_time(tmp_path):
     assert list(second) == ["decode"]
 
 
-def test_nobody_waits_for_programs_that_are_compiled_or_differ(tmp_path):
+def test_no_engine_waits_for_programs_that_are_compiled_or_differ(tmp_path):
     assert list(programs.in_turns(["decode"], "tensor=1", str(tmp_path))) == ["decode"]
     readers = [programs.in_turns(["decode"], "tensor=1", str(tmp_path)) for _ in range(3)]
     assert [next(reader) for reader in readers] == ["decode"] * 3
