@@ -18,7 +18,7 @@ from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, St
 from jaxroll.rpc import client as rpc_client
 from jaxroll.rpc import intake, protocol
 from jaxroll.rpc import server as rpc_server
-from jaxroll.rpc.client import RawClient
+from jaxroll.rpc.client import GrpcTransport, RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
 
 ALL = frozenset({"sampler", "learner"})
@@ -460,6 +460,31 @@ def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_fi
             async with server(Service()) as other:
                 address.write_text(f"127.0.0.1:{other}\n")
                 assert await waiting == b"3"
+
+    run(calls())
+
+
+def test_calls_that_fail_together_all_reach_the_address_that_serves() -> None:
+    """Two failures at once are one reason to change to the next of two addresses, not two, which lead back."""
+
+    async def calls() -> None:
+        async with server(Service()) as gone:
+            pass
+        async with server(Service()) as port:
+            transport = GrpcTransport(f"127.0.0.1:{gone},127.0.0.1:{port}", 2**20, None)
+
+            async def attempts(count: int) -> list[bytes | BaseException]:
+                tried = [
+                    transport.attempt("/t.Service/echo", b"", (), DEADLINE_S, asks_first=False) for _ in range(count)
+                ]
+                return await asyncio.gather(*tried, return_exceptions=True)
+
+            for failed in await attempts(2):
+                assert isinstance(failed, grpc.aio.AioRpcError) and failed.code() is grpc.StatusCode.UNAVAILABLE
+                transport.refresh()
+            (_,) = await attempts(1)
+            assert transport.target == f"127.0.0.1:{port}"
+            await transport.close()
 
     run(calls())
 
