@@ -19,6 +19,14 @@ run_dir = Path(next(word for word in words if word.startswith("--run=")).removep
 with (run_dir / "calls.jsonl").open("a") as file:
     given = os.environ.get("JAXROLL_RUN_CONFIG", "")
     file.write(json.dumps({"words": words, "xla": os.environ.get("XLA_FLAGS", ""), "given": given}) + "\n")
+
+
+def noted(role: str) -> int:
+    """The number of calls of a role that are noted; a process that writes at the same time may show half a line."""
+    *lines, _ = (run_dir / "calls.jsonl").read_text().split("\n")
+    return [json.loads(line)["words"][0] for line in lines].count(role)
+
+
 if any(word.startswith("--fork=") for word in words):
     (run_dir / ".forked").touch()
 if role in ("sft", "learner"):
@@ -28,8 +36,7 @@ if role in ("sft", "learner"):
 if role == "sft":  # it ends when FAKE_COMPILERS processes have noted their calls
     give_up_s = time.monotonic() + 30
     while time.monotonic() < give_up_s:
-        noted = [json.loads(line)["words"][0] for line in (run_dir / "calls.jsonl").read_text().splitlines()]
-        if noted.count("compile") >= int(os.environ.get("FAKE_COMPILERS", "0")):
+        if noted("compile") >= int(os.environ.get("FAKE_COMPILERS", "0")):
             break
         time.sleep(0.02)
     (run_dir / ".warm-done").touch()
@@ -41,8 +48,7 @@ if role in ("store", "sampler"):
 if role == "learner":  # the run ends with it: wait until the sampler has noted its call
     give_up_s = time.monotonic() + 30
     while time.monotonic() < give_up_s:
-        said = [json.loads(line)["words"][0] for line in (run_dir / "calls.jsonl").read_text().splitlines()]
-        if said.count("sampler") >= said.count("learner"):
+        if noted("sampler") >= noted("learner"):
             break
         time.sleep(0.02)
     if (run_dir / "refuse").exists():
