@@ -73,8 +73,11 @@ def test_members_that_move_keep_their_tokens_and_their_version(tmp_path: Path, s
         assert len({part.version for part in one.outcome.versions}) == 1, "a member with two versions"
         for before, after in itertools.pairwise(played_by) if (one.group, one.member) in moves else ():
             assert ends or before.end - after.start <= 1, "more is sampled again than while the move is under way"
-            assert (answer.logprobs[before.start : after.start] == -float(before.by)).all(), "tokens are not kept"
-            kept += after.start
+            # A sampler that died may have had the last copy of its version: the member starts again with another one.
+            again = min(part.start for part in played_by[played_by.index(after) :])
+            assert again in (0, after.start)
+            assert (answer.logprobs[before.start : again] == -float(before.by)).all(), "tokens are not kept"
+            kept += again
     taken = [to == holder for same in moves.values() for to, holder in same]
     assert len(taken) > 3 and kept > 20 and taken.count(True) > taken.count(False), (taken, kept)
 
