@@ -31,16 +31,16 @@ from jaxroll.protocols import OWNER, Owner, described
 
 
 class OwnedTask(asyncio.Task):
-    """A task that an owner can cancel only if it is its own."""
+    """A task that an owner can cancel only if it is its own; `owner` is None for a task of JaxRoll."""
 
     def __init__(self, coro: Any, *, context: Context | None = None, **options: Any) -> None:
-        self._owner = OWNER.get() if context is None else context.get(OWNER)
+        self.owner = OWNER.get() if context is None else context.get(OWNER)
         super().__init__(coro, context=context, **options)
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the task; False if it has ended, or belongs to others."""
         caller = OWNER.get()
-        if caller is None or caller is self._owner:
+        if caller is None or caller is self.owner:
             return super().cancel(msg)
         caller.cancelled += 1
         return False

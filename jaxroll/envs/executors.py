@@ -30,7 +30,7 @@ from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.envs.threads import InThread, Threads
 from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
-from jaxroll.loop_thread import SharedLoop
+from jaxroll.loop_thread import OwnedTask, SharedLoop
 from jaxroll.protocols import OWNER, Environment, StepResult
 from jaxroll.records import MAX_STATE_BYTES, Message, Task
 from jaxroll.rewards.processes import resident_bytes
@@ -259,26 +259,40 @@ class EnvironmentCalls:
     def left_threads(self) -> int:
         """Number of threads that run `LEFT_S` after the close of the environment that started them; counts new ones.
 
-        Calls that it left in threads of the executor are given up, and count there as hanging.
+        Tasks that still run then are counted as faults. Calls that it left in threads of the executor are given up, and
+        count there as hanging.
         """
+        ended = list[protocols.Owner]()
         while self._closed and time.monotonic() - self._closed[0][0] >= LEFT_S:
             _, owner = self._closed.popleft()
+            ended += [] if owner.calls else [owner]  # tasks that wait for these calls end with them
             for call in list(owner.calls):
                 self.counts.add_fault(f"{owner.name} left a call in a thread running")
                 call.cancel()
             for thread in _running(owner):
                 self.counts.add_fault(f"{owner.name} left the thread {thread.name} running")
                 self._left.append(thread)
+        for owner, task in self._tasks_of(ended):
+            self.counts.add_fault(f"{owner.name} left the task {task.get_name()} running")
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
 
     async def judged_threads(self) -> int:
         """`left_threads` as soon as it counts all: what runs now has ended or had its `LEFT_S`."""
         for _ in range(math.ceil(LEFT_S / JUDGE_EVERY_S) + 1):  # not longer by a virtual clock
-            if not any(owner.calls or _running(owner) for _, owner in self._closed):
+            owners = [owner for _, owner in self._closed]
+            if not any(owner.calls or _running(owner) for owner in owners) and not self._tasks_of(owners):
                 break
             await asyncio.sleep(JUDGE_EVERY_S)
         return self.left_threads()
+
+    def _tasks_of(self, owners: list[protocols.Owner]) -> list[tuple[protocols.Owner, OwnedTask]]:
+        """The tasks on this loop that these owners started and that run, without calls that were abandoned."""
+        if not owners:
+            return []
+        known, stuck = set(map(id, owners)), self._stuck.values()
+        tasks = [task for task in asyncio.all_tasks() if isinstance(task, OwnedTask) and task not in stuck]
+        return [(task.owner, task) for task in tasks if task.owner is not None and id(task.owner) in known]
 
     async def _with_retries(self, env: Environment, call: Call, limit_s: float, retries: int, what: str) -> Any:
         for attempt in range(retries + 1):

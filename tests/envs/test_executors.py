@@ -19,7 +19,7 @@ from jaxroll.envs import threads as environment_threads
 from jaxroll.envs.executors import EnvironmentCalls, Executors
 from jaxroll.errors import DataError, InfraError, RestartRequired
 from jaxroll.loop_thread import LoopThread
-from jaxroll.protocols import Environment
+from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
@@ -380,6 +380,48 @@ def test_growth_of_a_process_is_counted_from_the_first_episode_of_each_kind(monk
         player._name = kind
         seen.append(player.answer(processes.Close()))
     assert seen == [processes.Closed(*grown) for grown in ((0, 0), (0, 0), (1, 200), (7, 800))]
+
+
+class Pinging:
+    """Its `reset` starts a task that its close forgets."""
+
+    def __init__(self, *, cancels: bool) -> None:
+        self._cancels = cancels
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        self._ping = asyncio.get_running_loop().create_task(asyncio.Event().wait(), name="ping")
+        return (Message("user", "?"),)
+
+    async def step(self, answer: str) -> StepResult:
+        return StepResult(done=True)
+
+    async def close(self) -> None:
+        if self._cancels:
+            self._ping.cancel()
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_task_that_an_environment_leaves_on_the_loop_is_counted_once(
+    cancels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "LEFT_S", 0.0)
+    role = LoopThread("role")
+
+    async def body() -> None:
+        asking = EnvironmentCalls()
+        env: Any = Pinging(cancels=cancels)
+        await asking.reset(env, TASK)
+        await asking.close(env)
+        await asyncio.sleep(0)
+        for _ in range(2):
+            await asking.judged_threads()
+            assert asking.counts.faults == ({} if cancels else {"Pinging left the task ping running": 1})
+        env._ping.cancel()
+
+    try:
+        role.start(body()).result(DEADLINE_S)
+    finally:
+        role.close()
 
 
 def test_a_process_with_too_many_left_threads_ends() -> None:
