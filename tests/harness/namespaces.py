@@ -16,7 +16,10 @@ from types import TracebackType
 import psutil
 
 NETWORK = "10.77.0"
-_HOLD = "mount --bind {names} /etc/hosts && hostname {name} && ip link set lo up && echo ready && exec sleep infinity"
+_HOLD = (
+    "mount --bind {names} /etc/hosts && hostname {name} && ip link set lo up && {disk} && echo ready && "
+    "exec sleep infinity"
+)
 
 
 def missing() -> str:
@@ -28,9 +31,13 @@ def missing() -> str:
 
 
 class Hosts:
-    """A context manager for `count` hosts with the addresses 10.77.0.1 and up, which end with it."""
+    """A context manager for `count` hosts with the addresses 10.77.0.1 and up, which end with it.
 
-    def __init__(self, count: int, folder: Path) -> None:
+    The folder `own`, if it is given, is one of each host's: the others do not see what is in it.
+    """
+
+    def __init__(self, count: int, folder: Path, own: Path | None = None) -> None:
+        self._own = own
         self.addresses = tuple(f"{NETWORK}.{number}" for number in range(1, count + 1))
         self._folder, self._holders, self._cut = folder, list[subprocess.Popen[str]](), list[tuple[str, str]]()
 
@@ -38,8 +45,13 @@ class Hosts:
         names = self._folder / "hosts"
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {_name(ip)}\n" for ip in self.addresses))
         try:
-            for name in ("bridge", *map(_name, self.addresses)):
-                self._hold(_HOLD.format(names=names, name=name))
+            self._hold(_HOLD.format(names=names, name="bridge", disk="true"))
+            for ip in self.addresses:
+                disk = "true"
+                if self._own is not None:
+                    self.disk(ip).mkdir()
+                    disk = f"mount --bind {self.disk(ip)} {self._own}"
+                self._hold(_HOLD.format(names=names, name=_name(ip), disk=disk))
             bridge = self._holders[0].pid
             self._in(bridge, "ip link add bridge type bridge")
             self._in(bridge, "ip link set bridge up")
@@ -66,6 +78,20 @@ class Hosts:
     def enter(self, ip: str) -> list[str]:
         """The words before a command that runs it on the host of this address."""
         return ["nsenter", "-t", str(self._pid(ip)), "-n", "-u", "-m", "--wd=."]
+
+    def disk(self, ip: str) -> Path:
+        """The folder that the host of this address sees as `own`."""
+        return self._folder / f"disk-{_name(ip)}"
+
+    def lose(self, ip: str) -> None:
+        """Kill all that runs on the host of this address, and empty its disk."""
+        network = Path("/proc", str(self._pid(ip)), "ns", "net").readlink()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self._pid(ip) and Path("/proc", str(process.pid), "ns", "net").readlink() == network:
+                    process.kill()
+        shutil.rmtree(self.disk(ip))
+        self.disk(ip).mkdir()
 
     def cut(self, one: str, other: str) -> None:
         """Drop all packets between two hosts, in both directions."""

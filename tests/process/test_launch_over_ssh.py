@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from jaxroll import metrics
-from tests.harness.namespaces import Hosts
-from tests.harness.train_process import ROOT, START_S, last_step
+from tests.harness.namespaces import Hosts, missing
+from tests.harness.train_process import ROOT, START_S, last_step, report_of
 from tests.harness.xla import ROLE_FLAGS
 from tests.process.test_separate_roles import free_port
 
@@ -78,9 +78,9 @@ def launched(tmp_path: Path, *words: str, hosts: Hosts | None = None) -> Iterato
         process.wait()
 
 
-def follow(tmp_path: Path, process: subprocess.Popen, step: int) -> list[dict]:
-    """The rows of the run until `step`, or its end."""
-    rows, seen = metrics.Follower(tmp_path / "run" / "metrics.jsonl"), []
+def follow(tmp_path: Path, process: subprocess.Popen, step: int, folder: str = "run") -> list[dict]:
+    """The rows of the run in its `folder` until `step`, or its end."""
+    rows, seen = metrics.Follower(tmp_path / folder / "metrics.jsonl"), []
     deadline, pause = time.monotonic() + 2 * START_S, threading.Event()
     while process.poll() is None and time.monotonic() < deadline and last_step(seen) < step:
         seen += rows.rows()
@@ -90,9 +90,7 @@ def follow(tmp_path: Path, process: subprocess.Popen, step: int) -> list[dict]:
 
 
 def said(tmp_path: Path) -> str:
-    logs = "".join(
-        f"\n== {file.name}\n{file.read_text()[-2000:]}" for file in (tmp_path / "run" / "logs").glob("*.log")
-    )
+    logs = "".join(f"\n== {file.name}\n{file.read_text()[-2000:]}" for file in tmp_path.glob("*/logs/*.log"))
     return (tmp_path / "out").read_text() + logs
 
 
@@ -130,3 +128,27 @@ def test_roles_on_other_hosts_end_soon_after_the_supervisor_was_killed(tmp_path:
         process.kill()
         _, alive = psutil.wait_procs(left, timeout=GONE_S)
         assert not alive, [one.cmdline() for one in alive]
+
+
+def test_a_run_over_ssh_continues_when_the_machine_of_its_store_is_lost(tmp_path: Path) -> None:
+    """Three machines with disks of their own: that of the command, the learner and the sampler, and one per store."""
+    if reason := missing():
+        pytest.skip(f"namespaces: {reason}")
+    (run := tmp_path / "run").mkdir()
+    with Hosts(3, tmp_path, own=run) as hosts:
+        here, store, standby = hosts.addresses
+        words = (
+            f"--on=learner={here}", f"--on=sampler={here}", f"--on=store={store}", f"--on=store-1={standby}",
+            "--config.store.standby=True", "--config.store.takeover_s=3", "--config.store.lease_s=6",
+            "--config.store.rpc_deadline_s=4", "--config.sft.steps=0", "--config.schedule.steps=30",
+            "--config.supervisor.backoff_s=0.2", "--config.supervisor.max_restarts=2",
+        )  # fmt: skip
+        with launched(tmp_path, *words, hosts=hosts) as process:
+            follow(tmp_path, process, 4, folder=hosts.disk(standby).name)
+            (tmp_path / "calls.lost").write_text(f"{store}\n")
+            hosts.lose(store)
+            assert process.wait(timeout=2 * START_S) == 0, said(tmp_path)
+        assert "store is not started again" in (tmp_path / "out").read_text(), said(tmp_path)
+        report = report_of(hosts.disk(standby))
+    assert (report["conservation_residual"], report["groups_trained_twice"], report["steps"]) == (0, 0, 30)
+    assert report["age_max"] <= 1

@@ -2,11 +2,12 @@
 
 The server is a process of its own session. When the client ends, even by SIGKILL, the server closes the terminal, as
 sshd does; without -tt the command reads the client's standard input. HOST is written to $SSH_NOTES with the command.
-$SSH_HOSTS may hold, as JSON, the words that enter a host.
+$SSH_HOSTS may hold, as JSON, the words that enter a host. The lines of $SSH_NOTES.lost are hosts that are not reached.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -45,6 +46,10 @@ def main() -> int:
     words = sys.argv[1:]
     with open(os.environ["SSH_NOTES"], "a", encoding="utf-8") as notes:
         notes.write(" ".join(words) + "\n")
+    with contextlib.suppress(FileNotFoundError), open(os.environ["SSH_NOTES"] + ".lost", encoding="utf-8") as lost:
+        if words[1] in lost.read().split():
+            print(f"ssh: connect to host {words[1]} port 22: No route to host", file=sys.stderr)
+            return 255
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     if words[0] != "-tt":
         return subprocess.run(entered(*words), env=env, check=False).returncode
