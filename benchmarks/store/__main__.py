@@ -1,11 +1,13 @@
 """Durable puts per second, and the cost of the store's contract compared with a minimal server.
 
-    python -m benchmarks.store [--quick] [--rounds=N] [--resume] [--folder=DIR]
+    python -m benchmarks.store [--quick] [--rounds=N] [--resume] [--folder=DIR] [--standby]
 
 The processes and the disk are real: a store, four samplers. Rounds of the same puts alternate between the store, a
 floor (bare grpc.aio before SQLite with synchronous=FULL, the same clients) and SQLite alone (same bytes, same puts per
 commit). Then comes a whole loop with a learner that claims, publishes, acknowledges and trims, and then a store that is
 killed during its puts; all acknowledged members must be in the file. The last line is one JSON object.
+
+With `--standby` rounds alternate between the store alone and the store with a standby on the same machine and disk.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ SYNCHRONOUS = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 QUICK = Scale(puts=256, rounds=2, loop_steps=6, loop_groups=4, killed_puts=512, disk_s=0.2)
 
 
-def put_round(kind: str, scale: Scale, folder: Path) -> dict[str, Any]:
+def put_round(kind: str, scale: Scale, folder: Path, **changes: Any) -> dict[str, Any]:
     """`puts` puts to a new server from all clients at once: rate, latencies, bytes written."""
-    with serving(kind, folder, put_config(scale, scale.puts)) as server:
+    with serving(kind, folder, put_config(scale, scale.puts) | changes) as server:
         open_run(server)
         samplers = Samplers(server, "puts", scale, puts=scale.puts // scale.clients)
         facts, before = server.log_facts(), server.usage()
@@ -53,7 +55,8 @@ def put_round(kind: str, scale: Scale, folder: Path) -> dict[str, Any]:
         "put_s": [round(s, 6) for r in results for s in r["put_s"]],
     }
     if facts_after:
-        measured["puts_per_commit"] = puts / max(1, facts_after["commits"] - facts["commits"])
+        commits = max(1, facts_after["commits"] - facts["commits"])
+        measured |= {"puts_per_commit": puts / commits, "commits_per_s": commits / seconds}
         measured["synchronous"] = SYNCHRONOUS[facts_after["synchronous"]]
     return measured
 
@@ -243,17 +246,44 @@ def summary(scale: Scale, results: dict[str, list[dict]], loop: dict, killed: di
     }
 
 
+def standby_summary(scale: Scale, results: dict[str, list[dict]]) -> dict[str, Any]:
+    """The printed object of `--standby`."""
+    rates = {arm: [r["puts_per_s"] for r in runs] for arm, runs in results.items()}
+    commits = {arm: [r["commits_per_s"] for r in runs] for arm, runs in results.items()}
+    put_s = {arm: [s for r in runs for s in r["put_s"]] for arm, runs in results.items()}
+    return {
+        "puts_with_standby": ratio(rates["standby"], rates["alone"]),
+        "commits_with_standby": ratio(commits["standby"], commits["alone"]),
+        "put_ms": {arm: {p: percentile_ms(s, p) for p in (50, 99)} for arm, s in put_s.items()},
+        "puts_per_commit": {arm: spread([r["puts_per_commit"] for r in runs]) for arm, runs in results.items()},
+        "spread": {arm: spread(values) for arm, values in rates.items()},
+        "member_bytes": results["alone"][-1]["payload_bytes"],
+        "scale": asdict(scale),
+        "class": "R",
+    }
+
+
 def main() -> int:
     """Measure; return 1 if an acknowledged put is lost."""
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--folder", type=Path, help="folder for the servers, which determines the measured disk")
+    parser.add_argument("--standby", action="store_true", help="the cost of a standby on the same machine")
     chosen, started = parser.parse_args(), time.monotonic()
     scale = QUICK if chosen.quick else Scale()
-    runs = Runs("store", asdict(scale), chosen.runs_file, chosen.resume)
+    name = "store_standby" if chosen.standby else "store"
+    runs = Runs(name, asdict(scale), chosen.runs_file, chosen.resume)
     place = chosen.folder or ROOT / ".cache" / "benchmarks"
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="store-", dir=place) as name:
         folder = Path(name)
+        if chosen.standby:
+            pair = {
+                "alone": lambda: put_round("ours", scale, folder),
+                "standby": lambda: put_round("ours", scale, folder, standby=True),
+            }
+            found = standby_summary(scale, runs.alternate(pair, chosen.rounds or scale.rounds))
+            finish(found, command=" ".join(["python", *sys.orig_argv[1:]]), started=started)
+            return 0
         disk = runs.run("disk", 0, lambda: disk_round(scale, folder))
         per_commit = [scale.clients * scale.in_flight]  # until the first round of ours gives the number
 

@@ -107,15 +107,26 @@ class Server:
 
 @contextmanager
 def serving(kind: str, parent: Path, changes: dict[str, Any]) -> Iterator[Server]:
-    """A server in a new folder under `parent`; both are removed afterwards."""
+    """A server in a new folder under `parent`, with a standby if `changes` ask for one; all are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=parent))
     protocol.create(folder)  # a run has a token, and checking it is part of a put
-    server = Server(kind, folder, changes)
+    server, standby, copy = Server(kind, folder, changes), None, folder.with_name(f"{folder.name}-standby")
     try:
+        if changes.get("standby"):
+            copy.mkdir()
+            words = ["standby", str(copy), str(os.getpid()), json.dumps({"of": str(folder)})]
+            program = [sys.executable, "-m", "benchmarks.store.server", *words]
+            standby = subprocess.Popen(program, stdin=subprocess.DEVNULL, cwd=_ROOT)
         yield server
+        if standby is not None and standby.poll() is not None:
+            raise RuntimeError(f"the standby ended with {standby.returncode} during the round")
     finally:
         server.kill()
-        shutil.rmtree(folder)
+        if standby is not None:
+            standby.kill()
+            standby.wait(30)
+        for each in (folder, copy):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 class Samplers:

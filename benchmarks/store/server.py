@@ -1,10 +1,11 @@
-"""The servers that benchmarks/store measures, each as a process: `ours` and `floor`.
+"""The servers that benchmarks/store measures, each as a process: `ours` and `floor`, and the standby of `ours`.
 
-    python -m benchmarks.store.server ours|floor FOLDER PARENT_PID CONFIG_JSON
+    python -m benchmarks.store.server ours|floor|standby FOLDER PARENT_PID CONFIG_JSON
 
 `ours` is JaxRoll's whole store with prompts from a counter. `floor` is a minimal server for the same calls: bare
 grpc.aio, one writer thread that inserts every put with group commit (SQLite, WAL, synchronous=FULL), no state machine,
-no digest, no check of the bytes. Both write FOLDER/store.addr.
+no digest, no check of the bytes. Both write FOLDER/store.addr. The standby copies the log of the store whose folder is
+`of` in CONFIG_JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import grpc.aio
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Grant, Message, Task, Version, VersionRef
+from jaxroll.rpc import protocol
+from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server.server import serve
+from jaxroll.store.server.standby import Follower
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -142,15 +146,31 @@ async def serve_floor(folder: Path, group_size: int) -> None:
     await server.wait_for_termination()
 
 
+async def copy_log(folder: Path, of: Path) -> None:
+    """Follow the store with the folder `of` until killed, as its standby."""
+    address, token = (of / "store.addr").read_text().strip(), protocol.load(of)
+    client = RawClient(msg.SERVICE, address, role="store", name="standby", token=token, patience_s=0.0,
+                       max_message_bytes=MAX_MESSAGE_BYTES)  # fmt: skip
+    await Follower(folder, client, 3600.0, lambda text: None).stand_by(is_first=False)
+
+
+async def no_peer(run_id: str, epoch: int) -> int:
+    """The epoch of the standby, which never takes over here."""
+    return 0
+
+
 def main() -> None:
     """Run the server that the command line names."""
     kind, folder, parent, changes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     lifeline.bind(parent)
     if kind == "floor":
         asyncio.run(serve_floor(folder, changes["group_size"]))
+    elif kind == "standby":
+        asyncio.run(copy_log(folder, Path(changes["of"])))
     else:
+        peer: dict[str, Any] = {"epoch_of_peer": no_peer} if changes.get("standby") else {}
         ready = lambda address: None  # noqa: E731
-        asyncio.run(serve(config(changes), folder, Counter(), host="127.0.0.1", port=0, ready=ready))
+        asyncio.run(serve(config(changes), folder, Counter(), host="127.0.0.1", port=0, ready=ready, **peer))
 
 
 if __name__ == "__main__":
