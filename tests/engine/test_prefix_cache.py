@@ -91,7 +91,7 @@ def test_a_long_common_prompt_is_shared_in_whole_chunks(bench, assert_replayed):
     [
         (MeshConfig(), "dense"),
         pytest.param(MeshConfig(data=2, tensor=2), "dense", marks=pytest.mark.soak),
-        (MeshConfig(data=2, tensor=2), "xla"),
+        pytest.param(MeshConfig(data=2, tensor=2), "xla", marks=pytest.mark.soak),
     ],
     ids=["one device, dense", "data=2,tensor=2, dense", "data=2,tensor=2, xla"],
 )

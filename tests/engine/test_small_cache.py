@@ -98,6 +98,7 @@ def test_all_pages_are_free_when_no_sequence_is_left(bench):
     assert scheduler.pages[0].free == QUARTER - held
 
 
+@pytest.mark.soak
 def test_layers_in_a_loop_give_the_tokens_and_log_probs_of_single_layers(bench):
     """Through prompts in two chunks, shared prompts, preemptions and a weight swap."""
     how = PAGED | {"prefill_buckets": (8,), "cache_pages": QUARTER, "paged_attention": "xla"}

@@ -63,9 +63,8 @@ def test_tokens_equal_the_naive_reference_over_random_arrivals(bench, work, asse
     assert_naive(requests, scheduled(bench(paged_attention=paged), requests, pauses))
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(TENSOR, marks=pytest.mark.soak), DATA_TENSOR], ids=["tensor=2", "data=2,tensor=2"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [TENSOR, DATA_TENSOR], ids=["tensor=2", "data=2,tensor=2"])
 def test_tokens_equal_the_naive_reference_on_meshes(bench, work, assert_naive, mesh):
     requests = work(7, 24)
     assert_naive(requests, bench(mesh).run(requests))

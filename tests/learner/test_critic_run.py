@@ -34,6 +34,7 @@ def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, 
     msgspec.json.encode(rows[-1])
 
 
+@pytest.mark.soak
 def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer):
     learner = {"critic_offload": True, "minibatches": 2, "micro_batch_rows": 4, "mesh": MeshConfig(fsdp=2)}
     kl = {"reference": "init", "kl_coef": 0.1, "kl_in": "reward"}

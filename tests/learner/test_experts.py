@@ -122,6 +122,7 @@ def test_router_biases_move_by_the_sign_of_the_load_s_error_and_by_nothing_else(
         np.testing.assert_allclose(trainer.params()[name], wanted, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_an_unbalanced_router_becomes_balanced_by_biases_alone(make, make_claim) -> None:
     def loads(rate: float, steps: int) -> list[float]:
         trainer = make(spec=BIASED, router_bias_rate=rate, learning_rate=1e-9)

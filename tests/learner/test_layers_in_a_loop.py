@@ -105,15 +105,8 @@ def test_programs_of_adapters_and_of_a_critic_do_not_grow_with_the_number_of_lay
     assert operations(4) == operations(2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ADAPTERS | PPO,
-        pytest.param(ADAPTERS, marks=pytest.mark.soak),
-        pytest.param(PPO, marks=pytest.mark.soak),
-    ],
-    ids=["both", "adapters", "critic"],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [ADAPTERS | PPO, ADAPTERS, PPO], ids=["both", "adapters", "critic"])
 def test_adapters_and_a_critic_are_trained_as_with_single_layers(
     small_config, make_trainer, make_claim, options: dict
 ) -> None:

@@ -80,7 +80,8 @@ def test_the_reference_is_on_the_devices_only_while_it_is_used(small_config, mak
     assert made.alive("device") == before
 
 
-@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.soak), True], ids=["colocated", "offloaded"])
+@pytest.mark.soak
+@pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
 def test_the_critic_is_on_the_devices_only_while_it_is_used(small_config, make_claim, make_trainer, offload):
     """Its parameters and its moments; it is used twice in a step, to say values and to be trained."""
     trainer = make_trainer(small_config(critic_offload=offload, minibatches=2, **PPO))

@@ -20,6 +20,7 @@ QUESTIONS = (
 )
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_finished_run_forks_once_and_trains_the_same_questions_again(tmp_path, synchronous_run):
     shutil.copytree(synchronous_run.run_dir, tmp_path / "run")
