@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -186,10 +187,14 @@ def engine(case: Case) -> None:
     for size, slots, new, chunk in (
         [(SIZES[0], 4, 12, 4)] if case.quick else [(SIZES[0], 64, 256, 16), (SIZES[0], 256, 256, 16)]
     ):
-        case.point(f"{size} {slots} slots", lambda a=(size, slots, new, chunk): _generated(case.quick, *a, limit))
+        for in_flight in (1, 2):
+            job = partial(_generated, case.quick, size, slots, new, chunk, limit, in_flight)
+            case.point(f"{size} {slots} slots, {in_flight} in flight", job)
 
 
-def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: float) -> dict[str, Any]:
+def _generated(
+    quick: bool, size: str, slots: int, new: int, chunk: int, limit: float, in_flight: int
+) -> dict[str, Any]:
     spec, prompt = spec_of(size, quick), 16 if quick else 128
     config = EngineConfig(
         slots=slots,
@@ -198,6 +203,7 @@ def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: 
         prefill_buckets=(prompt,),
         decode_chunk=chunk,
         seed=0,
+        in_flight=in_flight,
     )
     made = Engine(spec, sharding.build(MeshConfig()), sharding.SAMPLER, config)
     held, started = weights(spec), time.perf_counter()

@@ -297,11 +297,13 @@ def _check_actors(config: Config) -> None:
 def _check_colocated(config: Config) -> None:
     """Refuse options that need separate processes together with one process for all roles."""
     placement, count, mode = config.placement, config.sampler.count, config.schedule.mode
+    flights = config.sampler.dispatches_in_flight
     for key, value, refused, allowed in (
         ("placement.learner_hosts", placement.learner_hosts, placement.learner_hosts > 1, "1"),
         ("placement.actors", placement.actors, placement.actors > 0, "0"),
         ("sampler.count", count, count < 1, "1 or more"),  # none can join
         ("schedule.mode", mode, mode == "async_controller", "async"),  # its learner waits for samplers elsewhere
+        ("sampler.dispatches_in_flight", flights, flights > 1, "1"),  # roles take turns on the devices
     ):
         if placement.colocated and refused:
             reason = "placement.colocated has one process for all that use devices"

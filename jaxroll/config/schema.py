@@ -168,8 +168,7 @@ class TaskConfig:
     max_prompt_tokens: PositiveInt = 16
     # Maximum tokens of a conversation of several turns. 0: one prompt and one answer.
     max_episode_tokens: NonNegativeInt = 0
-    # Maximum answers of a conversation. An episode that does not end with the last of them has reward 0. 0: as many as
-    # the environment allows.
+    # Maximum answers of a conversation; one that does not end with the last of them has reward 0. 0: no such limit.
     max_turns: NonNegativeInt = 0
     # First item of the training range of a generated dataset.
     train_start: ItemIndex = 0
@@ -308,14 +307,15 @@ class SamplerConfig:
     prefill_budget: NonNegativeInt = 0
     # Maximum tokens per slot and decode dispatch.
     decode_chunk: PositiveInt = 1
+    # Decode dispatches on the devices at once. 2: the devices do not wait for the host (docs/engine.md).
+    dispatches_in_flight: Annotated[int, Bounds(least=1, most=2)] = 1
     # Tokens per slot and decode step that speculative decoding drafts and verifies at once (docs/engine.md). 0: none.
     draft_tokens: Annotated[int, Bounds(least=0, most=16)] = 0
     # Compile one layer (of each kind) and run it in a loop: compile time does not grow with depth (docs/models.md).
     scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
     page_tokens: NonNegativeInt = 0
-    # Pages of the KV cache; layers with sliding windows may have rings instead (docs/engine.md). 0: enough for the
-    # longest request in every slot.
+    # Pages of the KV cache; sliding windows may have rings instead (docs/engine.md). 0: for the longest requests.
     cache_pages: NonNegativeInt = 0
     # Share of the device memory that JAX may use, for all of a sampler: the KV cache gets as many pages as fit
     # (docs/engine.md). GPU and TPU only; not together with `cache_pages`. 0: the cache does not depend on the memory.

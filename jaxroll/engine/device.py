@@ -182,6 +182,8 @@ class Device:
         limits = self._limits[wanted]
         with jax.transfer_guard("disallow"):  # an array on the host would be copied in every dispatch
             self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
+        if report.is_fully_addressable:
+            report.copy_to_host_async()  # before what is dispatched after it
         return Dispatch(report, self._sizes)
 
     @property
@@ -241,19 +243,8 @@ class Device:
     def _compiled(self) -> int:
         """The number of programs compiled so far."""
         of = self._programs
-        every = (
-            *of.prefill.values(),
-            of.insert,
-            of.restore,
-            of.copy,
-            of.copy_rings,
-            of.decode,
-            of.cancel,
-            of.allow,
-            of.save,
-            of.load,
-            *(program for program in (of.experts, of.hold) if program),
-        )
+        moves = (of.insert, of.restore, of.copy, of.copy_rings, of.cancel, of.allow, of.save, of.load)
+        every = (*of.prefill.values(), of.decode, *moves, *(program for program in (of.experts, of.hold) if program))
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
     def _placed(self, value: np.ndarray, where: NamedSharding) -> jax.Array:

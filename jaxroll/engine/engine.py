@@ -4,15 +4,18 @@ One thread calls `step`, which applies queued commands, computes prompts, starts
 dispatch and delivers finished requests. Any thread may send commands (`add`, `abort`, `suspend`, `resume`, `swap`);
 they go through a queue, take effect between two dispatches and never block. `on_done` is called by the stepping
 thread, outside any lock, while the next dispatch runs; it must neither block nor raise.
+
+With two dispatches in flight a step sends the next one before it reads the report of the one before, so the device does
+not wait for the host. A freed slot is filled one dispatch later; what depends on tokens waits for all reports.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 from jax.sharding import Mesh
@@ -26,8 +29,8 @@ from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
-from jaxroll.engine.work import Work
-from jaxroll.errors import ConfigError, DataError, TransferError
+from jaxroll.engine.work import InFlight, Work
+from jaxroll.errors import DataError, TransferError
 from jaxroll.kernels.choice import AUTO, check_quantised
 from jaxroll.models import cache as kv
 from jaxroll.models.families import ModelSpec
@@ -66,6 +69,8 @@ class EngineConfig:
     `paged_attention` name implementations (`kernels.choice`). With `scan_layers`, every program has one layer (of each
     kind), which it runs in a loop. With `kv_dtype` or `weight_dtype`, "int8" or "fp8", the cache or the matrices of the
     layers are quantised (`kernels.quantised`).
+
+    `in_flight` dispatches, one or two, may be on the device at once. The tokens of a request do not depend on it.
     """
 
     slots: int
@@ -93,6 +98,7 @@ class EngineConfig:
     paged_attention: str = AUTO
     kv_dtype: str = ""
     weight_dtype: str = ""
+    in_flight: int = 1
 
     @classmethod
     def of(cls, config: Config, role: str, *, weight_swap: WeightSwap | None = None, slots: int = 0) -> EngineConfig:
@@ -120,6 +126,7 @@ class EngineConfig:
             paged_attention=sampler.paged_attention,
             kv_dtype=sampler.kv_dtype if samples else "",
             weight_dtype=sampler.weight_dtype if samples else "",
+            in_flight=sampler.dispatches_in_flight if samples else 1,
         )
 
     @classmethod
@@ -191,7 +198,7 @@ class Engine:
     ) -> None:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
-        check_sizes(sizes, config.weight_swap)
+        programs.check_sizes(sizes, config.weight_swap)
         self._weight_swap, self._clock = config.weight_swap, clock
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
         kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
@@ -213,8 +220,11 @@ class Engine:
         self._commands: queue.SimpleQueue[requests.Command] = queue.SimpleQueue()
         self._ids: set[int] = set()  # of the requests in the engine
         self._ids_lock = threading.Lock()
+        self._in_flight = deque[InFlight]()
+        self._most_in_flight = 1 if sizes.experts else config.in_flight  # experts are read after all that was sent
         self._ended: list[tuple[requests.Add, Result]] = []  # not delivered yet
         self._pieces: list[tuple[requests.OnTokens, Completion]] = []  # not delivered yet
+        self._accounted_s = float("-inf")
         self.latencies = Latencies()
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -313,6 +323,7 @@ class Engine:
 
     def stream(self) -> None:
         """Pass all tokens of the running requests to their `on_tokens`, however few they are."""
+        self._settle()
         self._deliver()
         if self._weight_swap != "restart":
             self._pieces = self._work.pieces((), at_least=1)
@@ -322,7 +333,10 @@ class Engine:
 
     def _apply_commands(self) -> None:
         while not self._commands.empty():
-            match self._commands.get():
+            command = self._commands.get()
+            if not isinstance(command, requests.Add):
+                self._settle()
+            match command:
                 case requests.Add() as add:
                     if self._weight_swap == "drain" and not self._is_at_one_version(add.request):
                         self._leave([add.request.id])
@@ -346,6 +360,7 @@ class Engine:
         swap = self._next
         if swap is None:
             return
+        self._settle()
         scheduler, stats = self._scheduler, self._stats
         if self._weight_swap == "drain" and (
             scheduler.active or any(sequence.sampled for sequence in scheduler.waiting)
@@ -404,23 +419,41 @@ class Engine:
         version = self._stats.version
         assert version is not None
         begun_s = self._clock()
+        settled = self._work.needs_report(len(self._in_flight)) and self._settle()
         if self.latencies.note_wait(self._work.waits(), begun_s):
-            return False
+            return settled
         filled = self._work.fill(params, version)
         refused = self._refuse()
         if not self._scheduler.running:
-            return self._scheduler.active > 0 or refused
-        preempted = self._work.make_room(self._sizes.dispatch_tokens)
+            return self._settle() or self._scheduler.active > 0 or refused
+        if self._in_flight and self._work.needs_report(len(self._in_flight)):  # requests have started
+            self._settle()
+        preempted = self._work.make_room(self._sizes.dispatch_tokens * (1 + len(self._in_flight)))
         if not self._scheduler.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
         steps = self._work.steps()
         if self._refuse() and not self._scheduler.running:
             return True
-        dispatch = self._device.decode(params, steps, self._scheduler.until_idle())
+        until_idle = None if self._in_flight else self._scheduler.until_idle()
+        dispatch = self._work.dispatch(params, steps, until_idle)
+        self._in_flight.append(InFlight(dispatch, version, filled, preempted, begun_s))
         self._deliver()  # requests that ended in the previous dispatch, while this one runs
-        asked_s = self._clock()
-        report = dispatch.report()
+        if len(self._in_flight) >= self._most_in_flight:
+            self._settle_one()
+        return True
+
+    def _settle(self) -> bool:
+        """Wait for all dispatches in flight, and account for them; return True if there were any."""
+        settled = bool(self._in_flight)
+        while self._in_flight:
+            self._settle_one()
+        return settled
+
+    def _settle_one(self) -> None:
+        """Wait for the oldest dispatch in flight, account for it, and remove the requests that it has ended."""
+        sent, asked_s = self._in_flight.popleft(), self._clock()
+        report = sent.dispatch.report()
         done_s = self._clock()
         progressed = self._work.account(report)
         for add in progressed.begun:
@@ -428,22 +461,23 @@ class Engine:
         tokens = report.steps * (1 + progressed.extra / max(progressed.decoded - progressed.extra, 1))  # of a slot
         self.latencies.dispatch(done_s, tokens, self._scheduler.active > progressed.firsts)
         if self._weight_swap != "restart":  # which may discard tokens
-            self._pieces = self._work.pieces(progressed.ended)
-        self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
-        self._leave([add.request.id for add, _ in self._ended])
+            self._pieces += self._work.pieces(progressed.ended)
+        ended = [self._work.take(slot, end, done_s, sent.version) for slot, end in progressed.ended.items()]
+        self._ended += ended
+        self._leave([add.request.id for add, _ in ended])
         self._stats = self._stats.after_dispatch(
             report.steps,
             self._sizes.slots,
             progressed,
-            filled,
-            preempted,
+            sent.filled,
+            sent.preempted,
             waits=bool(self._scheduler.waiting),
             prefill_rows=self._sizes.rows,
             prefix_hits=self._scheduler.prefix_hits,
-            step_s=done_s - begun_s,
+            step_s=done_s - max(sent.begun_s, self._accounted_s),
             device_s=done_s - asked_s,
         )
-        return True
+        self._accounted_s = done_s
 
     def _deliver(self) -> None:
         pieces, self._pieces = self._pieces, []
@@ -464,32 +498,3 @@ def following_device(spec: ModelSpec, mesh: Mesh, rules: Rules, config: EngineCo
     kernels = {"prefill": config.prefill_attention, "paged": config.paged_attention}
     attention, sizes = programs.kernels_and_sizes(spec, mesh, sizes, **kernels)
     return FollowingDevice(spec, mesh, rules, sizes, seed=config.seed, attention=attention)
-
-
-def check_sizes(sizes: Sizes, weight_swap: str) -> None:
-    """Raise ConfigError for sizes that cannot work."""
-    if weight_swap not in get_args(WeightSwap):
-        raise ConfigError(
-            "schedule.weight_swap", weight_swap, "unknown policy", f"Use one of {', '.join(get_args(WeightSwap))}."
-        )
-    counts = {"slots": sizes.slots, "prefill_rows": sizes.rows, "decode_chunk": sizes.chunk}
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"sampler.{name}", count, "at least 1 is needed", "Use a larger number.")
-    if sizes.draft < 0:
-        raise ConfigError("sampler.draft_tokens", sizes.draft, "at least 0 is needed", "0: no speculative decoding.")
-    if not all(1 <= bucket <= sizes.max_tokens for bucket in sizes.buckets or (0,)):
-        raise ConfigError(
-            "sampler.prefill_buckets",
-            sizes.buckets,
-            f"every bucket must hold 1..{sizes.max_tokens} tokens",
-            "The cache of a slot must hold the longest prompt and its answer.",
-        )
-    if sizes.shard_pages < sizes.table + 1:
-        raise ConfigError(
-            "sampler.cache_pages",
-            sizes.shard_pages,
-            f"the longest request alone needs {sizes.table + 1} pages "
-            f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)",
-            "Give the cache more pages.",
-        )

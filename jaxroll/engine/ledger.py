@@ -35,12 +35,14 @@ class Partial:
 class _Running:
     """A request in a slot. Its first tokens are those of `before` (sampled earlier), or the one sampled at its start.
 
-    The tokens after these are in the slot's history from `start_row` on.
+    The tokens after these are in the slot's history from `start_row` on. It takes part in the dispatches from number
+    `first_dispatch` on.
     """
 
     add: Add
     start_s: float
     start_row: int
+    first_dispatch: int
     first_version: Version
     before: Partial | None = None
     count: int = 0
@@ -88,9 +90,14 @@ class Progress:
 
 
 class Ledger:
-    """The requests in S slots and the last `rows` tokens of each (at least the longest completion plus a dispatch)."""
+    """The requests in S slots and the last `rows` tokens of each (at least the longest completion plus a dispatch).
+
+    Reports arrive in the order of their dispatches. A request that starts while others are in flight (`note_dispatch`)
+    has no part in their reports.
+    """
 
     def __init__(self, slots: int, rows: int) -> None:
+        self._dispatched = self._accounted = 0
         self._running: list[_Running | None] = [None] * slots
         self._history, self._swaps = History(rows, slots), [WeightSwaps() for _ in range(slots)]
 
@@ -102,20 +109,33 @@ class Ledger:
 
     def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
         """Record that a request starts in `slot` at `version`, or continues there after the tokens `before`."""
-        running = _Running(add, start_s, int(self._history.rows[slot]), version, before)
+        first = 1 + max(self._dispatched, self._accounted)
+        running = _Running(add, start_s, int(self._history.rows[slot]), first, version, before)
         if before is not None:
             running.count, running.start_s = len(before.tokens), before.start_s
         self._running[slot] = running
 
+    def note_dispatch(self) -> None:
+        """Record that a dispatch is in flight."""
+        self._dispatched += 1
+
+    def takes_part(self, slot: int) -> bool:
+        """True if the request in `slot` was there when the last dispatch began that is accounted for."""
+        running = self._running[slot]
+        return running is not None and running.first_dispatch <= self._accounted
+
     def account(self, report: requests.Report) -> Progress:
-        """Record a dispatch's report."""
+        """Record the report of the oldest dispatch in flight."""
+        self._accounted += 1
         counts, status = report.counts.tolist(), report.status.tolist()
         begun: list[Add] = []
         ended: dict[int, Ended] = {}
         new = np.zeros(len(counts), np.int64)  # tokens of each slot in this dispatch
         for slot, running in enumerate(self._running):
-            if running is None:
+            if running is None or running.first_dispatch > self._accounted:
                 continue
+            if running.first_dispatch == self._accounted:
+                running.start_row = int(self._history.rows[slot])
             if not running.count:
                 running.first_token = int(report.first_tokens[slot])
                 running.first_logprob = float(report.first_logprobs[slot])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxroll import disk
 from jaxroll import sharding as layout
 from jaxroll.algorithms import sampling
+from jaxroll.config import WeightSwap
 from jaxroll.engine import decoding
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.decoding import DecodeState, Model
@@ -440,3 +441,32 @@ def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], 
             file.write(b"compiled")
 
     return mark
+
+
+def check_sizes(sizes: Sizes, weight_swap: str) -> None:
+    """Raise ConfigError for sizes that cannot work."""
+    if weight_swap not in get_args(WeightSwap):
+        raise ConfigError(
+            "schedule.weight_swap", weight_swap, "unknown policy", f"Use one of {', '.join(get_args(WeightSwap))}."
+        )
+    counts = {"slots": sizes.slots, "prefill_rows": sizes.rows, "decode_chunk": sizes.chunk}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"sampler.{name}", count, "at least 1 is needed", "Use a larger number.")
+    if sizes.draft < 0:
+        raise ConfigError("sampler.draft_tokens", sizes.draft, "at least 0 is needed", "0: no speculative decoding.")
+    if not all(1 <= bucket <= sizes.max_tokens for bucket in sizes.buckets or (0,)):
+        raise ConfigError(
+            "sampler.prefill_buckets",
+            sizes.buckets,
+            f"every bucket must hold 1..{sizes.max_tokens} tokens",
+            "The cache of a slot must hold the longest prompt and its answer.",
+        )
+    if sizes.shard_pages < sizes.table + 1:
+        raise ConfigError(
+            "sampler.cache_pages",
+            sizes.shard_pages,
+            f"the longest request alone needs {sizes.table + 1} pages "
+            f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)",
+            "Give the cache more pages.",
+        )

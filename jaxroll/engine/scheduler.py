@@ -151,6 +151,14 @@ class Scheduler:
                 victims += self._grow_one(sequence, steps)
         return victims
 
+    def has_room(self, steps: int) -> bool:
+        """True if `grow(steps)` neither preempts a sequence nor evicts a prefix."""
+        need = [0] * self.shards
+        for sequence in () if self.limits.reserve else self.running:
+            assert sequence.slot is not None
+            need[self.shard_of(sequence.slot)] += max(self._pages_to_grow(sequence, steps), 0)
+        return all(count <= pages.free for count, pages in zip(need, self.pages, strict=True))
+
     def note_sampled(self, slot: int, sampled: int) -> None:
         """Record that the request in `slot` has sampled `sampled` tokens so far."""
         sequence = self._sequence_at(slot)
@@ -373,12 +381,15 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------- growing
 
+    def _pages_to_grow(self, sequence: Sequence, steps: int) -> int:
+        return self._pages_of(min(sequence.positions_wanted + steps, sequence.max_positions)) - len(sequence.table)
+
     def _grow_one(self, sequence: Sequence, steps: int) -> list[Preempted]:
         """Allocate pages for `sequence`, evicting idle prefixes, then preempting the sequences that arrived last."""
         victims: list[Preempted] = []
         assert sequence.slot is not None
         shard = self.shard_of(sequence.slot)
-        need = self._pages_of(min(sequence.positions_wanted + steps, sequence.max_positions)) - len(sequence.table)
+        need = self._pages_to_grow(sequence, steps)
         while need > 0 and not self._make_free(shard, need):
             last = max(self._running_in(shard), key=_order)
             assert last.slot is not None

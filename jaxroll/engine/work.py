@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxroll.engine import requests
-from jaxroll.engine.device import Device, SavedPages
+from jaxroll.engine.device import Device, Dispatch, SavedPages
 from jaxroll.engine.ledger import Ended, Filled, Ledger, Partial, Progress
 from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
@@ -32,6 +32,17 @@ class _Open:
     sent: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A dispatch whose report was not read yet, and what its step did before it, from `begun_s` on."""
+
+    dispatch: Dispatch
+    version: Version
+    filled: Filled
+    preempted: int
+    begun_s: float
+
+
 class Work:
     """The requests in the engine, and the work of a step. Only the stepping thread may call the methods."""
 
@@ -43,12 +54,15 @@ class Work:
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.dispatch_tokens)
         self._open: dict[int, _Open] = {}
         self._refused: dict[int, DataError] = {}  # requests that cannot go on
+        self._asking: set[int] = set()  # requests for which the host decides after every dispatch
         self._tables_of = -1
 
     def enter(self, add: Add, sequence: Sequence) -> Sequence:
         """Register the request of `sequence`, and return `sequence`."""
         self._open[add.request.id] = one = _Open(add)
         self._is_bounded |= add.request.may_sample is not None
+        if add.request.allowed is not None or add.request.params.stop_strings:
+            self._asking.add(add.request.id)
         if (known := add.request.before) is not None:
             tokens, logprobs = np.asarray(known.tokens, np.int32), np.asarray(known.logprobs, np.float32)
             support = Supports.decoded(known.support, tokens)
@@ -142,6 +156,22 @@ class Work:
         self._device.restore(restores)
         self._device.insert(inserts)
 
+    def needs_report(self, in_flight: int) -> bool:
+        """True if the next dispatch depends on the reports of those in flight.
+
+        It does for a request with a token mask or stop strings, one that may sample too few tokens for all these
+        dispatches, and if there are not enough pages for the tokens of all.
+        """
+        tokens = (1 + in_flight) * self._sizes.dispatch_tokens
+        if self._asking or not self._scheduler.has_room(tokens):
+            return True
+        return self._may_sample(tokens) < tokens
+
+    def dispatch(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
+        """Dispatch up to `steps` decode steps (`Device.decode`)."""
+        self._ledger.note_dispatch()
+        return self._device.decode(params, steps, until_idle)
+
     def steps(self) -> int:
         """The number of steps of the next dispatch: 1 if a request has a token mask, fewer if one may not sample more.
 
@@ -153,16 +183,15 @@ class Work:
         if any(not sequence.sampled for sequence in asking):
             return 0
         self._set_masks(asking, reset_others=False)
-        most = self._may_sample()
+        most = self._may_sample(self._sizes.dispatch_tokens)
         return min(1 if asking else self._sizes.chunk, -(-most // (1 + self._sizes.draft)))
 
     def waits(self) -> bool:
         """True if a running request may sample nothing at present (`Request.may_sample`)."""
-        return self._may_sample() == 0
+        return self._may_sample(self._sizes.dispatch_tokens) == 0
 
-    def _may_sample(self) -> int:
-        """The number of tokens that every running request may sample, up to those of a dispatch."""
-        most = self._sizes.dispatch_tokens
+    def _may_sample(self, most: int) -> int:
+        """The number of tokens, up to `most`, that every running request may sample."""
         for sequence in self._scheduler.running if self._is_bounded else ():
             if (may_sample := self._open[sequence.id].add.request.may_sample) is not None:
                 most = min(most, may_sample(max(sequence.sampled, 1)))  # the first token may be on the device still
@@ -199,11 +228,13 @@ class Work:
     # --- after a dispatch
 
     def account(self, report: requests.Report) -> Progress:
-        """Record a dispatch's report, and end requests whose stop strings are complete."""
+        """Record the report of the oldest dispatch in flight, and end requests whose stop strings are complete."""
         progressed = self._ledger.account(report)
         cut: list[int] = []
         for sequence in self._scheduler.running:
             assert sequence.slot is not None
+            if not self._ledger.takes_part(sequence.slot):
+                continue
             self._scheduler.note_sampled(sequence.slot, int(report.counts[sequence.slot]))
             strings = self._open[sequence.id].add.request.params.stop_strings
             tokens = self._completed(sequence.slot, strings) if strings else None
@@ -253,6 +284,7 @@ class Work:
         if add.request.keep and whole and all(run.version == version for run in result.completion.versions):
             kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
         self._scheduler.release(slot, kept)
+        self._asking.discard(add.request.id)
         del self._open[add.request.id]
         return add, result
 
@@ -283,6 +315,7 @@ class Work:
         if self._scheduler.abort(id) is None:
             return None
         one = self._open.pop(id)
+        self._asking.discard(id)
         slot, sampled = running.get(id, (None, 0))
         if slot is None:
             return one.add, one.before

@@ -26,7 +26,7 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import cache_tokens, model_folder, page_size
 from jaxroll.engine import device
 from jaxroll.engine import programs as engine
-from jaxroll.engine.engine import EngineConfig, check_sizes
+from jaxroll.engine.engine import EngineConfig
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError, InfraError, one_line
 from jaxroll.kernels.choice import Serving
@@ -188,7 +188,7 @@ def engine_programs(
     sampler = config.sampler
     settings = EngineConfig.of(config, "sampler")
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
-    check_sizes(sizes, settings.weight_swap)
+    engine.check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
     chosen, sizes = engine.kernels_and_sizes(
         spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention
@@ -213,7 +213,7 @@ def sized_cache(
     sampler = config.sampler
     settings = EngineConfig.of(config, "sampler")
     spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
-    check_sizes(sizes, settings.weight_swap)
+    engine.check_sizes(sizes, settings.weight_swap)
     share = device.memory_share(spec, mesh, SAMPLER, limit_bytes, settings.memory_fraction)
 
     def run_bytes(sizes: Sizes, attention: Serving) -> int:
