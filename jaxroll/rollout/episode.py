@@ -30,6 +30,7 @@ from jaxroll.envs.executors import EnvCallCounts, EnvironmentCalls, is_cancellat
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Partial, Segment, Task, Version, VersionRun
+from jaxroll.text.tokenizers import end_ids
 
 _LOG = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def own_bounds(config: Config) -> dict[str, Bounds]:
 
 def sampling_params(config: Config, tokenizer: Tokenizer, temperature: float | None = None) -> SamplingParams:
     """The sampling parameters of training rollouts, or of evaluations at `temperature`, which are not truncated."""
-    s, stop = config.sampling, (tokenizer.eos_id,)
+    s, stop = config.sampling, end_ids(tokenizer)
     if temperature is not None:
         return SamplingParams(s.max_tokens, temperature, stop_tokens=stop)
     return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, stop, min_p=s.min_p)
@@ -254,9 +255,8 @@ def _cut(transcript: Transcript) -> Finished:
 
 def with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling` with the end of sequence among its stop tokens."""
-    if tokenizer.eos_id in sampling.stop_tokens:
-        return sampling
-    return msgspec.structs.replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eos_id))
+    stops = dict.fromkeys((*sampling.stop_tokens, tokenizer.eos_id))
+    return msgspec.structs.replace(sampling, stop_tokens=tuple(stops))
 
 
 def _rendered(tokenizer: Tokenizer, messages: tuple[Message, ...], tools: list, *, first: bool) -> list[int]:

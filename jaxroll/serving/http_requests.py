@@ -18,6 +18,7 @@ import msgspec
 from jaxroll.errors import one_line
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Message
+from jaxroll.text.tokenizers import MOST_ENDS, end_ids
 
 MAX_CHOICES = 128  # answers of one request
 MAX_STOPS = 16
@@ -296,7 +297,8 @@ def _params(draws: Draws, room: Room, prompts: Sequence[list[int]], most: int | 
     stops = [draws.stop] if isinstance(draws.stop, str) else draws.stop or []
     if len(stops) > MAX_STOPS or not all(0 < len(one) <= 256 for one in stops):
         raise ApiError(f"stop: up to {MAX_STOPS} strings of 1 to 256 characters are possible", param="stop")
-    ends: dict[int, None] = dict.fromkeys([room.tokenizer.eos_id, *(draws.stop_token_ids or [])])
+    asked: dict[int, None] = dict.fromkeys([room.tokenizer.eos_id, *(draws.stop_token_ids or [])])
+    ends = tuple(asked | dict.fromkeys(end_ids(room.tokenizer)))[: max(len(asked), MOST_ENDS)]
     seed = secrets.randbits(31) if draws.seed is None else draws.seed % 2**31
     given: Any = lambda value, default: default if value is None else value  # noqa: E731
     return SamplingParams(
@@ -304,7 +306,7 @@ def _params(draws: Draws, room: Room, prompts: Sequence[list[int]], most: int | 
         given(draws.temperature, 1.0),
         max(given(draws.top_k, 0), 0),
         given(draws.top_p, 1.0),
-        tuple(ends),
+        ends,
         given(draws.min_p, 0.0),
         given(draws.repetition_penalty, 1.0),
         tuple(stops),

@@ -26,6 +26,12 @@ from jaxroll.run_paths import RunPaths
 _TOKENIZER_LIMIT_BYTES = 128 << 20  # the largest known vocabularies take about 35 MB
 _MAX_VOCABULARY = 1 << 24
 _AGAIN = "Copy the file again from the model."
+MOST_ENDS = 4  # stop tokens of a request, of an engine by default
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer: `eos_id`, then others of generation_config.json, `MOST_ENDS` at most."""
+    return tuple(dict.fromkeys([tokenizer.eos_id, *getattr(tokenizer, "other_ends", ())]))[:MOST_ENDS]
 
 
 class HFTokenizer:
@@ -35,7 +41,8 @@ class HFTokenizer:
 
     `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. If the latter lists
     several tokens, it is the one that the chat template writes after an answer (Gemma's end of a turn is not its
-    eos_token). `pad_id` comes from pad_token; the default is `eos_id`, because no mask is derived from it.
+    eos_token); the others are `other_ends`. `pad_id` comes from pad_token; the default is `eos_id`, because no mask is
+    derived from it.
     """
 
     def __init__(self, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> None:
@@ -51,7 +58,8 @@ class HFTokenizer:
             reason = f"its largest token id is {self.vocab_size - 1}; between 0 and {_MAX_VOCABULARY - 1} are possible"
             raise ConfigError("tokenizer.path", str(folder), reason, "Copy tokenizer.json again from the model.")
         self._format = self._chat_format(template_args or {})
-        self.eos_id = self._eos_id()
+        self.eos_id, ends = self._ends()
+        self.other_ends = tuple(one for one in ends if one != self.eos_id)
         pad_id = self._token_id(self._settings.get("pad_token"))
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self._eos_token: str = self._tokenizer.id_to_token(self.eos_id)
@@ -86,17 +94,18 @@ class HFTokenizer:
         """True if the folder has a chat template."""
         return self._format is not plain_format
 
-    def _eos_id(self) -> int:
+    def _ends(self) -> tuple[int, list[int]]:
+        """The token that ends an answer, and those of generation_config.json, it among them or not."""
         generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
         listed = generation if isinstance(generation, list) else [generation]
         ends = [one for one in listed if isinstance(one, int) and 0 <= one < self.vocab_size]
         if len(ends) > 1 and (turn := self._end_of_turn(ends)) is not None:
-            return turn
+            return turn, ends
         named = self._token_id(self._settings.get("eos_token"))
         if named is not None:
-            return named
+            return named, ends
         if ends and ends[0] == listed[0]:
-            return ends[0]
+            return ends[0], ends
         reason = "it does not define the token that ends a sequence"
         raise ConfigError("tokenizer.path", str(self.folder), reason, "Name it as eos_token in tokenizer_config.json.")
 

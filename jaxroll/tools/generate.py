@@ -49,6 +49,7 @@ from jaxroll.serving import http_answers, http_requests, http_server, weight_upd
 from jaxroll.serving.agents import Agents
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.text import tokenizers
+from jaxroll.text.tokenizers import end_ids
 
 OFFLINE_LIMIT_S = 3600.0
 
@@ -182,7 +183,7 @@ def generate(args: RoleArgs, options: argparse.Namespace) -> int:
         options.temperature,
         options.top_k,
         options.top_p,
-        (model.tokenizer.eos_id,),
+        end_ids(model.tokenizer),
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
         stop_strings=tuple(options.stop),
@@ -196,7 +197,7 @@ def generate(args: RoleArgs, options: argparse.Namespace) -> int:
             ids = np.asarray(model.tokenizer.render(messages, tools=args.config.task.tools), np.int32)
             for sample in range(options.samples):
                 completion = await proxy.generate(ids, GenerationKey(number, sample), params)
-                text = model.tokenizer.decode([t for t in completion.tokens.tolist() if t != model.tokenizer.eos_id])
+                text = model.tokenizer.decode([t for t in completion.tokens.tolist() if t not in params.stop_tokens])
                 print(f"{prompt} -> {text}" + ("" if completion.finish == "stop" else f"  [{completion.finish}]"))
 
     ask(model, play)

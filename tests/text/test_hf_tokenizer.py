@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxroll.config import Config
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message
-from jaxroll.text.tokenizers import HFTokenizer
+from jaxroll.rollout.episode import sampling_params
+from jaxroll.text.tokenizers import HFTokenizer, end_ids
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # The shape of the ChatML templates that most open models use.
@@ -150,6 +152,20 @@ def test_eos_may_be_defined_in_the_generation_config(make_folder: MakeFolder) ->
         HFTokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert HFTokenizer(folder).eos_id == 1
+
+
+def test_an_answer_ends_with_any_end_of_the_generation_config_eos_first(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    named = HFTokenizer(folder)
+    assert end_ids(named) == (named.eos_id,)
+    others = [one for one in range(8) if one != named.eos_id]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [others[0], named.eos_id, others[1]]}))
+    tokenizer = HFTokenizer(folder)
+    assert (tokenizer.eos_id, end_ids(tokenizer)) == (named.eos_id, (named.eos_id, *others[:2]))
+    assert sampling_params(Config(), tokenizer).stop_tokens == end_ids(tokenizer)
+    assert sampling_params(Config(), tokenizer, 0.0).stop_tokens == end_ids(tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [named.eos_id, *others]}))
+    assert end_ids(HFTokenizer(folder)) == (named.eos_id, *others[:3]), "an engine has room for four"
 
 
 @pytest.mark.parametrize(
