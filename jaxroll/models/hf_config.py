@@ -317,7 +317,8 @@ def _scaling(rope: dict[str, Any], longest: Any) -> RopeScaling | None:
     kind = "default" if kind is None else kind
     if not isinstance(kind, str) or kind not in _STRETCHES:
         raise _not_supported("rope_scaling", kind, f"rope_type {', '.join(_STRETCHES)}")
-    given = {key: value for key, value in rope.items() if value is not None}
+    off = ("partial_rotary_factor", 1.0)  # all of a head is rotated
+    given = {key: value for key, value in rope.items() if value is not None and (key, value) != off}
     if unknown := sorted(given.keys() - set(_STRETCHES[kind])):
         raise _not_supported("rope_scaling", unknown[0], f"{', '.join(_STRETCHES[kind])} for rope_type {kind}")
     if kind == "default":

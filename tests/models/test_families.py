@@ -127,6 +127,7 @@ def test_a_model_of_more_than_text_and_images_is_refused() -> None:
 def test_options_of_a_config_are_read() -> None:
     """As transformers 5 derives them (`configuration_*.py`), for keys that a config.json has or leaves out."""
     read = lambda **change: hf_config.from_huggingface({**QWEN3_0P6B, **change})  # noqa: E731
+    assert read(rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 1.0}) == read()
     assert read(use_sliding_window=True, sliding_window=9, max_window_layers=26).windows == (0,) * 26 + (9,) * 2
     mistral = {key: value for key, value in QWEN3_0P6B.items() if key != "use_sliding_window"} | {
         "model_type": "mistral"
