@@ -294,9 +294,12 @@ class LoopThread:
                 job.close()
 
 
+_starting: dict[int, threading.Thread] = {}  # by the thread that waits in `Thread.start`
+
+
 @functools.cache
 def _note_starts_of_threads() -> None:
-    """From now on, let each `Owner` know the threads that it starts."""
+    """From now on, let each `Owner` know the threads that it starts, and `_starting` those that do not run yet."""
     original_start = threading.Thread.start  # Python 3.11 has no audit event for it
 
     @functools.wraps(original_start)
@@ -304,7 +307,11 @@ def _note_starts_of_threads() -> None:
         if (owner := OWNER.get()) is not None and not self.name.startswith("asyncio_"):  # those are the loop's own
             owner.threads.append(weakref.ref(self))
             self.run = functools.partial(_owned, owner, self, vars(self).get("run"))
-        original_start(self)
+        _starting[threading.get_ident()] = self
+        try:
+            original_start(self)
+        finally:
+            _starting.pop(threading.get_ident(), None)
 
     threading.Thread.start = start
 
@@ -320,12 +327,9 @@ def _starting_thread() -> threading.Thread | None:
     """The thread that the main thread starts now, if any.
 
     Without memory a new thread may die before its first line: `Thread.start` then waits without end, and nothing is
-    reported (seen with Python 3.11).
+    reported (seen with Python 3.11). The main thread's frames are not read for this, because they change meanwhile.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    return _starting.get(threading.main_thread().ident or 0)
 
 
 class DeviceThread:

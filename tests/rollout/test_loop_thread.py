@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import subprocess
 import sys
 import threading
@@ -198,6 +199,23 @@ def test_a_process_ends_whose_main_thread_starts_a_thread_that_never_runs() -> N
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "learner: the thread late did not start, as if out of memory\n")
+
+
+def test_the_watchdog_reads_no_frames_of_a_thread_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change while they are read. In a long run that ended a watchdog, so that nothing watched the loop."""
+    read, frames, enough = list[int](), sys._current_frames, threading.Event()
+    answers = itertools.count(1)
+
+    def answered(self: LoopThread) -> None:
+        if next(answers) == 5:
+            enough.set()
+
+    monkeypatch.setattr(loop_thread, "_WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(LoopThread, "_answer", answered)
+    monkeypatch.setattr(sys, "_current_frames", lambda: read.append(1) or frames())
+    thread = LoopThread("test")
+    assert enough.wait(DEADLINE_S) and not read
+    closed(thread)
 
 
 @pytest.mark.parametrize(("callbacks", "code"), [(9, 0), (10, 1)])
