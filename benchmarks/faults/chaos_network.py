@@ -80,14 +80,17 @@ class Certificates:
         process, before = there(run, target), _complaints(run)
         with run.lock:  # no resume with the wrong ones
             self._replace(run)
-            with gone_is_fine(target):
-                process.kill()
-            if self.ends:
-                run.wait_for(target)  # it connects with them only after its start
-                time.sleep(seconds)
-                state = "went on" if run.alive else "ended"
-                refused = ", ".join(sorted((_complaints(run) - before).keys()))
-                Certificates("ca")._replace(run)
+            try:
+                with gone_is_fine(target):
+                    process.kill()
+                if self.ends:
+                    run.wait_for(target)  # it connects with them only after its start
+                    time.sleep(seconds)
+                    state = "went on" if run.alive else "ended"
+                    refused = ", ".join(sorted((_complaints(run) - before).keys()))
+            finally:
+                if self.ends:
+                    Certificates("ca")._replace(run)
         if not self.ends:
             return f"certificates: {self.new}; {target} killed"
         effect = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from benchmarks.faults import chaos_network
@@ -122,3 +124,21 @@ def test_certificates_are_replaced_by_those_that_the_fault_names(tmp_path: Path,
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (found.returncode != 0) == bool(problem) and problem in found.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_wrong_certificates_do_not_stay_when_the_target_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process of the run could connect any more, and the benchmark took it for a defect of the run."""
+    run_dir = tmp_path / "run"
+    tls.make_certificates(run_dir, [], 1)
+
+    def kill() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    monkeypatch.setattr(chaos_network, "there", lambda run, target: SimpleNamespace(kill=kill))
+    run = SimpleNamespace(run_dir=run_dir, roles=["learner"], lock=threading.RLock())
+    with pytest.raises(Skipped, match="learner ended by itself"):
+        chaos_network.Certificates("wrong", ends=True)(run, random.Random(0))  # type: ignore[arg-type]
+    words = ["openssl", "verify", "-CAfile", str(run_dir / "tls" / tls.CA), str(run_dir / "tls" / tls.CERT)]
+    assert subprocess.run(words, capture_output=True, text=True, check=False).returncode == 0
