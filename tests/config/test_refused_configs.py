@@ -232,6 +232,8 @@ BAD = [
                  "placement.sampler_hosts", "2", "sampler.cache_pages", id="hosts that size a cache"),
     pytest.param(["placement.colocated=True", "schedule.mode=async_controller"], "schedule.mode", "async_controller",
                  "one process", id="suspended samplers in the learner's process"),
+    pytest.param(["placement.colocated=True", "sampler.dispatches_in_flight=2"], "sampler.dispatches_in_flight", "2",
+                 "one process", id="dispatches of one process"),
     pytest.param(["placement.colocated=True", "placement.actors=1"], "placement.actors", "1", "one process",
                  id="actors with one process"),
     pytest.param(["run.deterministic=True"], "placement.colocated", "False", "one process", id="a clock of processes"),

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from jaxroll.config import MeshConfig
 from jaxroll.engine import decoding
-from jaxroll.engine.engine import EngineConfig, check_sizes
+from jaxroll.engine.engine import EngineConfig
+from jaxroll.engine.programs import check_sizes
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Supports
