@@ -233,7 +233,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/tokenizers.py::_check_args": ("an argument that the template does not read",),
     "text/tokenizers.py::_reading": ("folder without a tokenizer",),
     "text/tokenizers.py::HFTokenizer.__init__": RULED,
-    "text/tokenizers.py::HFTokenizer._eos_id": ("tokenizer without an end",),
+    "text/tokenizers.py::HFTokenizer._ends": ("tokenizer without an end",),
     "text/tokenizers.py::HFTokenizer._chat_format": ("chat template no text", "an argument of no template"),
     "text/tokenizers.py::_load": ("folder without a tokenizer", "tokenizer unreadable"),
     "text/tokenizers.py::_read_json": ("tokenizer's settings unreadable", "tokenizer's settings a list"),
@@ -277,7 +277,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
     "learner/peft.py": ("adapters that are not there",),
     "models/params.py::leaves": ("weights of another model", "weights too few"),
-    "engine/engine.py::check_sizes": RULED,
+    "engine/programs.py::check_sizes": RULED,
     "engine/sequence.py::fitting_pages": HERE,  # the memory of its devices
     "serving/jetstream_proxy.py": CALLED,
     "rpc/http.py::listen": HERE,
