@@ -105,6 +105,7 @@ def test_a_device_holds_its_part_of_the_tokens_and_of_the_parameters(programs):
     assert logits == ROWS * TOKENS * SPEC.vocab_size / 8 / 8, "the logits of a part on one device"
 
 
+@pytest.mark.soak
 def test_between_layers_the_tokens_are_divided_over_tensor_too(programs):
     """The states that are kept for the backward pass: one array of [layers, rows, tokens, width] in a loop."""
     text = programs(DIVIDED, spec=dataclasses.replace(SPEC, remat="layer", scan=True)).lowered("accumulate", ROWS)

@@ -230,7 +230,7 @@ def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_c
             {"reference": "init", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, marks=pytest.mark.soak
         ),
         pytest.param({"reference": "init", "kl_coef": 0.1}, marks=pytest.mark.soak),
-        {"lora_rank": 4},
+        pytest.param({"lora_rank": 4}, marks=pytest.mark.soak),
     ],
     ids=["minibatches", "critic", "kl in reward", "kl in loss", "lora"],
 )

@@ -77,7 +77,7 @@ def mixed_claim(trainer, claim: Claim) -> tuple[Claim, Figures]:
     return msgspec.structs.replace(claim, groups=tuple(groups)), figures
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_every_figure_of_every_age(small_config, make_claim, make_trainer, minibatches):
     """Also with minibatches: they compare with the policy of the claim's start, not with the one of their own start."""
     config = small_config(

@@ -166,7 +166,11 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat"), [(MeshConfig(expert=8), "none"), (MeshConfig(expert=2, sequence=2, tensor=2), "layer")]
+    ("mesh", "remat"),
+    [
+        (MeshConfig(expert=8), "none"),
+        pytest.param(MeshConfig(expert=2, sequence=2, tensor=2), "layer", marks=pytest.mark.soak),
+    ],
 )
 def test_loss_and_gradients_on_eight_devices_equal_one(mesh: MeshConfig, remat: families.Remat) -> None:
     spec = dataclasses.replace(SPEC, remat=remat)

@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_one_device(pinned, remat):
         np.testing.assert_allclose(gradients[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("config", [CUBE, MeshConfig(tensor=8)])
+@pytest.mark.parametrize("config", [CUBE, pytest.param(MeshConfig(tensor=8), marks=pytest.mark.soak)])
 def test_a_decode_step_equals_one_device(config):
     """tensor=8 divides neither the heads nor the key-value heads: they stay whole, and the answer stays right."""
     spec = families.spec("nano")

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("role", "world"),
     [
-        ("sampler", LEARNER_LIMITS),
+        pytest.param("sampler", LEARNER_LIMITS, marks=pytest.mark.soak),
         ("sampler", SAMPLERS_LIMIT),
         ("actor", SAMPLERS_LIMIT),
         pytest.param("actor", LEARNER_LIMITS, marks=pytest.mark.soak),
