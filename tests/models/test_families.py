@@ -53,9 +53,14 @@ def test_sizes_are_what_their_names_promise(size, millions):
     assert families.parameter_count(families.spec(size)) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("size", [size for size in families.names() if size != "qwen2p5_0p5b"])  # it has 14 heads
-def test_every_size_splits_over_four(size):
-    families.check_mesh(families.spec(size), MeshConfig(fsdp=4, tensor=4))
+def test_every_size_but_that_of_14_heads_splits_over_four():
+    refused = []
+    for size in families.names():
+        try:
+            families.check_mesh(families.spec(size), MeshConfig(fsdp=4, tensor=4))
+        except ConfigError:
+            refused.append(size)
+    assert refused == ["qwen2p5_0p5b"]
 
 
 def test_the_tokenizer_decides_the_vocabulary():

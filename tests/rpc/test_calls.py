@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -468,8 +469,11 @@ def test_calls_that_fail_together_all_reach_the_address_that_serves() -> None:
     """Two failures at once are one reason to change to the next of two addresses, not two, which lead back."""
 
     async def calls() -> None:
-        async with server(Service()) as gone:
-            pass
+        with socket.socket() as taken:  # it does not listen, so connections are refused
+            taken.bind(("127.0.0.1", 0))
+            await calls_to(taken.getsockname()[1])
+
+    async def calls_to(gone: int) -> None:
         async with server(Service()) as port:
             transport = GrpcTransport(f"127.0.0.1:{gone},127.0.0.1:{port}", 2**20, None)
 
