@@ -30,7 +30,6 @@ def test_a_question_and_a_game_are_trained_in_one_run(free_run_dir):
         assert max(sources["gcd"]["reward"] for sources in trained) <= 0.5, "half a point for a right divisor"
 
 
-@pytest.mark.soak
 def test_an_agent_is_trained_on_conversations(free_run_dir):
     with Train(free_run_dir, *SMALL, config="agentic_frozen_lake") as train:
         assert train.finish() == 0, train.logs()
