@@ -430,10 +430,7 @@ def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], 
         disk.lock(file)
     except BlockingIOError:
         return None
-    except (
-        OSError,
-        ConfigError,
-    ):  # a full or read-only cache, or a file system without locks: the process compiles by itself
+    except (OSError, ConfigError):  # a full or read-only cache, or one without locks: the process compiles by itself
         return lambda: None
 
     def mark() -> None:

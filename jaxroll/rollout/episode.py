@@ -380,7 +380,7 @@ class RolloutManager:
         return self._env_calls.left_threads()
 
     async def judged_threads(self) -> int:
-        """`left_threads` of all environments that are closed, which it waits for (about 10 s) if any has a thread."""
+        """`left_threads` of all closed environments, which it waits for (about 10 s) if any has threads or tasks."""
         return await self._env_calls.judged_threads()
 
     async def run_member(
