@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,16 +77,25 @@ def test_tokens_are_those_of_one_dispatch_at_a_time_although_slots_change_hands_
     assert stats.queue_depth == stats.active == 0
 
 
-def test_requests_that_are_preempted_have_the_same_tokens(bench, events):
+def test_requests_that_are_preempted_have_the_same_tokens(bench, events, monkeypatch):
+    """They leave when no dispatch is in flight: what one of those samples would be sampled again."""
+    save, pending = device.Device.save, list[int]()
+
+    def saved(self: device.Device, *args: Any) -> device.SavedPages:
+        pending.append(in_flight(events)[-1])
+        return save(self, *args)
+
     rng = np.random.default_rng(3)
     prompts, limits = rng.integers(0, 64, (24, 12)).astype(np.int32), rng.choice([4, 8, 40], 24)
     requests = [Request(i, prompts[i // 2], GenerationKey(i, 0), SamplingParams(int(n))) for i, n in enumerate(limits)]
     alone = bench(**PAGED).run(requests)
-    events.clear()
     b = bench(**PAGED, in_flight=2)
+    monkeypatch.setattr(device.Device, "save", saved)
+    events.clear()
     before = b.engine.stats()
     assert_equal_tokens(b.run(requests), alone)
     assert b.engine.stats().preemptions > before.preemptions and 2 in in_flight(events)
+    assert pending and not any(pending)
 
 
 def settled(events: list[str], act: Callable[[], object], step: Callable[[], object]) -> list[str]:
