@@ -447,8 +447,8 @@ class LearnerConfig:
     shared_prompt_tokens: NonNegativeInt = 0
     # Rows of answers that share their prompts.
     shared_prompt_rows: PositiveInt = 1
-    # Rematerialization in the backward pass. `auto`: as the model family defines.
-    remat: Literal["auto", "none", "layer", "dots"] = "auto"
+    # What the backward pass recomputes instead of storing (docs/models.md). `auto`: as the model family defines.
+    remat: Literal["auto", "none", "layer", "dots", "offload"] = "auto"
     # Compile one layer and loop over all: short compilation of deep models, for a copy of the weights in model.dtype.
     scan_layers: bool = False
     # Maximum MB of float32 logits per device; larger logits are computed in chunks.

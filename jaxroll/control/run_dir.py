@@ -46,15 +46,15 @@ RESUMABLE = (
     "store.",
     "sampler.count",
     "sampler.slots",
-    "sampler.scoring_workers",
+    "sampler.scoring_",
     "sampler.http_port",
-    "sampler.scoring_idle_s",
     "sampler.mesh.",
     "learner.checkpoint",
     "learner.keep_best",
     "learner.mesh.",
     "learner.micro_batch_rows",
     "learner.optimizer_offload",
+    "learner.remat",
     "transfer.",
     *(f"task.reward_args.{part}.{name}" for part in REMOTE for name in CHANGEABLE),  # of a source, too
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -240,17 +241,16 @@ def of_critic(config: LearnerConfig) -> Optimizer:
 
 def check_host_memory(learner: LearnerConfig, devices: Sequence[Any]) -> None:
     """Raise ConfigError if a key moves arrays to host memory and one of the `devices` cannot address any."""
-    asked = {
-        "optimizer_offload": learner.optimizer_offload,
-        "reference_offload": learner.reference_offload,
-        "critic_offload": learner.critic_offload,
-    }
-    for key in (name for name, wanted in asked.items() if wanted):
+    asked = {"optimizer_offload": False, "reference_offload": False, "critic_offload": False, "remat": "layer"}
+    for key, instead in asked.items():
+        if (value := getattr(learner, key)) not in (True, "offload"):
+            continue
         for device in devices:
             kinds = sorted(memory.kind for memory in device.addressable_memories())
             if layouts.HOST_MEMORY not in kinds:
                 reason = f"{device.device_kind} has no memory {layouts.HOST_MEMORY}, only {', '.join(kinds)}"
-                raise ConfigError(f"learner.{key}", True, reason, "Set it to false: the devices then keep the arrays.")
+                remedy = f"Set it to {json.dumps(instead)}: the devices then keep the arrays."
+                raise ConfigError(f"learner.{key}", value, reason, remedy)
 
 
 def _decays(params: dict[str, jax.Array]) -> dict[str, bool]:

@@ -305,7 +305,7 @@ def differentiate(
     """
     trained, sums = dict(lora.differentiated(recipe.spec, recipe.layout, recipe.lora, params)), {}
     # The loop that sums recomputes every layer, and computes gradients of the stacks themselves.
-    if held is not None and recipe.spec.remat == "layer" and not recipe.lora:
+    if held is not None and recipe.spec.remat in ("layer", "offload") and not recipe.lora:
         sums = {name: held[name] for name in trained if name not in params}
     fixed = {name: trained.pop(name) for name in sums}
 

@@ -22,7 +22,7 @@ from jaxroll.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16")
 # Recomputed in the backward pass: nothing; whole layers; layers except products with parameters.
-Remat = Literal["none", "layer", "dots"]
+Remat = Literal["none", "layer", "dots", "offload"]
 Activation = Literal["silu", "gelu"]  # gelu: the tanh approximation
 Stretch = Literal["linear", "llama3", "yarn"]
 _MOST_LAYERS, _MOST = 4096, 1 << 24  # limits of layers and of other sizes, against damaged or hostile files

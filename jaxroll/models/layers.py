@@ -277,12 +277,18 @@ def head_logits(
     return softcap * jnp.tanh(found / softcap) if softcap else found
 
 
-def summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
+def summing(
+    cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any, x: Array, *, offload: bool = False
+) -> tuple[Array, Any]:
     """`lax.scan(cycle, x, xs)`; the cotangent of `sums` is `sums` plus the gradients by `xs[0]`.
 
     The backward loop recomputes each cycle from its input and adds its gradients to the running sums, so that only the
     gradients of one cycle exist at a time. That of `lax.scan` returns those of all cycles: a copy of the parameters.
+    With `offload`, the inputs of the cycles are in host memory until then.
     """
+
+    def moved(x: Array, space: jax.memory.Space) -> Array:
+        return jax.device_put(x, space) if offload else x
 
     @jax.custom_vjp
     def run(xs: Any, sums: Any, x: Array) -> tuple[Array, Any]:
@@ -291,7 +297,7 @@ def summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any
     def forwards(xs: Any, sums: Any, x: Array) -> tuple[tuple[Array, Any], Any]:
         def step(x: Array, of_cycle: Any) -> tuple[Array, Any]:
             after, loads = cycle(x, of_cycle)
-            return after, (loads, x)
+            return after, (loads, moved(x, jax.memory.Space.Host))
 
         after, (loads, before) = jax.lax.scan(step, x, xs)
         return (after, loads), (xs, sums, before)
@@ -302,6 +308,7 @@ def summing(cycle: Callable[[Array, Any], tuple[Array, Any]], xs: Any, sums: Any
 
         def step(carry: Any, of_cycle: Any) -> tuple[Any, None]:
             (after, sums, at), ((values, given), x, loads) = carry, of_cycle
+            x = moved(x, jax.memory.Space.Device)
 
             def floats(values: Any, x: Array) -> tuple[Array, list[Array]]:
                 after, loads = cycle(x, (values, given))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels import attention as kernels
@@ -23,15 +24,19 @@ from jaxroll.kernels.quantised import Pool, Quantised, as_read
 from jaxroll.models import cache as dense
 from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, extended, filled
-from jaxroll.models.families import ModelSpec
+from jaxroll.models.families import ModelSpec, Remat
 from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation, summing
 from jaxroll.models.moe import Load, Routing
 from jaxroll.models.params import block, in_loop, layers_in_loop, module, of_cycles, outside, stacked
-from jaxroll.sharding import Layout
+from jaxroll.sharding import HOST_MEMORY, Layout
 
 Params = Mapping[str, jax.Array]
 Weights = Mapping[str, jax.Array | Quantised]  # the parameters as an engine holds them
-_KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
+_INPUT = "layer_input"  # checkpoint name of the hidden states before a layer
+_MOVED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], offload_src="device", offload_dst=HOST_MEMORY
+)
+_KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT), "offload": _MOVED}
 Layers = tuple[Float[Array, "R T K H"], ...]
 Layer = int | Array  # the number of a layer: traced in a loop
 Held = TypeVar("Held")  # the caches of an engine
@@ -104,7 +109,7 @@ def forward_with_load(
     """
     decoder = outside(spec, params)
 
-    def layer_of(window: int) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
+    def layer_of(window: int, remat: Remat) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
         if rows is None:
             attend = placed.rows(attention, tokens.shape[1], segment_ids, layout, window)
         else:
@@ -114,6 +119,7 @@ def forward_with_load(
         turn = _rotation(spec, positions, window)
 
         def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
+            x = checkpoint_name(x, _INPUT)
             choose, loads = moe.largest(spec.experts_per_token) if given is None else moe.replayed(given), []
 
             def seen(logits: Array, scores: Array) -> Array:
@@ -124,18 +130,21 @@ def forward_with_load(
             x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout)
             return x, loads[0] if loads else None
 
-        if spec.remat == "none":
+        if remat == "none":
             return layer
         # A loop is a barrier that keeps the recomputation apart, so the checkpoint needs none of its own.
-        return jax.checkpoint(layer, policy=_KEPT[spec.remat], prevent_cse=not spec.scan)
+        return jax.checkpoint(layer, policy=_KEPT[remat], prevent_cse=not spec.scan)
 
-    layer = {window: layer_of(window) for window in sorted(set(spec.each_window))}
-    x, loads = _pinned(decoder.embedded(tokens), layout), []
+    windows, loads = sorted(set(spec.each_window)), []
+    layer = {window: layer_of(window, spec.remat) for window in windows}
+    x = _pinned(decoder.embedded(tokens), layout)
     given = None if choices is None else jnp.moveaxis(choices, 2, 0)  # [L, B, T, k]
     first = 0
     if spec.scan:
         first = layers_in_loop(spec)
-        steps = [layer[window] for window in spec.each_window[: spec.period]]
+        # The loop that sums moves the inputs of cycles itself.
+        inner = layer if sums is None else {window: layer_of(window, "layer") for window in windows}
+        steps = [inner[window] for window in spec.each_window[: spec.period]]
         stacks = stacked(spec, params, layout) if stacks is None else stacks
         x, load = _scanned(spec, stacks, x, steps, None if given is None else given[:first], sums)
         loads.append(load)
@@ -175,7 +184,10 @@ def _scanned(
         return x, jax.tree.map(lambda *some: jnp.stack(some), *loads) if spec.experts else None
 
     xs = of_cycles(spec, params), given
-    x, loads = jax.lax.scan(cycle, x, xs) if sums is None else summing(cycle, xs, of_cycles(spec, sums), x)
+    if sums is None:
+        x, loads = jax.lax.scan(cycle, x, xs)
+    else:
+        x, loads = summing(cycle, xs, of_cycles(spec, sums), x, offload=spec.remat == "offload")
     return x, jax.tree.map(lambda leaf: leaf.reshape(cycles * period, *leaf.shape[2:]), loads)
 
 

@@ -53,6 +53,7 @@ class ProgramCost:
     flops: float
     accessed_bytes: float
     compile_s: float
+    host_temp_bytes: int = 0  # temporaries in the memory of the host
 
     @property
     def peak_bytes(self) -> int:
@@ -107,6 +108,7 @@ def _cost(name: str, program: jax.stages.Compiled, compile_s: float) -> ProgramC
         flops=float(counted.get("flops", 0.0)),
         accessed_bytes=float(counted.get("bytes accessed", 0.0)),
         compile_s=compile_s,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
     )
 
 

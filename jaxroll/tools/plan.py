@@ -237,7 +237,9 @@ def report(
     config: Config, spec: ModelSpec, topology: Topology, roles: Sequence[Role], rows: Sequence[Row]
 ) -> dict[str, Any]:
     """The plan as one JSON object."""
-    memory = {role.name: memory_of(role, [row for row in rows if row.role == role.name]) for role in roles}
+    own = {role.name: [row for row in rows if row.role == role.name] for role in roles}
+    memory = {role.name: memory_of(role, own[role.name]) for role in roles}
+    host = {name: max((row.cost.host_temp_bytes for row in rows if row.cost), default=0) for name, rows in own.items()}
     limits = chips.limits(config, topology)
     wanted = roles_with_devices(config)
     change = [refused(config, row) for row in rows if row.refusal] or changes(config, roles, memory, limits)
@@ -267,7 +269,7 @@ def report(
                 "limit_bytes": limits[role.name] if math.isfinite(limits[role.name]) else None,
                 "needed_bytes": sum(memory[role.name].values()),
                 "memory": memory[role.name],
-                "host_bytes": role.host_bytes,
+                "host_bytes": role.host_bytes + host[role.name],
             }
             for role in roles
         },
@@ -425,7 +427,9 @@ def _learner_change(config: Config, memory: Mapping[str, int], limit: float, nee
         return Change("learner.micro_batch_rows", learner.micro_batch_rows, why, f"Set it to {half}.")
     if learner.logits_mb > 128:
         return Change("learner.logits_mb", learner.logits_mb, why, f"Set it to {learner.logits_mb // 4}.")
-    return Change("learner.mesh.sequence", mesh.sequence, why, f"Set it to {2 * mesh.sequence}: rows are divided.")
+    also = "" if learner.remat == "offload" else ", or learner.remat to 'offload': inputs of layers are in host memory"
+    remedy = f"Set it to {2 * mesh.sequence}: rows are divided{also}."
+    return Change("learner.mesh.sequence", mesh.sequence, why, remedy)
 
 
 def _sampler_change(config: Config, memory: Mapping[str, int], limit: float, needed: float) -> Change:

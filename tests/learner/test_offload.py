@@ -15,6 +15,7 @@ import pytest
 from jaxroll import sharding
 from jaxroll.config import LearnerConfig, MeshConfig
 from jaxroll.errors import ConfigError
+from jaxroll.learner import packing
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Programs
@@ -123,13 +124,60 @@ def test_the_moments_are_on_the_devices_only_in_the_update(small_config, make_re
     assert bits(again) == found[1] and memory_kinds(again) == kind
 
 
-@pytest.mark.parametrize("key", ["optimizer_offload", "reference_offload", "critic_offload"])
+WINDOWS = (8, 8, 0, 8, 8)  # with layers in a loop: a cycle of three, and two layers behind it
+
+
+def inputs_in_host_memory(recipe, scan: bool) -> Programs:
+    """The programs of `recipe` for five layers, whose inputs are in host memory between the two passes."""
+    spec = dataclasses.replace(recipe.spec, layers=len(WINDOWS), windows=WINDOWS, scan=scan)
+    return Programs(replace(recipe, spec=spec))
+
+
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ({}, 5),
+        ({"scan_layers": True}, 1 + 2),  # the loop that sums moves the input of a cycle
+        ({"scan_layers": True, "lora_rank": 2}, 3 + 2),
+        ({"remat": "layer"}, 0),
+    ],
+    ids=["single layers", "loop", "adapters", "on the devices"],
+)
+def test_the_inputs_of_layers_are_moved_to_host_memory(small_config, make_recipe, options: dict, moved: int):
+    """Counted in the program of a micro-batch before it is compiled; `tests/tools/test_tpu_pod.py` compiles one."""
+    recipe = make_recipe(small_config(**{"remat": "offload", "mesh": MeshConfig(fsdp=2)} | options))
+    made = inputs_in_host_memory(recipe, recipe.spec.scan)
+    streams = {name: made._stream(2, dtype) for name, dtype in recipe.streams.items()}
+    text = str(jax.make_jaxpr(made._accumulate)(made.state.params, made.accumulator, streams, made.base))
+    assert text.count("MemorySpace.Host") == moved and ("<host>" in text) == bool(moved)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scan", [False, True], ids=["single layers", "loop"])
+def test_gradients_have_the_bits_of_those_with_inputs_on_the_devices(small_config, make_recipe, scan: bool):
+    found, drawn, T = [], np.random.default_rng(0), 64
+    streams = packing.empty_streams(2, T)
+    streams["tokens"][:], streams["positions"][:] = drawn.integers(0, 10, (2, T)), np.arange(T)
+    streams["segment_ids"][:], streams["mask"][:, 1:] = 1, True
+    streams["advantage"][:], streams["weight"][:, 1:] = drawn.normal(size=(2, T)), 0.01
+    for remat in ("layer", "offload"):
+        mesh = MeshConfig(fsdp=2)
+        recipe = make_recipe(small_config(remat=remat, scan_layers=scan, row_tokens=T, micro_batch_rows=2, mesh=mesh))
+        made = inputs_in_host_memory(recipe, scan)
+        spec, where = made.recipe.spec, recipe.layout.mesh
+        weights = model_params.init(spec, jax.random.key(0), where, sharding.LEARNER)
+        program = made.lowered("accumulate", 2).compile()
+        found.append(bits(program(weights, made.zeros(), made.placed(streams), {}).grads))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("key", ["optimizer_offload", "reference_offload", "critic_offload", "remat"])
 def test_devices_without_host_memory_are_refused(key: str):
     devices = [
         SimpleNamespace(device_kind="strange", addressable_memories=lambda: [SimpleNamespace(kind="device")]),
         *jax.devices()[:1],
     ]
-    learner = replace(LearnerConfig(), **{key: True})
+    learner = replace(LearnerConfig(), **{key: "offload" if key == "remat" else True})
     states.check_host_memory(learner, devices[1:])
     states.check_host_memory(LearnerConfig(), devices)
     with pytest.raises(ConfigError, match="strange has no memory pinned_host, only device") as caught:

@@ -98,6 +98,12 @@ def test_a_config_that_fits_needs_no_change():
         (LearnerConfig(micro_batch_rows=8), {"temporaries": 12 * GB}, "learner.micro_batch_rows", "Set it to 4."),
         (LearnerConfig(micro_batch_rows=1), {"temporaries": 12 * GB}, "learner.logits_mb", "Set it to 128."),
         (LearnerConfig(micro_batch_rows=1, logits_mb=64), {"temporaries": 12 * GB}, "learner.mesh.sequence", "2"),
+        (
+            LearnerConfig(micro_batch_rows=1, logits_mb=64),
+            {"temporaries": 12 * GB},
+            "learner.mesh.sequence",
+            "'offload'",
+        ),
     ],
 )
 def test_a_learner_that_does_not_fit_names_its_key(

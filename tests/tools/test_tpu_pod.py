@@ -200,6 +200,18 @@ def test_packed_rows_of_32k_compile_for_eight_v5p_chips(capsys: pytest.CaptureFi
     assert cost["peak_bytes"] < 4e9
 
 
+def test_packed_rows_of_32k_with_inputs_of_layers_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed: the memory of the gradient step of the test above, with `learner.remat=offload`."""
+    rows = compiled("tpu_programs.py", "v5p:2x2x2", "inputs_on_host", limit_s=1700)
+    (cost,) = (row for row in rows if row["name"] == "accumulate")
+    with capsys.disabled():
+        print(f"\nthe same with {cost['host_temp_bytes'] / 1e9:.2f} GB in host memory: ", end="")
+        print(f"{cost['peak_bytes'] / 1e9:.2f} GB, {cost['temp_bytes'] / 1e9:.2f} GB of them temporaries")
+    kept = SPEC.layers * 32_768 // 4 * SPEC.width * 2
+    assert kept <= cost["host_temp_bytes"] < 1.1 * kept
+    assert cost["temp_bytes"] < 2.7e9 - kept / 2
+
+
 def test_an_engine_with_rings_compiles_for_four_v5e_chips(capsys: pytest.CaptureFixture[str]) -> None:
     """Six layers of Gemma 3 1B, five of which see 512 tokens, for 128 requests of 8,704 tokens. Printed: the cache."""
     found = {row["name"]: row for row in compiled("tpu_programs.py", "v5e:2x2", "rings", limit_s=1700)}

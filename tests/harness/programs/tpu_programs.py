@@ -2,10 +2,10 @@
 
     python tpu_programs.py TOPOLOGY SIZE
 
-SIZE is `tiny`, on meshes of 4 chips, `qwen3_0p6b`, by its config file on 16, `rows_of_32k`, the learner of that file
-on 8, or `rings`, an engine with six layers of Gemma 3 1B on 4. The caller sets the environment (`aot.tpu_environment`),
-which libtpu reads once, when it is loaded. No parameter is created. Every line on stdout is one program's cost as JSON,
-with facts about its text.
+SIZE is `tiny`, on meshes of 4 chips, `qwen3_0p6b`, by its config file on 16, `rows_of_32k` or `inputs_on_host`, the
+learner of that file on 8, or `rings`, an engine with six layers of Gemma 3 1B on 4. The caller sets the environment
+(`aot.tpu_environment`), which libtpu reads once, when it is loaded.
+No parameter is created. Every line on stdout is one program's cost as JSON, with facts about its text.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def rows_of_32k() -> Config:
     return load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
+def inputs_on_host() -> Config:
+    """`rows_of_32k`, with the inputs of the layers in host memory until the backward pass."""
+    config = rows_of_32k()
+    return dataclasses.replace(config, learner=dataclasses.replace(config.learner, remat="offload"))
+
+
 def rings() -> Config:
     """The config file with requests of 8,704 tokens."""
     more = ("sampling.max_tokens=8192", "learner.row_tokens=8704", "sampler.prefill_buckets=512")
@@ -71,10 +77,10 @@ def rings() -> Config:
 
 
 CONFIG: dict[str, Callable[[], Config]] = {
-    "tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k, "rings": rings
+    "tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k, "inputs_on_host": inputs_on_host, "rings": rings
 }  # fmt: skip
 UPDATES = ("update of a layer", "update of a layer, moments in host memory")
-ROLES = {"rows_of_32k": ("learner",), "rings": ("sampler",)}
+ROLES = {"rows_of_32k": ("learner",), "inputs_on_host": ("learner",), "rings": ("sampler",)}
 LAYERS = {"rings": 6}  # the first ones
 
 
