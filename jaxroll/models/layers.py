@@ -287,7 +287,7 @@ def summing(
     With `offload`, the inputs of the cycles are in host memory until then.
     """
 
-    def moved(x: Array, space: jax.memory.Space) -> Array:
+    def moved(x: Array, space: Any) -> Array:
         return jax.device_put(x, space) if offload else x
 
     @jax.custom_vjp
