@@ -447,7 +447,7 @@ class LearnerConfig:
     shared_prompt_tokens: NonNegativeInt = 0
     # Rows of answers that share their prompts.
     shared_prompt_rows: PositiveInt = 1
-    # What the backward pass recomputes instead of storing (docs/models.md). `auto`: as the model family defines.
+    # Results that the backward pass computes again (docs/models.md). `auto`: as the model family defines.
     remat: Literal["auto", "none", "layer", "dots", "offload"] = "auto"
     # Compile one layer and loop over all: short compilation of deep models, for a copy of the weights in model.dtype.
     scan_layers: bool = False
