@@ -209,7 +209,7 @@ def test_packed_rows_of_32k_with_inputs_of_layers_in_host_memory(capsys: pytest.
         print(f"{cost['peak_bytes'] / 1e9:.2f} GB, {cost['temp_bytes'] / 1e9:.2f} GB of them temporaries")
     kept = SPEC.layers * 32_768 // 4 * SPEC.width * 2
     assert kept <= cost["host_temp_bytes"] < 1.1 * kept
-    assert cost["temp_bytes"] < 2.7e9 - kept / 2
+    assert cost["temp_bytes"] < 1.9e9, "with the inputs on the chips 2.4 GB"
 
 
 def test_an_engine_with_rings_compiles_for_four_v5e_chips(capsys: pytest.CaptureFixture[str]) -> None:
