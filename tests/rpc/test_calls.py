@@ -1,94 +1,25 @@
-"""Raw calls over real gRPC: retries, deadlines, typed errors, restarts on the same port."""
+"""Raw calls over real gRPC: retries, deadlines, typed errors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import socket
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import msgspec
 import pytest
 
-from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
+from jaxroll.errors import DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import client as rpc_client
 from jaxroll.rpc import intake, protocol
 from jaxroll.rpc import server as rpc_server
-from jaxroll.rpc.client import GrpcTransport, RawClient
-from jaxroll.rpc.server import Caller, Method, RawServer
-
-ALL = frozenset({"sampler", "learner"})
-DEADLINE_S = 50.0  # of calls that are answered at once
-
-
-class Service:
-    """Answers, refuses, breaks, hangs."""
-
-    def __init__(self) -> None:
-        self.calls: list[Caller] = []
-        self.failures_left = 0
-
-    async def echo(self, caller: Caller, body: bytes) -> bytes:
-        self.calls.append(caller)
-        return body
-
-    async def refuse(self, caller: Caller, body: bytes) -> bytes:
-        raise Fenced("another holder has it")
-
-    async def malformed(self, caller: Caller, body: bytes) -> bytes:
-        return msgspec.msgpack.decode(body, type=bytes)
-
-    async def flaky(self, caller: Caller, body: bytes) -> bytes:
-        self.failures_left -= 1
-        if self.failures_left >= 0:
-            raise InfraError("not now")
-        return b"at last"
-
-    async def without_memory(self, caller: Caller, body: bytes) -> bytes:
-        self.failures_left -= 1
-        if self.failures_left >= 0:
-            raise MemoryError
-        return b"of the next server"
-
-    async def hang(self, caller: Caller, body: bytes) -> bytes:
-        await asyncio.Event().wait()
-        return b""
-
-    def methods(self) -> dict[str, Method]:
-        names = ("echo", "refuse", "malformed", "flaky", "without_memory", "hang")
-        return {name: Method(getattr(self, name), ALL) for name in names} | {
-            "learners": Method(self.echo, frozenset({"learner"}))
-        }
-
-
-@contextlib.asynccontextmanager
-async def server(service: Service, port: int = 0, secret: str | None = None) -> AsyncIterator[int]:
-    raw = RawServer("t.Service", service.methods(), secret=secret, max_message_bytes=2**20, position=lambda: 42)
-    taken = raw.bind("127.0.0.1", port)
-    await raw.start()
-    try:
-        yield taken
-    finally:
-        await raw.stop(0.1)
-
-
-@contextlib.asynccontextmanager
-async def client(address: str | Path, **options) -> AsyncIterator[RawClient]:
-    values = {"role": "sampler", "name": "s", "token": None, "patience_s": 100.0, "max_message_bytes": 2**20} | options
-    raw = RawClient("t.Service", address, **values)
-    try:
-        yield raw
-    finally:
-        await raw.close()
-
-
-def run(job) -> None:
-    asyncio.run(asyncio.wait_for(job, 250.0))
+from jaxroll.rpc.client import RawClient
+from jaxroll.rpc.server import Caller
+from tests.harness.cluster.raw_service import DEADLINE_S, Service, client, run, server
 
 
 def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,90 +373,3 @@ def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monke
 
     monkeypatch.setattr(rpc_client, "_OVERDUE_S", 1)
     run(job())
-
-
-def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_file(tmp_path: Path) -> None:
-    address = tmp_path / "addr"
-
-    async def calls() -> None:
-        async with client(address) as raw:
-            waiting = asyncio.ensure_future(raw.call("echo", b"1", DEADLINE_S))
-            async with server(Service()) as port:
-                address.write_text(f"127.0.0.1:{port}\n")
-                assert await waiting == b"1"
-            waiting = asyncio.ensure_future(raw.call("echo", b"2", DEADLINE_S))
-            async with server(Service(), port) as again:
-                assert again == port
-                assert await waiting == b"2"
-            waiting = asyncio.ensure_future(raw.call("echo", b"3", DEADLINE_S))
-            async with server(Service()) as other:
-                address.write_text(f"127.0.0.1:{other}\n")
-                assert await waiting == b"3"
-
-    run(calls())
-
-
-def test_calls_that_fail_together_all_reach_the_address_that_serves() -> None:
-    """Two failures at once are one reason to change to the next of two addresses, not two, which lead back."""
-
-    async def calls() -> None:
-        with socket.socket() as taken:  # it does not listen, so connections are refused
-            taken.bind(("127.0.0.1", 0))
-            await calls_to(taken.getsockname()[1])
-
-    async def calls_to(gone: int) -> None:
-        async with server(Service()) as port:
-            transport = GrpcTransport(f"127.0.0.1:{gone},127.0.0.1:{port}", 2**20, None)
-
-            async def attempts(count: int) -> list[bytes | BaseException]:
-                tried = [
-                    transport.attempt("/t.Service/echo", b"", (), DEADLINE_S, asks_first=False) for _ in range(count)
-                ]
-                return await asyncio.gather(*tried, return_exceptions=True)
-
-            for failed in await attempts(2):
-                assert isinstance(failed, grpc.aio.AioRpcError) and failed.code() is grpc.StatusCode.UNAVAILABLE
-                transport.refresh()
-            (_,) = await attempts(1)
-            assert transport.target == f"127.0.0.1:{port}"
-            await transport.close()
-
-    run(calls())
-
-
-def test_an_address_that_did_not_reach_the_disk_is_waited_for(tmp_path: Path) -> None:
-    """An empty address file, as after a power failure."""
-    address = tmp_path / "addr"
-    address.write_text("")
-
-    async def calls() -> None:
-        async with client(address) as raw:
-            waiting = asyncio.ensure_future(raw.call("echo", b"1", DEADLINE_S))
-            await asyncio.sleep(0.2)
-            async with server(Service()) as port:
-                address.write_text(f"127.0.0.1:{port}\n")
-                assert await waiting == b"1"
-        async with client(tmp_path / "none", patience_s=0.1) as raw:
-            (tmp_path / "none").write_text("\n")
-            with pytest.raises(InfraError, match="no address in that file; is its server running"):
-                await raw.call("echo", b"2", DEADLINE_S)
-
-    run(calls())
-
-
-def test_a_taken_port_is_not_shared() -> None:
-    async def calls() -> None:
-        async with server(Service()) as first, server(Service(), first) as second:
-            assert first != second
-
-    run(calls())
-
-
-def test_an_address_that_is_not_here_is_refused() -> None:
-    async def binds() -> None:
-        raw = RawServer("t.Service", {}, secret="s" * 32, max_message_bytes=2**20)
-        with pytest.raises(ConfigError, match="cannot listen"):
-            raw.bind("203.0.113.7", 0, insecure=True)
-        await raw.stop(0)
-
-    run(binds())
