@@ -46,8 +46,9 @@ RESUMABLE = (
     "store.",
     "sampler.count",
     "sampler.slots",
-    "sampler.scoring_",
+    "sampler.scoring_workers",
     "sampler.http_port",
+    "sampler.scoring_idle_s",
     "sampler.mesh.",
     "learner.checkpoint",
     "learner.keep_best",
@@ -133,9 +134,7 @@ def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str],
     """As `new_run`, in a folder of `parent` that is named by the second it was made in; never one that exists."""
     base = new_name(name, time.time(), suffix)
     if "/" in base:
-        raise ConfigError(
-            "run.name", name, "names a folder, so it cannot contain '/'", "Name a folder elsewhere as RUN."
-        )
+        raise ConfigError("run.name", name, "names a folder, so it has no '/'", "Name a folder elsewhere as RUN.")
     checked(parent / base)
     for attempt in range(1, 1000):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")

@@ -189,10 +189,10 @@ def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) 
     assert done.stderr.count("Read-only file system") == 7, done.stderr
 
 
-def test_resuming_may_change_only_keys_about_length_and_supervision(tmp_path: Path) -> None:
+def test_resuming_may_change_only_keys_about_length_supervision_and_memory(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "run", Config(), [])
-    longer = run_dir.resume(path, ["--config.schedule.steps=500"], preflight.check)
-    assert longer.schedule.steps == 500 and run_dir.load_config(path) == longer
+    longer = run_dir.resume(path, ["--config.schedule.steps=500", "learner.remat=offload"], preflight.check)
+    assert longer.schedule.steps == 500 and longer.learner.remat == "offload" and run_dir.load_config(path) == longer
     assert run_dir.load(path)["digest"] == configs.digest(longer)
     with pytest.raises(ConfigError, match="middle of a run"):
         run_dir.resume(path, ["learner.learning_rate=1"], preflight.check)
