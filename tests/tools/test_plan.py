@@ -20,7 +20,7 @@ from jaxroll.control import cli
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
-from jaxroll.tools import chips, plan
+from jaxroll.tools import aot, chips, hlo, plan
 from tests.harness.programs import tpu_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,23 @@ def test_moments_in_host_memory_take_nothing_of_a_chip():
     moments = 2 * held["parameters"]
     assert held.pop("optimizer") - moved.pop("optimizer") == moments
     assert held == moved and [role.host_bytes for role in roles] == [0, moments]
+
+
+def test_host_memory_of_the_most_demanding_program_is_added_to_what_is_there_all_the_time():
+    """Of each role apart; a program that does not fit a chip has no cost."""
+    topology = chips.topology("v5e:2x2")
+    roles = [plan.Role(name, 1, "", HELD | SERVED, iter(()), 5) for name in ("learner", "sampler")]
+    least = chips.times(topology.chip, 0, 0, 0)
+    rows = [
+        plan.Row(role, "", "", cost, 0, hlo.Statistics(), least, cached=False)
+        for role, cost in (
+            ("learner", aot.ProgramCost("accumulate", 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, host_temp_bytes=7)),
+            ("learner", aot.ProgramCost("apply", 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, host_temp_bytes=2)),
+            ("sampler", None),
+        )
+    ]
+    found = plan.report(Config(), families.spec("nano"), topology, roles, rows)["roles"]
+    assert {name: role["host_bytes"] for name, role in found.items()} == {"learner": 5 + 7, "sampler": 5}
 
 
 @pytest.mark.parametrize(
