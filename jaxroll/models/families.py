@@ -21,7 +21,7 @@ from jaxroll.errors import ConfigError
 # --- One decoder as data: its sizes, and the options in which model families differ; the known families. No JAX
 
 _DTYPES = ("float32", "bfloat16")
-# Recomputed in the backward pass: nothing; whole layers; layers except products with parameters.
+# Recomputed in the backward pass: nothing; layers; all but products with parameters; layers from inputs on the host.
 Remat = Literal["none", "layer", "dots", "offload"]
 Activation = Literal["silu", "gelu"]  # gelu: the tanh approximation
 Stretch = Literal["linear", "llama3", "yarn"]
