@@ -30,7 +30,7 @@ if "jax" in sys.modules:
 _ROOT = Path(__file__).resolve().parent.parent
 # Eight devices share few cores: a device that waits longer than XLA's default 40 s for the others is slow, not stuck,
 # and XLA would abort the whole run. The deadlines stay below pytest's own (300 s), so that XLA names the collective.
-# An unknown flag aborts the process; jaxlib 0.10.2 and 0.12 know these.
+# An unknown flag aborts the process; jaxlib 0.10.2 and 0.12.0.1 know these.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
