@@ -125,7 +125,7 @@ def test_moments_in_host_memory_take_nothing_of_a_chip():
 
 
 def test_host_memory_of_the_most_demanding_program_is_added_to_what_is_there_all_the_time():
-    """Of each role apart; a program that does not fit a chip has no cost."""
+    """Each role has its own sum; a program that does not fit a chip has no cost."""
     topology = chips.topology("v5e:2x2")
     roles = [plan.Role(name, 1, "", HELD | SERVED, iter(()), 5) for name in ("learner", "sampler")]
     least = chips.times(topology.chip, 0, 0, 0)
