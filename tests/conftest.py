@@ -92,12 +92,20 @@ _LATE_WRITE = r"ignore:(?s)Exception ignored in. None.*Event loop is closed:pyte
 # JAX writes an entry of the compilation cache in place. A worker that reads it meanwhile warns and compiles by itself.
 _HALF_WRITTEN = r"ignore:Error reading persistent compilation cache entry:UserWarning"
 
+# jax 0.12 (Python 3.12) deprecates its attention kernels for GPUs and their backend: docs/results/real_size.md, row 2.
+_GPU_KERNELS = r"ignore:.*(pallas\.ops\.gpu|Pallas Triton).* is deprecated:DeprecationWarning"
+
+# Types that jaxlib 0.12 makes on first use, as `jaxroll profile` reads a trace. An error there aborts the process.
+_TYPES_OF_JAXLIB = r"ignore:builtin type .* has no __module__ attribute:DeprecationWarning"
+
+_ALLOWED = (_LATE_WRITE, _HALF_WRITTEN, _GPU_KERNELS, _TYPES_OF_JAXLIB)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Turn warnings into errors, except in tests that start processes or are long; long files first on two workers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("process", "soak")):
-            item.add_marker(pytest.mark.filterwarnings("error", _LATE_WRITE, _HALF_WRITTEN), append=False)
+            item.add_marker(pytest.mark.filterwarnings("error", *_ALLOWED), append=False)
     if bare := sorted({str(item.path) for item in items if item.get_closest_marker("process")} - _found(items)):
         raise pytest.UsageError(f"make test would skip them: write pytest.mark.process in {', '.join(bare)}")
     if hasattr(config, "workerinput"):
