@@ -197,6 +197,7 @@ def paged_on_gpu(
 _BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
 _LONG = 2048  # tokens of a row from which padding to the largest block costs less than small blocks
 _TPU_KEYS = 512  # keys per block
+_PADDING = 1 << 30  # above all ids of segments
 # The fused backward kernel writes the queries' gradient once per block of keys, and their sum is taken behind it. So a
 # block has as many keys as fit the vector memory at 128 numbers per head, and rows of more blocks have two kernels.
 _BACKWARD_KEYS, _COPIES = 2048, 12
@@ -214,20 +215,74 @@ def splash(
     """Causal attention within segments, by splash attention; no array has T·T elements, forward or backward.
 
     With a `window` above 0, a query sees that many keys, its own included. Outputs of padding (segment 0) are
-    undefined.
+    undefined. In rows of 2,048 tokens or more, blocks of queries and keys without a common segment are neither fetched
+    nor computed, so a row costs its segments and not its square; such rows are computed one after the other.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     _, T, N, H = q.shape
     block = block_tokens(T)
     q, k, v = (lengthened(x, block).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
-    kernel = _splash_kernel(N, q.shape[2], block, backward_keys(q.shape[2], block, H), window, interpret)
+    tokens = q.shape[2]
+    keys = backward_keys(tokens, block, H)
+    kernel = _splash_kernel(N, tokens, block, keys, window, interpret)
     if segments is None:
         out = jax.vmap(kernel)(q, k, v)
-    else:
+    elif T < _LONG:
         ids = lengthened(segments, block)
         out = jax.vmap(lambda q, k, v, own: kernel(q, k, v, segment_ids=SegmentIds(own, own)))(q, k, v, ids)
+    else:
+        ids = apart(lengthened(segments, block), block)
+        out = jax.lax.map(
+            lambda row: sparse(kernel, row[3], block, keys or block)(*row[:3], segment_ids=SegmentIds(row[3], row[3])),
+            (q, k, v, ids),
+        )
     return cast(Array, out).swapaxes(1, 2)[:, :T]
+
+
+def apart(segments: Int[Array, "*rows T"], block: int) -> Int[Array, "*rows T"]:
+    """`segments` in which the padding of each block of `block` tokens is a segment of its own, above all others.
+
+    It then costs one block of queries and keys, and has a maximum, so its outputs are finite.
+    """
+    return jnp.where(segments > 0, segments, _PADDING + jnp.arange(segments.shape[-1], dtype=jnp.int32) // block)
+
+
+def sparse(kernel: Any, ids: Int[Array, " T"], block: int, keys: int) -> Any:
+    """A splash kernel that skips the blocks whose queries and keys have no segment of `ids` in common.
+
+    `kernel` has blocks of `block` tokens, and of `keys` tokens for keys in the pass that computes their gradient. Exact
+    if `ids` do not decrease; otherwise blocks are computed that could be skipped. The result is a kernel of the same
+    class, for the one row that has these segments.
+    """
+    forward, queries, keys_values = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    return type(kernel)(
+        _without_strangers(forward, ids, block, block),
+        None if queries is None else _without_strangers(queries, ids, block, block),
+        None if keys_values is None else _without_strangers(keys_values, ids, block, keys, by_keys=True),
+        **kernel.kwargs,
+    )
+
+
+def _without_strangers(info: Any, ids: Int[Array, " T"], queries: int, keys: int, *, by_keys: bool = False) -> Any:
+    """The blocks that a kernel visits, [1, queries, keys], less those without a common segment.
+
+    The kernel takes the keys' block that `data_next` names, or with `by_keys` the queries' block, and visits all of one
+    block's before the next. A block that it skips names the data of the next one that it computes: no other is fetched.
+    """
+    named, shape = jnp.asarray(info.data_next, jnp.int32)[0], info.data_next.shape[1:]
+    row, column = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None]
+    of_query, of_key = (named, column) if by_keys else (row, named)
+    own, other = ids.reshape(-1, queries), ids.reshape(-1, keys)
+    common = (own.min(1)[of_query] <= other.max(1)[of_key]) & (other.min(1)[of_key] <= own.max(1)[of_query])
+    computed = jnp.asarray(info.block_mask)[0] * common
+    order, flat = (computed.T, named.T.ravel()) if by_keys else (computed, named.ravel())
+    at = jnp.where(order.ravel() > 0, jnp.arange(order.size), order.size)
+    following = jax.lax.cummin(at, reverse=True)
+    following = jnp.where(following < order.size, following, following[0])  # behind the last one: the next head's first
+    data = flat[following].reshape(order.shape)
+    data = (data.T if by_keys else data).astype(info.data_next.dtype)
+    return info._replace(data_next=data[None], block_mask=computed.astype(info.block_mask.dtype)[None])
 
 
 def block_tokens(tokens: int) -> int:

@@ -102,13 +102,57 @@ def test_the_gradient_of_queries_is_the_sum_over_blocks_of_keys(monkeypatch: pyt
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-def test_a_long_row_that_its_blocks_do_not_divide_equals_the_masked_form() -> None:
-    tokens, rng = 2100, np.random.default_rng(3)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, tokens, 1, H)), jnp.float32) for _ in range(3))
-    ids = jnp.asarray(np.repeat([1, 2], [1500, 600])[None], jnp.int32)
-    got = jax.jit(partial(placed.splash, interpret=True))(q, k, v, ids)
-    expected = jax.jit(placed.rows("xla", tokens, ids, LAYOUT))(q, k, v)
-    np.testing.assert_allclose(got, expected, atol=2e-6)
+@pytest.mark.parametrize(("fused", "window"), [(True, 0), (False, 0), (True, 150), (False, 150)])
+def test_long_rows_without_their_foreign_blocks_equal_the_masked_form(
+    fused: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks, which do not divide the row; segments that share blocks, and padding over several blocks."""
+    monkeypatch.setattr(placed, "_LONG", 256)
+    monkeypatch.setattr(placed, "_BLOCKS", (128,))
+    monkeypatch.setattr(placed, "_BACKWARD_KEYS", 256)
+    monkeypatch.setattr(placed, "_COPIES", 12 if fused else 0)
+    tokens, rng = 700, np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, tokens, heads, H)), jnp.float32) for heads in (2, 1, 1))
+    ids = np.array([np.repeat([1, 2, 3, 0], [60, 300, 40, 300]), np.repeat([1, 2], [500, 200])], np.int32)
+    assert placed.backward_keys(768, 128, H) == (256 if fused else None)
+
+    def results(attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, ...]:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attend(q, k, v)
+            seen = jnp.where(jnp.asarray(ids > 0)[:, :, None, None], out, 0)
+            return jnp.sum(jnp.sin(seen)), out
+
+        gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        assert np.isfinite(out).all(), "padding too"
+        return *gradients, jnp.where(jnp.asarray(ids > 0)[:, :, None, None], out, 0)
+
+    got = results(lambda q, k, v: placed.splash(q, k, v, jnp.asarray(ids), window=window, interpret=True))
+    expected = results(placed.rows("xla", tokens, jnp.asarray(ids), LAYOUT, window))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+# Of 8 blocks of queries. Causal, a segment of n whole blocks costs n·(n + 1)/2. Keys of the backward pass have blocks
+# of four.
+@pytest.mark.parametrize(
+    ("lengths", "forward", "backward"),
+    [([4096], 36, 12), ([1024] * 4, 12, 8), ([512] * 8, 8, 8), ([2048] * 2, 20, 8), ([768] * 4, 12, 9)],
+)
+def test_a_row_costs_its_segments_and_not_its_square(lengths: list[int], forward: int, backward: int) -> None:
+    kernel = placed._splash_kernel(1, 4096, 512, 2048, 0, interpret=True)
+    ids = jnp.asarray(np.repeat(np.arange(1, len(lengths) + 1), lengths), jnp.int32)
+    ids = jnp.pad(ids, (0, 4096 - len(ids)))
+    skipping = placed.sparse(kernel, placed.apart(ids, 512), 512, 2048)
+    for name, expected, by_keys in (("fwd_mask_info", forward, False), ("dkv_mask_info", backward, True)):
+        static, found = getattr(kernel, name), getattr(skipping, name)
+        computed = np.asarray(found.block_mask)[0] > 0
+        assert computed.sum() == expected
+        assert (np.asarray(found.data_next)[0] == static.data_next[0])[computed].all()
+        # Blocks are fetched when the name changes from one visit to the next, so a skipped one fetches the next one's.
+        data = np.asarray(found.data_next)[0]
+        order, visits = (data.T.ravel(), computed.T.ravel()) if by_keys else (data.ravel(), computed.ravel())
+        last = np.flatnonzero(visits)[-1]
+        assert all(order[i] == order[i + 1] for i in range(last) if not visits[i])
 
 
 @pytest.mark.parametrize("name", ROW_KERNELS)
