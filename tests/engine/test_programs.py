@@ -69,9 +69,12 @@ def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
     assert keys.addressable_shards[0].data.shape == (1, heads // mesh.tensor, *page)
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(tensor=4), MeshConfig(data=2, tensor=4)], ids=str)
-def test_a_preempted_requests_pages_stay_divided_over_the_devices(mesh):
-    """Neither program gathers them, and `save` returns to each device its own heads only."""
+def test_a_preempted_requests_pages_stay_divided_over_the_devices():
+    """Neither program gathers them, and `save` returns to each device its own heads only.
+
+    tests/tools/test_tpu_kernels.py states how much memory a TPU needs for it.
+    """
+    mesh = MeshConfig(data=2, tensor=4)
     spec = dataclasses.replace(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), layers=2)
     sizes = dataclasses.replace(SIZES, shards=mesh.data, pages=64)
     built = programs.build(spec, sharding.build(mesh), sharding.SAMPLER, sizes)
@@ -83,7 +86,6 @@ def test_a_preempted_requests_pages_stay_divided_over_the_devices(mesh):
         taken = memory.output_size_in_bytes - memory.alias_size_in_bytes
         if name == "save":
             assert 1.0 <= taken * mesh.tensor / table < 1.01
-            assert mesh.data > 1 or taken + memory.temp_size_in_bytes <= 1.1 * table / mesh.tensor
 
 
 def test_engines_of_one_machine_compile_no_program_at_the_same_time(tmp_path):

@@ -2,7 +2,8 @@
 
     python tpu_kernels.py TOPOLOGY SIZE
 
-SIZE is `lean`, a model of one layer whose heads fill a TPU's lanes, on meshes of 4 chips, or `qwen3_0p6b` on 16.
+SIZE is `lean`, a model of one layer whose heads fill a TPU's lanes, on meshes of 4 chips, and the programs of
+preemption, or `qwen3_0p6b` on 16.
 The caller sets the environment (`aot.tpu_environment`). Every line on stdout is one program as JSON.
 """
 
@@ -87,8 +88,28 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
             yield name, str(chosen), lowered[name]
 
 
+def moves() -> Iterator[dict[str, Any]]:
+    """Programs that move the pages of a preempted request, and their memory in shares of a device's part of the table.
+
+    Two layers with the heads of Qwen3-0.6B, on 4 chips and with two groups of 4.
+    """
+    spec = dataclasses.replace(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), layers=2)
+    for data, topology in ((1, "v5e:2x2"), (2, "v5e:2x4")):
+        mesh = MeshConfig(data=data, tensor=4)
+        sizes = requests.Sizes(16, 4096, 2, 4, (512,), 8, 4, shards=data, pages=64)
+        built = engine.build(spec, aot.topology_mesh(mesh, topology), SAMPLER, sizes)
+        share = 2 * 2 * sizes.table * spec.kv_heads * sizes.page_tokens * spec.head_dim * 2 / mesh.tensor
+        for name, lowered in engine.lowered_moves(built).items():
+            memory = lowered.compile().memory_analysis()
+            made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            yield {"name": f"{name}, data {data}", "made": made / share, "temporary": memory.temp_size_in_bytes / share}
+
+
 def main(topology: str, size: str) -> None:
     """Print one line of JSON per program. The XLA forms are only lowered, for comparison."""
+    if size == "lean":
+        for row in moves():
+            print(json.dumps(row | {"attention": ""}), flush=True)
     case = CASES[size]
     for name, chosen, lowered in programs(case, topology):
         row: dict[str, Any] = {"name": name, "attention": chosen}
