@@ -183,7 +183,7 @@ class StoreService:
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
         self._profiles = msg.ProfileOrders(metrics.log_all)  # empty unless a person has asked for one
-        self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
+        self._reported: dict[str, bool] = RecentMap(8 * NAMES_KEPT)  # request ids; a role has several on their way
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self._repacker = Repacker(room)
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
@@ -451,7 +451,7 @@ class StoreService:
         call = wire.decode(body, msg.ReportCall)
         if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
             raise StoreRefusal(f"a report of {size} bytes; at most {MAX_REPORT_BYTES} are taken: send it in parts")
-        if self._last_report.get(caller.session) != call.request:
+        if call.request not in self._reported:
             rows, left_out = rows_of(call.rows, caller.right)
             self._metrics.log_all(rows)
             if self._keep_best:
@@ -460,7 +460,7 @@ class StoreService:
                 self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
             if self._profiles:
                 self._profiles.note(caller.name, rows)
-            self._last_report[caller.session] = call.request
+            self._reported[call.request] = True
         return msg.Reported(self._profile_of(caller))
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxroll.errors import (
-    StoreRefusal,
-)
+from jaxroll.errors import StoreRefusal
 from jaxroll.metrics import KINDS, dumps
+from jaxroll.store import messages as msg
 from jaxroll.store.log import schema
 
 STEP = {
@@ -83,6 +82,24 @@ def test_malformed_rows_are_left_out_and_noted_and_the_caller_goes_on(
     with sqlite3.connect(tmp_path / "store.db") as db:
         noted = db.execute("SELECT outcome FROM audit WHERE what = 'refused'").fetchall()
     assert len(noted) == 1 and "'step' row lacks a field" in noted[0][0]
+
+
+def test_reports_that_are_sent_again_are_not_written_again_in_any_order(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    """A role has several reports on their way; behind a link that loses replies it sends all of them again."""
+    config = small.configured()
+    calls = [msg.ReportCall((dumps(STEP | {"step": step}).encode(),), f"request {step}") for step in (1, 2)]
+
+    async def talk() -> None:
+        async with small.serving(tmp_path, config):
+            for _ in range(2):  # the second time after a reconnect
+                async with small.connected(tmp_path, config, "learner") as learner:
+                    for call in calls * 2:
+                        await learner._call("Report", call, msg.Reported)
+
+    run(talk())
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
 
 
 def test_every_kind_that_readers_know_has_a_writer() -> None:
