@@ -64,6 +64,21 @@ class RunPaths:
         return self.folder / "report.html"
 
     @property
+    def launch(self) -> Path:
+        """Folder of the files for the engine that starts the roles."""
+        return self.folder / "launch"
+
+    @property
+    def mlflow(self) -> Path:
+        """Folder of the tracker `mlflow` where MLFLOW_TRACKING_URI is not set."""
+        return self.folder / "mlruns"
+
+    @property
+    def trackio(self) -> Path:
+        """Folder of the tracker `trackio` where TRACKIO_DIR is not set."""
+        return self.folder / "trackio"
+
+    @property
     def verdicts(self) -> Path:
         """Verdicts of judges and reward models, and the budget that they used (SQLite)."""
         return self.folder / "verdicts.db"
@@ -143,6 +158,21 @@ class RunPaths:
     def http_token(self) -> Path:
         """Token of HTTP clients."""
         return self.folder / "http.token"
+
+    @property
+    def tinker(self) -> Path:
+        """Folder of the weights and states that clients of `jaxroll tinker-serve` have saved."""
+        return self.folder / "tinker"
+
+    @property
+    def tinker_url(self) -> Path:
+        """Base URL, name of the model and token file of `jaxroll tinker-serve`, written once it answers."""
+        return self.folder / "tinker.addr"
+
+    @property
+    def tinker_sampler_address(self) -> Path:
+        """HOST:PORT of the sampler of `jaxroll tinker-serve`."""
+        return self.folder / "tinker-sampler.addr"
 
     @property
     def transfer(self) -> Path:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,7 @@ from jaxroll.config.schema import (
     WeightSwap,
 )
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.policy.limiter import max_age
 from jaxroll.run_paths import RunPaths
 
 if TYPE_CHECKING:  # it takes a tenth of the time to start a command; only config files need it
@@ -119,9 +119,9 @@ def _retention_mb(config: Config) -> int:
     tokens = min(derived.episode_tokens(config), derived.sample_tokens(learner))
     member_bytes = tokens * (_TOKEN_BYTES + 4 * derived.support_tokens(config.sampling)) + _MEMBER_BYTES
     trained = learner.checkpoint_every + _STEPS_UNTIL_DURABLE
-    outstanding = math.ceil(min(max(0.0, schedule.alpha), schedule.steps)) + 1
+    outstanding = max_age(min(max(0.0, schedule.alpha), schedule.steps)) + 1
     groups = (trained + outstanding) * (schedule.groups_per_step + schedule.redundant_groups)
-    size_bytes = groups * (schedule.group_size + schedule.redundant_members) * member_bytes
+    size_bytes = groups * schedule.members_per_group * member_bytes
     return max(StoreConfig().retention_mb, size_bytes // int(derived.CHECKPOINT_WANTED_AT * 2**20) + 1)
 
 

@@ -320,7 +320,13 @@ def update_slot_s(config: Config) -> float:
 
 def sampler_members(config: Config) -> int:
     """Maximum episodes that a sampler runs concurrently. A member whose environment is busy holds no slot."""
-    return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
+    sampler = config.sampler
+    return most_episodes(sampler.slots, sampler.concurrent_episodes, config.schedule.members_per_group)
+
+
+def most_episodes(slots: int, wanted: int, members_per_group: int) -> int:
+    """`sampler_members` by its numbers: `wanted` episodes, or for 0 the slots and the groups that are leased ahead."""
+    return wanted or slots + GROUPS_AHEAD * members_per_group
 
 
 def rollouts_at_once(config: Config) -> int:

@@ -238,14 +238,6 @@ def _check_bounds(key: str, value: float, bounds: Bounds) -> None:
         raise ConfigError(key, value, f"must be greater than {bounds.above}", f"Set {key} to a positive number.")
 
 
-def value_at(config: Config, key: str) -> Any:
-    """The value under the dotted `key`."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 # --- sources of prompts: one, or several in a mixture; held-out sets
 
 FILES = ("jsonl", "parquet", "hf_dataset")  # values of task.source that read task.path

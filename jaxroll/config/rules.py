@@ -109,7 +109,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_unread(config: Config) -> None:
-    """A path that the chosen kind does not read is a mistake, not a wish."""
+    """Refuse paths that the chosen kind does not read."""
     for key, path, switch, value, reads in (
         ("task.path", config.task.path, "task.source", config.task.source, FILES),
         ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
@@ -222,7 +222,7 @@ def _check_shapes(config: Config) -> None:
             "sampler.prefill_buckets",
             buckets,
             "bucket lengths must be positive and increasing",
-            "Write for example (16, 32).",
+            "Write for example [16, 32].",
         )
     check_cache(config, max(budget, buckets[-1]))
     token_bytes = TOKEN_BYTES + Supports.worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)

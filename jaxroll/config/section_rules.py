@@ -58,8 +58,7 @@ def _check_agent(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Check what runs elsewhere: what a virtual clock cannot wait for, hosts of a sampler, relays, samplers that may
-    leave, pools."""
+    """Check the virtual clock, hosts of a sampler, relays, the least number of samplers, and pools."""
     _check_clock(config)
     _check_sampler_hosts(config)
     _check_relay(config)
@@ -68,7 +67,7 @@ def check_places(config: Config) -> None:
 
 
 def _check_clock(config: Config) -> None:
-    """Refuse with a virtual clock what another process or machine answers."""
+    """With a virtual clock, refuse settings that need another process."""
     agent, port, run = config.task.agent, config.sampler.http_port, "run.deterministic"
     reason = f"with {run} all roles are one process, whose clock waits for no other"
     for key, value, none, refused in (
@@ -152,7 +151,7 @@ def _check_pools(config: Config) -> None:
 
 
 def check_flushes(config: Config) -> None:
-    """Raise ConfigError where unfinished answers cannot be continued elsewhere, or actors play what must end first."""
+    """Refuse flushes where unfinished answers cannot move to another sampler."""
     actors, swap, remedy = config.placement.actors, config.schedule.weight_swap, "Set sampler.flush_tokens to 0, or"
     of_actors = (swap == "trajectory" and actors > 0, "samplers do not know the members of actors", "Set it to drain.")
     _refuse("schedule.weight_swap", swap, (of_actors,))
@@ -175,7 +174,7 @@ def check_flushes(config: Config) -> None:
 
 
 def check_algorithm(config: Config) -> None:
-    """Raise ConfigError where the algorithm and what it is given do not go together."""
+    """Check the algorithm against its settings."""
     name = config.learner.algorithm
     if not is_custom(name) and name not in PRESETS:
         remedy = f"{nearest(name, tuple(PRESETS))} Your own is named package.module:name."
@@ -232,7 +231,7 @@ def _check_clips(learner: LearnerConfig) -> None:
 
 
 def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
-    """A number that the chosen algorithm does not read is a mistake, not a wish; `given` is what was written."""
+    """Refuse numbers that the chosen algorithm does not read; `given` is the section as it was written."""
     usual, name = LearnerConfig(), learner.algorithm
     for key, reads, by in (
         ("positive_weight", name == "topr", "algorithm 'topr'"),

@@ -166,7 +166,7 @@ FORGIVEN_AFTER_S = 300.0
 
 @dataclass(frozen=True)
 class Lives:
-    """The past of one process: deaths that still count, and all restarts."""
+    """History of a process: deaths that still count, and all restarts."""
 
     deaths: int = 0
     restarts: int = 0

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxroll import __version__, disk, lifeline
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, JaxRollError, exit_code
@@ -256,16 +257,15 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     )
     known = {}
     for one in (command for group in GROUPS.values() for command in group):
-        text = f"{one.text[0].upper()}{one.text[1:]}."
-        known[one.name] = commands.add_parser(
-            one.name, description=text, epilog=f"example: {one.example}", allow_abbrev=False
-        )
+        known[one.name] = _added(commands, one.name, one.text, one.example)
     for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "tinker-serve", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
     known["train"].add_argument("--host", metavar="NAME", help="the name by which samplers on other machines join")
-    known["train"].add_argument("--insecure", action="store_true", help="allow plain text to them, without TLS")
+    known["train"].add_argument(
+        "--insecure", action="store_true", help="allow plain text to other machines, without TLS"
+    )
     known["compile"].add_argument(
         "--role", choices=COMPILED, required=True, help="the role whose programs are compiled, on its own mesh"
     )
@@ -300,7 +300,8 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     for name, page in (("sim", "simulation"), ("place", "placement")):
         known[name].add_argument("--config", metavar="FILE", help="a config file (see configs/)")
         known[name].add_argument("--cluster", metavar="FILE", help=f"a TOML file of a cluster (docs/{page}.md)")
-    known["place"].add_argument("--objective", choices=("throughput", "cost", "time"), default="throughput")
+    text = "rank by the time of a step, the cost of a token, or the time of the run (default: throughput)"
+    known["place"].add_argument("--objective", choices=("throughput", "cost", "time"), default="throughput", help=text)
     text = "simulate the N best, take the best"
     known["place"].add_argument("--simulate", type=int, default=0, metavar="N", help=text)
     _sim_options(known["sim"])
@@ -321,10 +322,15 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     return top
 
 
+def _added(commands: Any, name: str, text: str, example: str, **shown: str) -> argparse.ArgumentParser:
+    text = f"{text[0].upper()}{text[1:]}."
+    return commands.add_parser(name, description=text, epilog=f"example: {example}", allow_abbrev=False, **shown)
+
+
 def _run_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("folder", nargs="?", metavar="RUN", help="the folder of the run")
     one.add_argument("--run", metavar="DIR", help="the same as RUN")
-    one.add_argument("--config", metavar="FILE", help="a config file (see configs/), for a new run")
+    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
 
 
 def _role_options(role: str, one: argparse.ArgumentParser) -> None:
@@ -435,7 +441,7 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
         ("import", "HF_FOLDER", "convert a checkpoint into a folder for model.path and tokenizer.path"),
         ("export", "SOURCE", "convert a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
     ):
-        one = directions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        one = _added(directions, name, text, f"jaxroll weights {name} models/mine out", help=text)
         one.add_argument("source", metavar=source)
         one.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
         text = "the dtype of the written weights (default: as-stored)"
@@ -452,13 +458,13 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
 def _env_options(env: argparse.ArgumentParser) -> None:
     actions = env.add_subparsers(dest="action", required=True, metavar="check|serve")
     text = "play an environment with a scripted model and list the violations of its contract"
-    check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
+    check = _added(actions, "check", text, "jaxroll env check my_env:MyEnv", help=text)
     check.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     check.add_argument("--config", metavar="FILE", help="a config file with the tasks to play (see configs/)")
     check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes to play (default: 32)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
     text = "serve an environment by the protocol of OpenEnv, at its WebSocket /ws"
-    serve = actions.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    serve = _added(actions, "serve", text, "jaxroll env serve my_env:MyEnv --port=8000", help=text)
     serve.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
     serve.add_argument("--config", metavar="FILE", help="a config file with the tasks to serve (see configs/)")
     text = "file of the clients' token (default: openenv.token in jaxroll/ of your state folder)"

@@ -231,7 +231,7 @@ def _gangs(config: Config) -> dict[str, list[str]]:
 
 
 def _check_several_hosts(config: Config, target: Target) -> None:
-    """True if each process of a role on several has a host: of GPUs one by its name, of a TPU slice all."""
+    """Check that each process of a role on several hosts has one: named for GPUs, those of its slice for a TPU."""
     where = [target.host(name) for name in _with_devices(config, target)]
     for role, names in _gangs(config).items():
         hosts, first = len(names), target.host(role)
@@ -416,7 +416,7 @@ def hand_over(config: Config, engine: str, options: argparse.Namespace, run_dir:
     if engine == "ray" and not options.dry_run:
         options.scratch, options.run = os.path.abspath(options.scratch), str(run_dir)
         return on_ray.run(config, request_of(config, options), options.words)
-    files, folder = files_of(config, engine, options), run_dir / "launch"
+    files, folder = files_of(config, engine, options), RunPaths(run_dir).launch
     if options.dry_run:
         print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")
         return 0

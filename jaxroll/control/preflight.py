@@ -58,7 +58,6 @@ CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorst
         "grpcio", "ml-dtypes", "msgspec", "tokenizers", "rich", "tensorboardX", "jaxtyping",
         "starlette", "uvicorn")  # fmt: skip
 PROBE_S = 90.0
-DISK_NEEDED_GB = 1.2
 
 # Runs in a child: asking JAX for devices takes them.
 _PROBE = "import jax, json; print(json.dumps([jax.default_backend(), [str(d) for d in jax.devices()]]))"
@@ -189,7 +188,7 @@ def _free_gb(path: Path) -> float:
 
 
 def check_described(config: Config) -> None:
-    """Raise ConfigError for what is wrong wherever the run takes place."""
+    """Run the checks that do not depend on the machine. Raises ConfigError."""
     from jaxroll.data import sources  # every role loads this module, and checks nothing
     from jaxroll.store.core.admission import Settings
 
@@ -207,7 +206,7 @@ def check_described(config: Config) -> None:
 
 
 def check(config: Config, report: Progress | None = None, inventory: Inventory | None = None) -> None:
-    """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for.
+    """Run every check that a role on this machine would end with exit code 64 for. Raises ConfigError.
 
     `report` receives a line about the rows of a file. `inventory` are the devices of the run, if they are known.
     """

@@ -319,7 +319,7 @@ class Supervisor:
                 return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times", advice)
 
     def _gang(self, slot: _Slot) -> list[_Slot]:
-        """Those to start again with `slot`, itself among them: not one of them is alive any more."""
+        """End the other processes of the gang of `slot`; return the slots to start again, `slot` first."""
         gang = slot.spec.gang
         mates = [other for other in self._slots.values() if gang and other.spec.gang == gang and other is not slot]
         self._kill([mate for mate in mates if mate.child is not None])

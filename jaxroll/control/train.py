@@ -289,7 +289,6 @@ def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> 
 
 # --- `jaxroll tinker-serve`: the processes of a Tinker server, each with its own devices, under the supervisor
 
-URL_FILE = "tinker.addr"  # URL, model and token file, once clients can connect
 LEAST_S = 20.0  # of --session-timeout
 PARTS = {"trainer": "learner", "sampler": "sampler-0"}  # with the names under which their devices are placed
 
@@ -366,9 +365,9 @@ def _serve_tinker(config: Config, path: Path, options: argparse.Namespace) -> in
     ]
     with run_dir.locked(path), child.config_environment(path, config) as handed:
         protocol.create(path)
-        (path / URL_FILE).unlink(missing_ok=True)
+        (RunPaths(path).tinker_url).unlink(missing_ok=True)
         environ = {**os.environ, **handed}
-        shown = _Shown(path / URL_FILE)
+        shown = _Shown(RunPaths(path).tinker_url)
         print(f"starts a trainer and a sampler; their logs are in {path}/logs", flush=True)
         code = Supervisor(specs, path, config.supervisor, shown, leader="trainer", environ=environ).run()
     return 0 if code == EXIT_INTERRUPTED else code

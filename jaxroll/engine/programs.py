@@ -420,7 +420,7 @@ def in_turns(names: Iterable[str], key: str, folder: str | None) -> Iterator[str
 
 
 def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
-    """None if another process compiles `label`; else what to call after its compilation."""
+    """None if another process compiles `label`; otherwise the callback to run after its compilation."""
     turns = folder / "turns"
     try:
         turns.mkdir(parents=True, exist_ok=True)

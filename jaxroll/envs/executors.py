@@ -278,7 +278,7 @@ class EnvironmentCalls:
         return len(self._left)
 
     async def judged_threads(self) -> int:
-        """`left_threads` as soon as it counts all: what runs now has ended or had its `LEFT_S`."""
+        """Wait until each closed owner's calls have ended, `LEFT_S` at most, and return `left_threads()`."""
         for _ in range(math.ceil(LEFT_S / JUDGE_EVERY_S) + 1):  # not longer by a virtual clock
             owners = [owner for _, owner in self._closed]
             if not any(owner.calls or _running(owner) for owner in owners) and not self._tasks_of(owners):

@@ -420,7 +420,7 @@ class RelayTree:
             self._informed.clear()
             self._avoided = {relay: left - 1 for relay, left in self._avoided.items() if left > 1}
         self._informed.add(name)
-        # Those to avoid do not serve.
+        # Relays that failed recently serve no one.
         receivers = [
             replace(one, serves=one.serves and one.name not in self._avoided) for one in self._receivers.values()
         ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxroll.config.derived import GROUPS_AHEAD
+from jaxroll.config.derived import most_episodes
 
 Row = dict[str, Any]
 
@@ -343,7 +343,7 @@ def _members_allowed(config: Mapping[str, Any], actors: int) -> float:
     """The members that one process may hold in flight: a sampler, or one of so many actors."""
     schedule, sampler = config["schedule"], config["sampler"]
     group = (schedule.get("group_size") or 1) + (schedule.get("redundant_members") or 0)
-    each = sampler.get("concurrent_episodes") or (sampler.get("slots") or 1) + GROUPS_AHEAD * group
+    each = most_episodes(sampler.get("slots") or 1, sampler.get("concurrent_episodes") or 0, group)
     return max(1, each * (sampler.get("count") or 1) / actors if actors else each)
 
 

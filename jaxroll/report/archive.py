@@ -361,14 +361,14 @@ def replay_facts(found: Replayed) -> dict[str, Any]:
 
 def replay_sections(run_dir: Path, found: Replayed) -> list[Section]:
     """The findings for a person."""
-    begun = "from the run's first record" if found.whole else f"from the snapshot at record {found.first - 1}"
+    begun = "from the run's first record" if found.whole else f"from the state checkpoint at record {found.first - 1}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.most_common())
     tables = ", ".join(f"{number(count)} {table}" for table, count in sorted(found.tables.items()))
     largest = f"{CHECKED_AGES} (largest age {found.largest_age})"
     rows = [
         ("records", f"{number(found.records)}, {begun} to record {number(found.last)}"),
         ("kinds", kinds or "none"),
-        ("snapshots", f"{found.snapshots} compared with the state at their position"),
+        ("state checkpoints", f"{found.snapshots} compared with the state at their position"),
         ("tables", f"compared at the end: {tables}" if tables else "not compared: the log itself is broken"),
     ]
     checks = [(text,) for text in (*CHECKED, largest if found.ages_checked else "ages: the log names no bound")]

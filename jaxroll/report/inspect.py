@@ -493,7 +493,7 @@ def _disk(f: Facts) -> Section:
     disk = f["disk"]
     rows = [
         ("store.db, its WAL", f"{_mb(disk['database_bytes'])} MB, {_mb(disk['wal_bytes'])} MB"),
-        ("records", f"{number(disk['history_from'])} to {number(disk['history_to'])} are kept; snapshot at "
+        ("records", f"{number(disk['history_from'])} to {number(disk['history_to'])} are kept; state checkpoint at "
                     f"{number(disk['snapshot'])}"),
         ("trajectories", f"{disk['kept_groups']} groups that ended are kept ({_mb(disk['kept_bytes'])} MB)"),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxroll.config.derived import GROUPS_AHEAD
+from jaxroll.config.derived import most_episodes
 from jaxroll.policy.limiter import TOLERATED, max_age
 from jaxroll.report import activity, record
 from jaxroll.report.activity import Interval, intersection, length_s
@@ -82,10 +82,10 @@ def _window_full(rows: Sequence[Row]) -> bool:
 
 
 def _room(config: Mapping[str, Any], steps: float) -> bool:
-    """True if the samplers of the start, or one, hold what a learner that never waits takes in `steps` steps."""
+    """True if the samplers of the start, or one, can hold the members that the learner consumes in `steps` steps."""
     schedule, sampler = config["schedule"], config["sampler"]
     each = schedule["group_size"] + schedule.get("redundant_members", 0)
-    held = (sampler.get("count") or 1) * (sampler.get("concurrent_episodes") or sampler["slots"] + GROUPS_AHEAD * each)
+    held = (sampler.get("count") or 1) * most_episodes(sampler["slots"], sampler.get("concurrent_episodes") or 0, each)
     return steps * schedule["groups_per_step"] * each <= held
 
 

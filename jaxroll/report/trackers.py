@@ -117,7 +117,7 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it refuses a folder otherwise
         mlflow = importlib.import_module("mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or RunPaths(folder).mlflow.resolve().as_uri()
         self._entities = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -153,7 +153,7 @@ class TrackioTracker:
     package = "trackio"
 
     def __init__(self, config: Config, folder: Path) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
+        os.environ.setdefault("TRACKIO_DIR", str(RunPaths(folder).trackio.resolve()))
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(
             project=PROJECT,

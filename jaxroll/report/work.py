@@ -44,7 +44,7 @@ def overlap(view: View) -> Markup:
 
 
 def time_split(view: View) -> Markup:
-    """Shares of the RL time by what each role was at."""
+    """Shares of the RL time by role and activity."""
     window = activity.training_window(view.steps)
     if window is None or window[0] == window[1]:
         return NOTHING

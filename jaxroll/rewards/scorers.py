@@ -73,14 +73,6 @@ def max_answer_chars(max_tokens: int) -> int:
     return max(MIN_ANSWER_CHARS, _CHARS_OF_TOKEN * max_tokens)
 
 
-def plain_text(answer: str, max_chars: int) -> str:
-    """A guard that rejects long answers and characters outside ASCII."""
-    # `Decimal` and `int` accept the digits of every script and skip exotic spaces, which no correct answer contains.
-    if len(answer) > max_chars:
-        return TOO_LONG
-    return "" if answer.isascii() and "\0" not in answer else NOT_ASCII
-
-
 class Judgement(NamedTuple):
     """A raw score, and the guard's reason when the scorer did not see the answer."""
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import is_evaluated, next_evaluation
@@ -75,7 +76,7 @@ class EvaluatorLoops:
         self.tasks, self.sets = sets[HELDOUT], {name: found for name, found in sets.items() if name != HELDOUT}
         hashes = json.dumps([task.question_hash for found in sets.values() for task in found])
         # the report checks that no held-out item was trained on
-        session.args.paths.heldout.write_text(hashes, encoding="utf-8")
+        disk.replace_text(session.args.paths.heldout, hashes)
 
     async def run(self) -> None:
         """Evaluate every version that is due, until the last. InfraError if its weights cannot be fetched."""

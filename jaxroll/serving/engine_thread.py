@@ -331,32 +331,32 @@ class FairQueue(Generic[R]):
 
 
 class Admission:
-    """Lets at most `places` requests into the engine at once, and the clients in turn. Belongs to one event loop.
+    """Limits the requests that are in the engine to `limit`, and serves clients in turn. Belongs to one event loop.
 
     The engine serves its own queue in order of arrival; a client with many requests would fill it.
     """
 
     ROUND_TOKENS = 256  # of each client and round, prompt and answer
 
-    def __init__(self, places: int) -> None:
-        self._free, self._waiting = places, FairQueue[asyncio.Future[None]](self.ROUND_TOKENS)
+    def __init__(self, limit: int) -> None:
+        self._free, self._waiting = limit, FairQueue[asyncio.Future[None]](self.ROUND_TOKENS)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait to be admitted."""
         return len(self._waiting)
 
     @asynccontextmanager
-    async def place(self, client: str, tokens: int) -> AsyncIterator[None]:
-        """A place for a request of `client` with `tokens` tokens at most, after those whose turn is earlier."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.put(client, tokens, turn)
+    async def admitted(self, client: str, tokens: int) -> AsyncIterator[None]:
+        """Wait until a request of `client` with at most `tokens` tokens may enter the engine; count it."""
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.put(client, tokens, admitted)
         self._admit()
         try:
-            await turn
+            await admitted
             yield
         finally:
-            if not turn.cancelled():  # otherwise `_admit` skips it
+            if not admitted.cancelled():  # otherwise `_admit` skips it
                 self._free += 1
                 self._admit()
 

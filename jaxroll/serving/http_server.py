@@ -228,7 +228,7 @@ class FrontEnd:
         key = GenerationKey(choice // wanted.count, choice % wanted.count)
         on_tokens = partial(arriving.add, choice) if wanted.stream else None
         try:
-            async with self._admission.place(client, len(prompt) + wanted.params.max_tokens):
+            async with self._admission.admitted(client, len(prompt) + wanted.params.max_tokens):
                 completion = await self.model.proxy.generate(prompt, key, wanted.params, on_tokens=on_tokens)
         except Exception as error:  # noqa: BLE001 - raised again where the request is answered
             arriving.add(choice, error)

@@ -29,7 +29,6 @@ from jaxroll.sim import costs, simulate
 from jaxroll.sim.costs import Cluster, Failure, Hardware, Law, LearnerCosts, SamplerCosts, TransferCosts
 
 Objective = Literal["throughput", "cost", "time"]
-OBJECTIVES: tuple[Objective, ...] = ("throughput", "cost", "time")
 SHARED = "shared"  # the schedule in which all devices generate, and then all train
 EPISODES, LEAST_STEPS, MOST_STEPS = 2**14, 24, 96  # drawn for a prediction
 DRAINING = ("one_step", "interval", "pure")  # an answer, not an episode of several turns, is of one version

@@ -42,7 +42,6 @@ from jaxroll.transfer.ends import Receiver
 
 SERVICE = "jaxroll.TinkerSampler"
 RIGHTS = frozenset({"learner", "admin"})
-ADDRESS_FILE = "tinker-sampler.addr"
 BASE = ""  # the name of the base model's weights
 KEPT = 32  # weights in memory; those used longest ago are dropped
 SHORTEST = 64  # tokens of the shortest program for the log-probs of a prompt
@@ -301,7 +300,7 @@ def main(args: RoleArgs) -> int:
         server = RawServer(SERVICE, service.methods(), secret=secret, max_message_bytes=max_message_bytes(args.config))
         port = server.bind("127.0.0.1", 0)
         await server.start()
-        disk.replace_text(args.run_dir / ADDRESS_FILE, f"127.0.0.1:{port}\n")
+        disk.replace_text(args.paths.tinker_sampler_address, f"127.0.0.1:{port}\n")
         return server
 
     server = loop.start(serve()).result()

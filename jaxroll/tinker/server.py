@@ -32,7 +32,7 @@ from jaxroll.errors import DataError
 from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
-from jaxroll.tinker.sampler import ADDRESS_FILE, SERVICE
+from jaxroll.tinker.sampler import SERVICE
 from jaxroll.tinker.service import Refused, Tinker
 from jaxroll.tinker.trainer import Trainer
 from jaxroll.transfer.ends import Publisher
@@ -40,7 +40,6 @@ from jaxroll.transfer.ends import Publisher
 MAX_BODY_BYTES = 64 << 20  # the SDK splits requests at 5 MB
 PROTOBUF = "application/x-protobuf"
 PATIENCE_S = 300.0  # for the sampler: its start compiles the engine
-FOLDER, URL_FILE = "tinker", "tinker.addr"
 
 
 def app(tinker: Tinker, token: str) -> Starlette:
@@ -212,10 +211,10 @@ async def play(tinker: Tinker, listening: socket.socket, token: str, stop: async
 
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Run the server until a stop signal; return 0. RUN/tinker.addr then holds its URL."""
-    config, run_dir = args.config, args.run_dir
+    config, run_dir, paths = args.config, args.run_dir, args.paths
     listening = http.listen(options.host, options.port, insecure=options.insecure)
     secret = protocol.load_secret(run_dir)
-    token_file = Path(options.token_file) if options.token_file else args.paths.http_token
+    token_file = Path(options.token_file) if options.token_file else paths.http_token
     token = http.token(None if options.token_file else secret, token_file)
     device, loop = DeviceThread(), LoopThread("tinker")
     trainer = Trainer(config, run_dir)
@@ -225,7 +224,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         async def serve() -> None:
             sampler = RawClient(
                 SERVICE,
-                run_dir / ADDRESS_FILE,
+                paths.tinker_sampler_address,
                 role="learner",
                 name="tinker",
                 token=secret,
@@ -233,9 +232,9 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
                 max_message_bytes=max_message_bytes(config),
             )
             name = options.name or (model_folder(config) or run_dir).name
-            tinker = Tinker(name, trainer, device, sampler, publisher, run_dir / FOLDER, options.session_timeout)
+            tinker = Tinker(name, trainer, device, sampler, publisher, paths.tinker, options.session_timeout)
             connect = (http.address(options.host, listening), name, str(token_file))
-            disk.replace_text(run_dir / URL_FILE, "\t".join(connect) + "\n")
+            disk.replace_text(paths.tinker_url, "\t".join(connect) + "\n")
             try:
                 await play(tinker, listening, token, stop)
             finally:

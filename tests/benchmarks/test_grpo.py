@@ -105,7 +105,7 @@ def test_learners_that_compute_another_loss_are_not_raced(
     assert made == []
 
 
-def test_a_setting_under_which_an_arm_stands_still_has_no_rate(
+def test_a_setting_under_which_an_arm_stalls_has_no_rate(
     parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script, hangs = parts["race"], [1]

@@ -21,7 +21,7 @@ from jaxroll.errors import InfraError
 from jaxroll.records import Message, Task
 
 
-def test_a_barrier_waits_for_nobody_whose_conversation_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_barrier_waits_only_for_conversations_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     together = importlib.import_module("benchmarks.schedules.envs")._Together(3)
 
     async def played() -> list[bool]:
@@ -301,7 +301,7 @@ def test_no_schedule_is_faster_where_nothing_can_be_gained() -> None:
     assert min(rates.values()) == pytest.approx(max(rates.values()), rel=0.02), rates
 
 
-def test_three_groups_on_the_seats_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_groups_on_the_slots_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanisms = importlib.import_module("benchmarks.schedules.mechanisms").MECHANISMS
     for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
         for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll import config
-from jaxroll.config.parsing import leaves, value_at
+from jaxroll.config.parsing import leaves
 from jaxroll.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -62,7 +63,7 @@ def test_the_demo_has_unequal_meshes_and_its_control_differs_in_the_rewards_alon
 def test_override_is_typed_by_its_key(text: str, value: object) -> None:
     key = text.partition("=")[0]
     parsed = config.parse(config.override(config.defaults().to_dict(), [f"--config.{text}"]))
-    found = parsed.task.args[key.split(".")[2]] if key.startswith("task.args.") else value_at(parsed, key)
+    found = parsed.task.args[key.split(".")[2]] if key.startswith("task.args.") else attrgetter(key)(parsed)
     assert found == value and type(found) is type(value)
 
 

@@ -55,7 +55,7 @@ def test_a_quarter_of_the_memory_gives_the_tokens_of_all_of_it(bench, assert_rep
     "weight_swap",
     ["keep_kv", "reprefill", *(pytest.param(other, marks=pytest.mark.soak) for other in ("restart", "drain"))],
 )
-def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, weight_swap):
+def test_swaps_and_aborts_while_requests_wait_for_pages(bench, assert_replayed, weight_swap):
     b = bench(**PAGED, cache_pages=QUARTER, weight_swap=weight_swap)
     before, requests = b.engine.stats(), uneven(24)
     b.add(*requests)

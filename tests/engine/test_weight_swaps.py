@@ -79,7 +79,7 @@ def test_reprefill_and_keep_kv_are_not_the_same(bench):
         pytest.param(1, "xla", "restart", marks=pytest.mark.soak),
     ],
 )
-def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, weight_swap, case, paged):
+def test_random_arrivals_aborts_and_swaps_equal_the_slow_loop(bench, work, assert_replayed, weight_swap, case, paged):
     """Every completion is what its recorded versions say; the first three policies never wait, the last never mixes."""
     rng = np.random.default_rng(case)
     b, step = bench(weight_swap=weight_swap, max_tokens=48, page_tokens=8, paged_attention=paged), 1

@@ -69,7 +69,7 @@ def test_a_task_that_teaches_nothing_ends_the_run_and_says_so(tmp_path: Path) ->
         )
 
 
-def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
+def test_slow_members_are_taken_back_and_their_sampler_learns_it_at_once(
     tmp_path: Path, note: Callable[[Row], None]
 ) -> None:
     """Member 1 of every group takes a minute; one member of three is redundant. Leases last a minute too: an abort

@@ -133,7 +133,7 @@ def test_those_that_wait_are_assigned_at_once_and_a_repeated_call_gets_a_holder(
     assert ask(tree, "b", 1, present, holding=["c"]) == ["c"]
 
 
-def test_a_relay_that_failed_serves_nobody_for_eight_versions_or_until_it_is_new() -> None:
+def test_a_relay_that_failed_is_not_used_for_eight_versions_or_until_it_is_new() -> None:
     tree, present = RelayTree(), ["a", "b"]
     for name in present:
         report(tree, name)

@@ -39,7 +39,7 @@ def test_it_stays_between_its_bounds_whatever_happens(seen: list, batch: int, ro
         assert 0 <= pace.waiting_share <= 0.5
 
 
-def test_it_begins_full_and_comes_down_to_the_least_when_nobody_waits() -> None:
+def test_the_window_begins_full_and_shrinks_to_the_least_while_no_one_waits() -> None:
     assert after([0.0]).groups == MOST
     windows, _ = settled(0, 250)
     assert windows[-1] == LEAST

@@ -40,7 +40,7 @@ def sampled_during_an_evaluation(rows: list[dict]) -> bool:
         *((weight_swap, False) for weight_swap in ("keep_kv", "restart", "drain")),
     ],
 )
-def test_running_requests_go_on_as_the_flip_says(free_run_dir, weight_swap, evaluated):
+def test_running_requests_go_on_by_the_policy_of_the_weight_swap(free_run_dir, weight_swap, evaluated):
     words = (*ENDLESS, f"--config.schedule.weight_swap={weight_swap}", f"--config.evaluator.every={int(evaluated)}")
     goes_on, throws_away = weight_swap in ("reprefill", "keep_kv"), weight_swap == "restart"
     with Train(free_run_dir, *words) as train:

@@ -74,7 +74,7 @@ RIGHT = [["42\n", ""], ["[1]\n", ""]]
 
 
 @pytest.mark.process
-def test_root_runs_programs_as_nobody_without_capabilities(tmp_path: Path) -> None:
+def test_programs_started_by_root_run_as_the_user_nobody_without_capabilities(tmp_path: Path) -> None:
     found = found_by(tmp_path)
     assert (found["runs"][:2], found["escaped"]) == (RIGHT, [])
     user = 65534 if os.getuid() == 0 else os.getuid()

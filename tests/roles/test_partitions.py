@@ -239,7 +239,7 @@ def test_the_best_checkpoint_stays_and_only_versions_with_a_checkpoint_are_measu
 
 
 @pytest.mark.parametrize("link", [*DIRECTIONS, "weights"])
-def test_an_evaluator_scores_every_due_version_and_a_partition_holds_nobody_up(tmp_path: Path, link: str) -> None:
+def test_an_evaluator_scores_every_due_version_and_its_partition_delays_no_role(tmp_path: Path, link: str) -> None:
     """It is cut off from the store, or from the learner's weights alone."""
     tasks = [Task(i, (Message("user", "a"),), ENV, "{}", i, f"{i:016x}") for i in range(4)]
     config = small()

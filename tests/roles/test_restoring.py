@@ -76,7 +76,7 @@ def test_a_new_log_begins_at_the_newest_checkpoint_only_if_it_is_asked_for_and_h
     assert start_of(Checkpoints(checkpoints.folder / "none", 1), new, 0, None, new_log=True) == (None, "")
 
 
-def test_what_is_lost_with_the_log_is_said(checkpoints: Checkpoints) -> None:
+def test_a_resume_without_the_log_reports_the_losses(checkpoints: Checkpoints) -> None:
     log = LogStart(Cut(128, (130, 131), b"x", 150))
     rows = [{"kind": "store", "groups_in_flight": 7}, {"kind": "step", "step": 5}, {"kind": "step", "step": 9}]
     kept, lost = selection.lost_with_log(rows, Version(1, 3), log)

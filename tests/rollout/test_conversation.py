@@ -128,7 +128,7 @@ def test_the_tokens_are_those_of_an_engine_without_memory(host: EngineHost) -> N
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
-def test_the_learner_trains_on_what_was_said_and_on_nothing_else(host: EngineHost) -> None:
+def test_the_learner_trains_on_the_sampled_tokens_only(host: EngineHost) -> None:
     outcome = played(host, 20, keep=True)
     sample = minibatch.of_member(Member(20, 0, 0, outcome), Version(0, 0))
     said = np.concatenate([np.full(len(segment.tokens), k % 2 == 1) for k, segment in enumerate(outcome.segments)])

@@ -146,7 +146,7 @@ def test_a_body_that_stops_coming_makes_room_for_those_who_wait(monkeypatch: pyt
     run(stalls())
 
 
-def test_no_room_within_the_deadline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_without_room_within_the_deadline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intakes, "_POLL_S", 0.01)
 
     async def full() -> None:
@@ -166,7 +166,7 @@ def test_no_room_within_the_deadline_is_said(monkeypatch: pytest.MonkeyPatch) ->
 # --- the refusal throttle
 
 
-def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_refusals_are_recorded_at_once_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def knocks() -> list[int]:
         reported: list[tuple[str, str, str]] = []
         throttle, held = RefusalThrottle(lambda *words: reported.append(words)), []

@@ -152,7 +152,7 @@ def test_files_that_cannot_be_used_are_refused_before_anything_listens_or_connec
             use()
 
 
-def test_a_process_without_descriptors_is_not_told_to_make_new_certificates(
+def test_an_error_about_missing_descriptors_does_not_ask_for_new_certificates(
     certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended whole runs, because a role that refuses its configuration is not started again."""

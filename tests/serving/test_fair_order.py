@@ -121,7 +121,7 @@ def test_a_cancelled_request_takes_no_place_and_gives_its_own_back() -> None:
         leave = asyncio.Event()
 
         async def ask(name: str) -> None:
-            async with admission.place(name, 10):
+            async with admission.admitted(name, 10):
                 order.append(name)
                 await leave.wait()
 

@@ -275,7 +275,7 @@ def test_a_client_that_disconnects_frees_its_slot(stream: bool) -> None:
     run(check())
 
 
-def test_too_many_waiting_requests_are_told_when_to_try_again() -> None:
+def test_a_refusal_of_too_many_requests_says_when_to_try_again() -> None:
     async def check() -> None:
         engine = Engine(slots=1)
         engine.go.clear()

@@ -54,7 +54,7 @@ def test_calls_of_one_instant_run_at_once() -> None:
 
 
 @pytest.mark.parametrize(("waits", "first"), [(True, "thread"), (False, "timer")])
-def test_the_clock_stands_still_while_a_thread_works(waits: bool, first: str) -> None:
+def test_the_virtual_clock_stops_while_a_thread_works(waits: bool, first: str) -> None:
     """The control: the clock jumps past a thread that the loop does not know."""
 
     async def job() -> str:

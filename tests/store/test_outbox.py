@@ -86,7 +86,7 @@ def test_each_member_has_its_own_answer_whatever_travels_with_it() -> None:
     asyncio.run(mixed())
 
 
-def test_nobody_waits_for_a_store_that_stays_away_or_a_client_that_closed() -> None:
+def test_no_call_waits_for_a_store_that_stays_away_or_a_client_that_closed() -> None:
     async def away() -> None:
         store = Store()
         store.error = InfraError("away")
@@ -107,7 +107,7 @@ def test_nobody_waits_for_a_store_that_stays_away_or_a_client_that_closed() -> N
     asyncio.run(away())
 
 
-def test_who_gave_up_is_not_sent_and_holds_nobody_up() -> None:
+def test_a_cancelled_request_is_not_sent_and_delays_no_other() -> None:
     async def given_up() -> None:
         store = Store()
         puts = client.Puts(store)

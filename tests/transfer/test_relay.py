@@ -327,7 +327,7 @@ class _OneHost:
         return dict([next(iter(self._sharding.addressable_devices_indices_map(shape).items()))])
 
 
-def test_a_process_with_parts_of_leaves_fetches_from_the_learner_and_serves_nobody(kit, learner, peer) -> None:
+def test_a_process_with_parts_of_leaves_fetches_from_the_learner_and_is_no_relay(kit, learner, peer) -> None:
     ref, _ = learner.publish(1)
     part, whole = peer(0), peer(1)
     whole.fetch(ref)

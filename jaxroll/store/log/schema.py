@@ -56,7 +56,6 @@ CREATE TABLE audit (
   id INTEGER PRIMARY KEY, unix_s REAL NOT NULL, who TEXT NOT NULL, role TEXT NOT NULL, peer TEXT NOT NULL,
   what TEXT NOT NULL, detail TEXT NOT NULL, outcome TEXT NOT NULL, times INTEGER NOT NULL DEFAULT 1);
 """
-QUERY = "SELECT unix_s, who, role, peer, what, detail, outcome, times FROM audit ORDER BY id"
 AT_ONCE, WINDOW_S, KEPT = 20, 60.0, 10_000
 _MAX_CHARS = 300
 _UNUSUAL = re.compile(r"[^\x20-\x7e]")

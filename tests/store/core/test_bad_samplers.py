@@ -205,7 +205,7 @@ def test_a_failed_member_goes_to_another_holder_while_one_is_there() -> None:
     m.put(other)
 
 
-def test_a_failed_member_goes_back_when_nobody_else_is_there() -> None:
+def test_a_failed_member_goes_back_to_the_only_sampler() -> None:
     m = failing(("A",))
     (key,) = m.lease(1, name="A")
     m.fail(key, "INFRA")
@@ -433,7 +433,7 @@ def test_a_holder_of_longer_members_that_are_as_quick_a_token_is_not_slow(
     assert ("A" in m.state.holders) == rests
 
 
-def test_members_of_less_than_a_second_are_slow_beside_nobody() -> None:
+def test_members_of_less_than_a_second_are_never_slow() -> None:
     """Otherwise one holder that answers within milliseconds (its process may be gone) would make all others rest."""
     m = failing()
     for _ in range(5):
@@ -553,7 +553,7 @@ def test_data_failures_of_one_holder_alone_make_it_rest() -> None:
     pytest.fail("A never rests")
 
 
-def test_an_environment_that_fails_everywhere_makes_nobody_rest_and_ends_the_run() -> None:
+def test_an_environment_that_fails_everywhere_rests_no_sampler_and_ends_the_run() -> None:
     m = failing(data_retries=1, dead_groups=20)
     for i in range(400):
         try:

@@ -30,7 +30,7 @@ def test_a_claim_waits_for_whole_groups_and_is_the_same_ever_after(machine: Mach
         machine.claim(2)
 
 
-def test_a_claim_that_is_ready_waits_for_nobody_elses_groups(machine: Machine) -> None:
+def test_a_claim_that_is_ready_does_not_wait_for_other_groups(machine: Machine) -> None:
     machine.lease(4)
     for key in [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]:
         machine.put(key)

@@ -220,7 +220,7 @@ def test_a_fork_gives_trained_lengths_back() -> None:
 # --- two learners, and versions that cannot be (faults 17 and 19)
 
 
-def test_of_two_learners_the_later_one_trains_and_the_other_is_told() -> None:
+def test_of_two_learners_the_later_one_trains_and_the_other_is_refused() -> None:
     m = Machine()
     m.start(None, "A")
     m.fill(8)

@@ -48,7 +48,7 @@ def test_a_rejected_group_makes_room_for_another_prompt_at_once() -> None:
     assert (m.state.expired, m.state.tokens_expired) == ({"filtered": 1}, {"filtered": 10})
 
 
-def test_what_the_filter_said_is_in_the_log_and_the_question_was_still_counted() -> None:
+def test_the_filters_verdict_is_in_the_log_and_the_question_counts() -> None:
     m = started()
     m.lease(4)
     put_group(m, 0, 0.0, 0.0)

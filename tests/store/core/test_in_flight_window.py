@@ -110,7 +110,7 @@ def test_what_is_asked_ahead_is_not_waited_for() -> None:
     assert [(c.waited_s, c.worked_s) for c in claims] == [(0.0, 0.0), (0.0, 1.0), (0.25, 2.5)]
 
 
-def test_nobody_is_left_behind_for_a_claim_that_is_asked_ahead() -> None:
+def test_no_group_is_left_behind_for_a_claim_that_is_asked_ahead() -> None:
     m = Machine(size=3, alpha=2.0, straggler="shrink", straggler_deadline_s=5.0)
     m.start()
     late = m.lease(6)

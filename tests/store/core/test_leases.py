@@ -94,7 +94,7 @@ def test_expired_leases_are_granted_again_before_new_prompts_with_the_next_attem
     assert machine.lease(4, name="T") == [(0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
 
 
-def test_a_renewed_lease_lives_on_and_what_is_lost_is_said(machine: Machine) -> None:
+def test_a_renewal_extends_leases_and_reports_lost_ones(machine: Machine) -> None:
     keys = machine.lease(3)
     machine.now = 9.0
     assert machine.ask(ev.Renew("S-1", (keys[0],))) == ()

@@ -45,7 +45,7 @@ def test_the_first_to_finish_make_the_group() -> None:
     assert m.state.aborted_members == 2
 
 
-def test_the_holders_of_what_is_let_go_are_told_and_nobody_else() -> None:
+def test_only_holders_of_members_that_are_given_up_learn_of_it() -> None:
     m = started()
     m.lease(2, name="A")
     m.lease(2, name="B")
@@ -55,7 +55,7 @@ def test_the_holders_of_what_is_let_go_are_told_and_nobody_else() -> None:
     assert m.ask(ev.Renew("B-1", ((0, 2, 1),))) == ((0, 2, 1),), "a holder that missed it learns it when it renews"
 
 
-def test_a_rewind_a_surplus_and_a_dead_group_are_told_but_no_lease_that_ran_out() -> None:
+def test_holders_learn_of_a_rewind_a_surplus_and_a_dead_group_but_not_of_an_expired_lease() -> None:
     m = Machine(alpha=1.0, batch=1, redundant=1, data_retries=0)
     m.start()
     m.lease(2, name="A")
@@ -76,7 +76,7 @@ def test_a_rewind_a_surplus_and_a_dead_group_are_told_but_no_lease_that_ran_out(
     assert cancelled(m, ev.PutMember(*left, "f", 10, failure=("DATA", "it broke"))) == [("D-1", right)]
 
 
-def test_a_member_that_breaks_for_good_is_let_go_while_the_group_can_spare_it() -> None:
+def test_a_member_that_breaks_for_good_is_given_up_while_the_group_can_spare_it() -> None:
     m = started(data_retries=0)
     keys = m.lease(3)
     assert m.fail(keys[0], "DATA") == "OK"
@@ -93,7 +93,7 @@ def test_a_member_that_breaks_for_good_is_let_go_while_the_group_can_spare_it() 
     assert m.state.dead == 1, "one could be spared, not two"
 
 
-def test_members_that_nobody_leased_are_let_go_too() -> None:
+def test_members_without_a_lease_are_given_up_too() -> None:
     m = started(spare=3)
     m.fill(2)
     assert m.states() == {"READY": 1}
@@ -122,7 +122,7 @@ def test_a_straggling_group_is_closed_with_what_it_has() -> None:
     assert m.state.shrunk == 1 and m.state.aborted_members == 0
 
 
-def test_the_log_says_the_same_and_no_wanted_member_is_let_go() -> None:
+def test_the_log_agrees_and_no_wanted_member_is_given_up() -> None:
     m = started(spare=2)
     m.fill(2)
     m.train(0)

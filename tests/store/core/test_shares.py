@@ -54,7 +54,7 @@ def test_spread_deals_every_group_over_those_with_room() -> None:
     assert by_group(m.lease(6, V1, name="C")) == {2: 1, 3: 1}
 
 
-def test_spread_leaves_nothing_to_nobody() -> None:
+def test_spread_gives_every_member_to_a_sampler() -> None:
     """A sampler with room left after its share takes the members for which the others had no room."""
     m = second_step("spread", A=8, B=2)
     assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 3}

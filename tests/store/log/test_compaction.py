@@ -83,7 +83,7 @@ async def compacted_while_writing(run_dir: Path, release: threading.Event) -> tu
     return kept_run.state, acknowledged
 
 
-def test_puts_go_on_while_a_compaction_stands_still(tmp_path: Path) -> None:
+def test_puts_go_on_while_a_compaction_is_stopped(tmp_path: Path) -> None:
     state, acknowledged = asyncio.run(compacted_while_writing(tmp_path, threading.Event()))
     assert acknowledged > 20
     assert next(differences(state, state_on_disk(tmp_path)), None) is None

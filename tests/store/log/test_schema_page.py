@@ -43,7 +43,7 @@ def test_what_the_queries_say_of_a_known_run(db: sqlite3.Connection) -> None:
     assert [kind for _, _, kind in db.execute(QUERIES[9])] == ["issued", "leased", "put", "put"]
 
 
-def test_every_table_and_column_is_told_and_nothing_else() -> None:
+def test_the_page_has_every_table_and_column_and_nothing_else() -> None:
     empty = sqlite3.connect(":memory:")
     empty.executescript(schema.TABLES)
     names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"

@@ -15,7 +15,7 @@ V0 = Version(0, 0)
 WAIT_S = 20.0
 
 
-def test_who_works_on_what_nobody_needs_is_told(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_samplers_that_work_on_unneeded_members_learn_of_it(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured(alpha=0.0, groups_per_step=1, group_size=2, redundant_members=1, steps=2)
 
     async def job() -> None:
@@ -41,7 +41,7 @@ def test_who_works_on_what_nobody_needs_is_told(tmp_path: Path, small: SimpleNam
     run(job())
 
 
-def test_a_rewind_and_a_filtered_group_are_told_too(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_holders_learn_of_a_rewind_and_a_filtered_group(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured(alpha=1.0, groups_per_step=1, group_size=2, steps=4)
 
     async def job() -> None:

@@ -248,7 +248,7 @@ BOMBS = {
 }
 
 
-def test_what_nobody_asked_for_is_passed_over() -> None:
+def test_messages_without_a_request_are_ignored() -> None:
     body = _member(_finished(unknown=_array(0xDD, N, b"\x80")))
     tracemalloc.start()
     try:
@@ -301,7 +301,7 @@ def test_a_report_is_no_way_around(tmp_path: Path, small: SimpleNamespace, run, 
     run(reports())
 
 
-def test_members_that_were_refused_are_let_go_of_at_once(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_refused_members_are_dropped_at_once(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """A refusal that is kept keeps its traceback, which keeps what was decoded until Python looks for cycles."""
     config = small.configured()
 

@@ -94,7 +94,7 @@ def test_a_run_stopped_by_hand_goes_on_with_the_next_store(tmp_path: Path, small
     run(twice())
 
 
-def test_a_closed_store_ends_when_nobody_calls(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_a_closed_store_ends_without_further_calls(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured()
     ready = []
 

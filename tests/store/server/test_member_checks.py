@@ -145,7 +145,7 @@ def in_segments(member: Member, count: int) -> Member:
     return msgspec.structs.replace(member, outcome=outcome)
 
 
-def test_large_members_are_looked_at_beside_the_loop(
+def test_large_members_are_checked_outside_the_loop(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of many bytes and those of many segments."""
@@ -205,7 +205,7 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
     run(again())
 
 
-def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
+def test_the_store_does_not_search_megabytes_of_nonsense_for_their_end(
     tmp_path: Path, small: SimpleNamespace, run
 ) -> None:
     """Messages other than puts are small, puts contain members only, and each member has a limit."""

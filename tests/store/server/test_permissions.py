@@ -237,7 +237,7 @@ def test_a_store_that_others_can_reach_speaks_tls(
 
 def audited(run_dir: Path) -> list[tuple]:
     with sqlite3.connect(run_dir / "store.db") as db:
-        return [row[1:] for row in db.execute(schema.QUERY)]
+        return db.execute("SELECT who, role, peer, what, detail, outcome, times FROM audit ORDER BY id").fetchall()
 
 
 def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
@@ -347,7 +347,7 @@ def test_only_the_newest_refusals_are_kept(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.process
 @pytest.mark.timeout(180)
-def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_the_secret_is_in_the_token_file_only(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """A real store and scripted clients, honest and not; then every file, line and process is searched."""
     secret = "0123456789abcdef" * 4
     (tmp_path / "token").write_text(secret)

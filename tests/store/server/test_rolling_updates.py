@@ -40,7 +40,7 @@ def test_turns_go_round_in_the_order_of_asking(count: int) -> None:
     assert turns.take(NAMES[count], 0.0)
 
 
-def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
+def test_an_update_slot_expires_and_a_sampler_that_leaves_frees_its_own() -> None:
     turns = UpdateSlots(1, 10.0)
     assert turns.take("a", 5.0) and turns.next_end_s(5.0) == 15.0
     assert turns.take("a", 6.0), "it has its turn"
@@ -97,7 +97,7 @@ async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> Async
         yield SimpleNamespace(learner=learner, a=a, b=b, e=e, step=step)
 
 
-def test_two_samplers_are_told_one_after_the_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_two_samplers_get_the_new_version_one_after_the_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """A slot ends with the next call; a caller that does not ask for one needs none."""
     v0, v1 = Version(0, 0), Version(0, 1)
 

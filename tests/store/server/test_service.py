@@ -367,7 +367,7 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
     run(both())
 
 
-def test_a_waiting_lease_is_granted_at_the_flip(tmp_path: Path, small: SimpleNamespace, run) -> None:
+def test_a_waiting_lease_is_granted_at_the_weight_swap(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """A sampler that swaps weights while its lease call waits need not call again, even with alpha = 0."""
     config = small.configured(steps=3, alpha=0.0)
 
