@@ -24,8 +24,8 @@ from concurrent.futures import Future, InvalidStateError
 from contextvars import Context
 from typing import Any, TypeVar
 
-from jaxroll.errors import EXIT_FAILURE, InfraError
-from jaxroll.protocols import OWNER, Owner, described
+from jaxroll.errors import EXIT_FAILURE, InfraError, described
+from jaxroll.protocols import OWNER, Owner
 
 # --- Event loop that another thread can take over, and tasks that foreign code cannot cancel
 

@@ -346,15 +346,6 @@ def text(value: Any, field: str, max_chars: int) -> str:
     return str(value)  # a plain str, because subclasses cannot be serialised
 
 
-def described(error: BaseException, max_chars: int = 1000) -> str:
-    """The error as text that can be serialised: lone surrogates, or a message that raises, become question marks."""
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 - user code may raise here, too
-        message = "?"
-    return f"{type(error).__name__}: {message[:max_chars]}"[:max_chars].encode(errors="replace").decode()
-
-
 def _named(value: Any) -> str:
     """A description of `value` for an error message: None, or its type."""
     return "None" if value is None else f"a value of type {type(value).__name__}"

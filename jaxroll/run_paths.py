@@ -20,6 +20,13 @@ class RunPaths:
 
     folder: Path
 
+    def owns(self, path: Path) -> bool:
+        """True if `path` is a file or folder of the run, or is within one; these must not be overwritten."""
+        names = (name for name, value in vars(RunPaths).items() if isinstance(value, property))
+        own = {getattr(self, name).resolve() for name in names}
+        own |= {self.database.resolve().with_name(f"{self.database.name}{end}") for end in ("-wal", "-shm")}
+        return not own.isdisjoint((path.resolve(), *path.resolve().parents))
+
     @property
     def run_file(self) -> Path:
         """Config, digest, versions and devices of the run. A folder without it is no run."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxroll import protocols, wire
-from jaxroll.errors import DataError
+from jaxroll.errors import DataError, described
 from jaxroll.protocols import StepResult
 from jaxroll.records import MAX_LABEL_CHARS, MAX_PARTS, Message
 
@@ -84,6 +84,6 @@ def test_an_error_with_any_text_is_described() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    assert protocols.described(Silent()) == "Silent: ?"
-    assert protocols.described(ValueError("a\ud800b")) == "ValueError: a?b"
-    assert len(protocols.described(ValueError("x" * 10**6))) == 1000
+    assert described(Silent()) == "Silent: ?"
+    assert described(ValueError("a\ud800b")) == "ValueError: a?b"
+    assert len(described(ValueError("x" * 10**6))) == 1000

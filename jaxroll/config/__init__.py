@@ -42,7 +42,7 @@ from jaxroll.config.schema import (
     TransferConfig,
     WeightSwap,
 )
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, described
 from jaxroll.policy.limiter import max_age
 from jaxroll.run_paths import RunPaths
 
@@ -170,8 +170,10 @@ def read(path: str | Path) -> Any:
         config = module.get_config()
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # a program of the user's, which may raise anything
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a program of the user's, which may raise anything
+        reason = described(error).partition("\n")[0]
         raise ConfigError("--config", str(path), reason, "Give a Python file whose get_config() runs.") from error
     if not _is_config_dict(config):
         raise ConfigError("--config", str(path), "get_config() returned no ConfigDict", "Start from config.defaults().")

@@ -24,9 +24,8 @@ from jaxroll.config import Config, SupervisorConfig
 from jaxroll.config.derived import LEADERS
 from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
-from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError
+from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError, described
 from jaxroll.lifeline import PARENT_ENV
-from jaxroll.protocols import described
 from jaxroll.run_paths import RunPaths
 
 _MARK = "=== started "

@@ -10,89 +10,13 @@ import difflib
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxroll import __version__, disk, lifeline
+from jaxroll.control import GROUPS
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, JaxRollError, exit_code
 
-
-@dataclass(frozen=True)
-class Command:
-    """One command: its name, its help text and one example."""
-
-    name: str
-    text: str
-    example: str
-
-
-GROUPS: dict[str, tuple[Command, ...]] = {
-    "run": (
-        Command("demo", "train a small model by asynchronous RL on the CPU", "jaxroll demo"),
-        Command("train", "start all roles of a run on this machine and supervise them",
-                "jaxroll train --config=configs/rlvr_tiny.py"),
-        Command("sft", "supervised warm start on worked answers", "jaxroll sft --config=configs/sft_spell.py"),
-        Command("sim", "simulate a run on a described cluster, or measure the costs of a cluster in a run",
-                "jaxroll sim --config=configs/demo.py --cluster=cluster.toml --sweep=schedule.alpha=0,1,2"),
-        Command("plan", "compile a config for described hardware: does it fit, and how fast can it be",
-                "jaxroll plan --config=configs/rlvr_qwen3_8b.py --topology=v5p:4x4x4"),
-        Command("place", "choose placement and schedule for a cluster", "jaxroll place --cluster=cluster.toml"),
-        Command("init", "write a first config for a model, a task and hardware",
-                "jaxroll init mine.py --model=models/Qwen3-0.6B --task=data/train.jsonl --hardware=gpu:8"),
-        Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
-    ),
-    "inspect": (
-        Command("list", "list the runs in a folder", "jaxroll list runs"),
-        Command("ui", "show the runs in a folder in the browser, live, and control them", "jaxroll ui runs"),
-        Command("report", "print the summary of a run and write its page report.html", "jaxroll report runs/demo"),
-        Command("inspect", "show leases, waits and failures of a run, or one trajectory group in full",
-                "jaxroll inspect runs/demo --group=7"),
-        Command("checkpoints", "list the checkpoints of a run: step, lineage, size, time, log position, durability",
-                "jaxroll checkpoints runs/demo --verify"),
-        Command("profile", "record a trace of the next steps of one role, with the shares of host and device",
-                "jaxroll profile runs/demo --role=sampler-0"),
-        Command("export", "write the trajectories that a run keeps, or its timeline",
-                "jaxroll export runs/demo --jsonl=trajectories.jsonl"),
-        Command("replay", "replay the log of a run through the store's rules and check every record",
-                "jaxroll replay runs/demo"),
-    ),
-    "models": (
-        Command("generate", "answer prompts with the newest weights of a run",
-                "jaxroll generate runs/demo stone water --temperature=0.7"),
-        Command("eval", "held-out accuracy of the newest weights of a run", "jaxroll eval runs/demo"),
-        Command("serve", "serve the newest weights of a run, or a Hugging Face folder, behind OpenAI's HTTP interface",
-                "jaxroll serve runs/demo --port=8000"),
-        Command("tinker-serve", "train and sample for clients of the Tinker API",
-                "jaxroll tinker-serve models/Qwen3-0.6B --port=8200"),
-        Command("weights", "import a model from Hugging Face, or export one",
-                "jaxroll weights export runs/demo exported"),
-    ),
-    "roles": (
-        Command("store", "run the store alone", "jaxroll store runs/a --store=127.0.0.1:7077"),
-        Command("learner", "run the learner alone", "jaxroll learner runs/a --store=127.0.0.1:7077"),
-        Command("sampler", "run one sampler alone, or one more for a running run",
-                "jaxroll sampler --join=store.example:7077"),
-        Command("actor", "run one actor alone: it plays episodes and calls the samplers' engines",
-                "jaxroll actor runs/a --store=127.0.0.1:7077 --index=0"),
-        Command("evaluator", "run the evaluator alone", "jaxroll evaluator runs/a --store=127.0.0.1:7077"),
-        Command("colocated", "run learner, samplers and evaluator in one process",
-                "jaxroll colocated runs/a --store=127.0.0.1:7077"),
-        Command("feeder", "run the prompt feeder, which the store starts as its child", "jaxroll feeder runs/a"),
-    ),
-    "setup": (
-        Command("doctor", "list installed and missing dependencies, with the command that installs each",
-                "jaxroll doctor"),
-        Command("compile", "compile the programs of one role into the compilation cache",
-                "jaxroll compile runs/a --role=sampler"),
-        Command("env", "check an environment of your own before a run depends on it, or serve it to clients of OpenEnv",
-                "jaxroll env check my_module:MyEnv"),
-        Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
-                "jaxroll tls runs/a --host=learner.example"),
-        Command("launch", "start the roles with an engine: ssh, Ray, Slurm, JobSet, SkyPilot, TPU VMs",
-                "jaxroll launch --on=slurm --config=configs/rlvr_qwen3_0p6b.py --accelerator=gpu:h100 --dry-run"),
-    ),
-}  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
 RUNNING = ("train", "demo", "serve", "tinker-serve", "ui")  # like roles, these go on when their output has no reader
@@ -119,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(words: list[str], output: lifeline.Outlet | None) -> int:
     options = argparse.Namespace()
     try:
+        _check_folder()
         child = lifeline.bind_from_env()
         overrides, rest = split_overrides(words)
         top = parser(next((word for word in rest if not word.startswith("-")), ""))
@@ -155,6 +80,22 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):  # JAX's is a RuntimeError
+            raise
+        what = str(error).partition("\n")[0][:200] or "out of memory"
+        print(
+            f"error: {what}. It does not fit into memory: ask for fewer slots or tokens.", file=sys.stderr, flush=True
+        )
+        return EXIT_FAILURE
+
+
+def _check_folder() -> None:
+    """Raise ConfigError if the working folder was removed."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError("working folder", None, f"is gone ({error.strerror})", "Change to another one.") from error
 
 
 def subparsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -174,9 +115,7 @@ def _settle(options: argparse.Namespace, extra: list[str], one: argparse.Argumen
             options.folder = None
     if extra:
         return f"unknown argument {extra[0]}. {_hint(options, extra[0], one)}"
-    for name in ("folder", "run", "config", "store", "join", "cluster"):  # as `--config=$FILE` without the variable
-        if getattr(options, name, None) == "":
-            raise ConfigError("RUN" if name == "folder" else f"--{name}", "", "is empty", "Name one, or leave it out.")
+    _check_values(options, one)
     if (folder := getattr(options, "folder", None)) is None or not hasattr(options, "run"):
         return ""
     if folder.endswith(".py"):
@@ -185,6 +124,29 @@ def _settle(options: argparse.Namespace, extra: list[str], one: argparse.Argumen
         return f"RUN is {folder}, and --run={options.run} names another one. Give one of them."
     options.run = folder
     return ""
+
+
+# The least and the greatest value of an option. A number beyond them is a mistake, and some would take all memory.
+_SHARE, _MANY = (0.0, 1.0), 10**6
+BOUNDS: dict[str, tuple[float, float]] = {
+    "port": (0, 65_535), "group": (0, 2**53), "simulate": (0, 1000), "process": (0, 9999),
+    "temperature": (0.0, 100.0), "top_k": (0, _MANY), "top_p": (1e-6, 1.0), "min_p": _SHARE,
+    "repetition_penalty": (0.01, 100.0), "samples": (1, _MANY), "max_tokens": (1, _MANY), "slots": (1, 4096),
+    "queue": (0, _MANY), "context": (2, 16 * _MANY), "shard_mb": (1, _MANY), "episodes": (1, _MANY),
+    "devices_per_host": (1, 1024), "gpu_memory_mb": (1, 10 * _MANY), "k": (1, _MANY),
+}  # fmt: skip
+
+
+def _check_values(options: argparse.Namespace, one: argparse.ArgumentParser) -> None:
+    """Raise ConfigError for an option without a value, as `--config=$FILE` without the variable, or out of bounds."""
+    for name, value in vars(options).items():
+        key = "RUN" if name == "folder" else f"--{name.replace('_', '-')}"
+        if "" in _listed(value) and name != "prompts" and one.get_default(name) != "":
+            raise ConfigError(key, "", "is empty", "Name one, or leave it out.")
+        for number in _listed(value) if name in BOUNDS else ():
+            least, most = BOUNDS[name]
+            if isinstance(number, int | float) and not least <= number <= most:
+                raise ConfigError(key, number, "is out of range", f"Give a number from {least:,} to {most:,}.")
 
 
 def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) -> str:

@@ -302,11 +302,9 @@ def run_export(options: argparse.Namespace) -> int:
     config = run_dir.load(path)["config"]
     from jaxroll.report import archive
 
+    archive.check_targets(path, perfetto=options.perfetto, parquet=options.parquet, jsonl=options.jsonl)
     if options.perfetto:
-        file = Path(options.perfetto)
-        with archive.replaced(file) as draft:
-            count = archive.write_timeline(path, draft)
-        print(f"{count} trace events: {file}", file=sys.stderr if archive.is_stream(file) else None)
+        archive.export_timeline(path, Path(options.perfetto))
         if not options.parquet and not options.jsonl:
             return 0
     return archive.export_main(path, config, parquet=options.parquet, jsonl=options.jsonl)
@@ -352,7 +350,9 @@ def run_weights(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> None:
     """`list`: one line per run."""
-    runs = run_dir.find_runs(Path(options.folder))
+    if not (folder := Path(options.folder)).is_dir() and options.folder != str(RUNS):
+        raise ConfigError("folder", options.folder, "is not a folder", "Name the one that holds the runs.")
+    runs = run_dir.find_runs(folder)
     if not runs:
         print(f"No runs in {options.folder}/.")
     for run in runs:

@@ -251,7 +251,7 @@ def _hardware(hardware: str) -> tuple[str, int]:
     platform, _, count = hardware.partition(":")
     if hardware == "cpu":
         return "cpu", 0
-    if platform not in ("gpu", "tpu") or not count.isdecimal() or int(count) < 1:
+    if platform not in ("gpu", "tpu") or not count.isdecimal() or not 1 <= int(count) <= 100_000:
         raise ConfigError("--hardware", hardware, "not cpu, gpu:N or tpu:N", "As in --hardware=gpu:8.")
     return platform, int(count)
 

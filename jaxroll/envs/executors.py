@@ -29,7 +29,7 @@ from jaxroll.config.parsing import played_tasks
 from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.envs.threads import InThread, Threads
-from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
+from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired, described
 from jaxroll.loop_thread import OwnedTask, SharedLoop
 from jaxroll.protocols import OWNER, Environment, StepResult
 from jaxroll.records import MAX_STATE_BYTES, Message, Task
@@ -213,7 +213,7 @@ class EnvironmentCalls:
             self._closed.append((time.monotonic(), owner))
             if isinstance(error, Exception):
                 raise
-            raise DataError(f"making the environment raised {protocols.described(error)}") from error
+            raise DataError(f"making the environment raised {described(error)}") from error
         finally:
             protocols.OWNER.reset(before)
         self._owners[id(env)] = owner
@@ -328,7 +328,7 @@ class EnvironmentCalls:
             raise DataError(f"the environment's {what} cancelled itself")
         error = task.exception()
         if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
-            raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
+            raise DataError(f"the environment's {what} raised {described(error)}") from error
         return task.result()
 
     def _owner_of(self, env: Environment) -> protocols.Owner:
@@ -362,13 +362,13 @@ async def _answered(call: Call, what: str) -> Any:
         found = call()
         return await found if inspect.isawaitable(found) else found
     except TimeoutError as error:
-        raise DataError(f"the environment's {what} timed out: {protocols.described(error)}") from error
+        raise DataError(f"the environment's {what} timed out: {described(error)}") from error
     except Exception:
         raise
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         if is_cancellation(error):
             raise
-        raise DataError(f"the environment's {what} raised {protocols.described(error)}") from error
+        raise DataError(f"the environment's {what} raised {described(error)}") from error
 
 
 def is_cancellation(error: BaseException) -> bool:

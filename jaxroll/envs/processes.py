@@ -28,8 +28,8 @@ import jaxroll
 from jaxroll import lifeline, protocols
 from jaxroll.config import TaskConfig
 from jaxroll.envs import registry
-from jaxroll.errors import DataError, InfraError
-from jaxroll.protocols import Environment, StepResult, Traits, described
+from jaxroll.errors import DataError, InfraError, described
+from jaxroll.protocols import Environment, StepResult, Traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards.processes import resident_bytes
 

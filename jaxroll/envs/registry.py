@@ -40,8 +40,8 @@ from jaxroll.config.rewards import (
     is_function,
     terms,
 )
-from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Environment, Place, StepResult, described, traits
+from jaxroll.errors import ConfigError, DataError, described
+from jaxroll.protocols import Environment, Place, StepResult, traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
@@ -159,7 +159,9 @@ def _load(module: str, name: str, cls: str = "") -> None:
             register(name)(getattr(loaded, cls))
     except ConfigError:  # of an adapter whose package is missing
         raise
-    except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # foreign code: a script that ends by sys.exit() is no module, either
         reason = f"its module cannot be imported: {described(e)}"
         remedy = "Install or fix it, or start the run in a folder from which it can be imported."
         raise ConfigError("task.env", name, reason, remedy) from e
@@ -325,7 +327,9 @@ def check(task: TaskConfig) -> None:
     for key, name in functions:
         try:
             scorers.load(name)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ConfigError(
                 key,
                 name,
@@ -440,7 +444,7 @@ def _posted(url: str, job: dict[str, Any]) -> Any:
     except urllib.error.HTTPError as error:
         raise DataError(f"the agent's URL answered with status {error.code}") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"the agent's URL did not answer with JSON: {protocols.described(error)}") from error
+        raise DataError(f"the agent's URL did not answer with JSON: {described(error)}") from error
 
 
 def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
@@ -464,7 +468,7 @@ def _executed(command: str, job: dict[str, Any], row: dict[str, Any]) -> Any:
             preexec_fn=functools.partial(lifeline.bind, os.getpid()),
         )
     except (OSError, ValueError) as error:
-        raise DataError(f"the agent's command does not start: {protocols.described(error)}") from error
+        raise DataError(f"the agent's command does not start: {described(error)}") from error
     if done.returncode:
         raise DataError(f"the agent's command ended with {done.returncode}: {done.stderr.strip()[-_OUTPUT_CHARS:]}")
     last = done.stdout.strip().rpartition("\n")[2]
@@ -480,10 +484,12 @@ def check_agent(task: TaskConfig) -> None:
         return
     try:
         scorers.load(task.agent)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ConfigError(
             "task.agent",
             task.agent,
-            f"it cannot be loaded: {protocols.described(error)}",
+            f"it cannot be loaded: {described(error)}",
             "Give the file's path relative to the config, and the name of a function in it.",
         ) from error

@@ -141,6 +141,20 @@ ROW_GROUP_BYTES = 8 * 2**20
 _TOKEN_BYTES = 16  # a token with mask, log-prob and text, roughly
 
 
+def check_targets(run_dir: Path, **files: str | None) -> None:
+    """Raise ConfigError for a file that belongs to the run, which an export would replace; by the option's name."""
+    for kind, file in files.items():
+        if file and RunPaths(run_dir).owns(Path(file)):
+            raise ConfigError(f"--{kind}", file, "it belongs to the run", "Name another file.")
+
+
+def export_timeline(run_dir: Path, file: Path) -> None:
+    """Write the timeline into `file` and print the number of its events."""
+    with replaced(file) as draft:
+        count = write_timeline(run_dir, draft)
+    print(f"{count} trace events: {file}", file=sys.stderr if is_stream(file) else None)
+
+
 def export_main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: str | None) -> int:
     """Write the requested files and print the counts; 0. ConfigError if pyarrow is missing or a file cannot be made."""
     if not parquet and not jsonl:

@@ -24,9 +24,8 @@ from typing import Any
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, described
 from jaxroll.metrics import Scalars, Tracker
-from jaxroll.protocols import described
 from jaxroll.run_paths import RunPaths
 
 MAX_WAITING = 20_000  # rows

@@ -22,7 +22,7 @@ import msgspec
 
 import jaxroll
 from jaxroll import lifeline
-from jaxroll.protocols import described
+from jaxroll.errors import described
 from jaxroll.rewards import sandbox, scorers
 from jaxroll.rewards import scorers as grading
 from jaxroll.rewards.code import CodeScorer

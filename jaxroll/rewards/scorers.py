@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxroll import protocols
-from jaxroll.errors import DataError
+from jaxroll.errors import DataError, described
 from jaxroll.rewards import gym_tasks, parts
 from jaxroll.rewards.programs import ServerLost
 
@@ -311,7 +311,7 @@ def extracted(mode: str, completion: str) -> str:
     except MemoryError:
         raise
     except Exception as error:
-        raise PartFailed("extract", type(error).__name__, protocols.described(error)) from error
+        raise PartFailed("extract", type(error).__name__, described(error)) from error
     if found is None:
         return ""
     if not isinstance(found, str):
@@ -332,7 +332,7 @@ class _Item:
         except (MemoryError, ServerLost):
             raise
         except Exception as error:
-            raise PartFailed(part.label, type(error).__name__, protocols.described(error)) from error
+            raise PartFailed(part.label, type(error).__name__, described(error)) from error
         try:
             return protocols.number(raw, "its value")
         except DataError as error:

@@ -25,13 +25,13 @@ from jaxroll.config.derived import update_in_force_s, update_slot_s
 from jaxroll.data import sources
 from jaxroll.engine.device import Device, FollowingDevice, LeadingDevice, Operation
 from jaxroll.engine.engine import Engine, EngineConfig, following_device
-from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError
+from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError, described
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import Params
 from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
-from jaxroll.protocols import Tokenizer, described
+from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
 from jaxroll.roles.weights import Arriving, Progress, WeightFollower, weights_token
 from jaxroll.rpc import tls as tls_files

@@ -33,8 +33,8 @@ from jaxroll.errors import (
     StaleClient,
     StoreRefusal,
     Unauthorized,
+    described,
 )
-from jaxroll.protocols import described
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import Serving, Session, until_one_ends

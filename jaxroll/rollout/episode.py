@@ -27,8 +27,8 @@ from jaxroll.config import Config
 from jaxroll.config.derived import episode_tokens, room_of_member
 from jaxroll.config.parsing import SOURCE_ITEMS, played_tasks
 from jaxroll.envs.executors import EnvCallCounts, EnvironmentCalls, is_cancellation
-from jaxroll.errors import DataError, DeadlineExceeded, InfraError
-from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer, described
+from jaxroll.errors import DataError, DeadlineExceeded, InfraError, described
+from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Partial, Segment, Task, Version, VersionRun
 from jaxroll.text.tokenizers import end_ids
 

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 
 from jaxroll import disk
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.rpc import protocol
 
 try:
@@ -132,21 +132,37 @@ def address(host: str, listening: socket.socket) -> str:
 # --- the token of the clients
 
 
+_TOKEN_BYTES = 4096
+
+
 def token(secret: str | None, path: Path) -> str:
     """The clients' token, which is written into `path` for its owner; derived from a run's `secret`, if there is one.
 
-    Without a secret the token in `path` is used again. ConfigError if the file cannot be made private.
+    Without a secret the token in `path` is used again. ConfigError if `path` is no file for a token, or cannot be
+    written or made private.
     """
+    remedy = "Name a file that holds a token, or one that does not exist."
+    if path.exists() and not path.is_file():
+        raise ConfigError("--token-file", str(path), "is not a regular file", remedy)
     if secret is None and path.is_file():
+        try:
+            kept = disk.read_text(path, _TOKEN_BYTES).strip()
+        except DataError as error:
+            raise ConfigError("--token-file", str(path), str(error), remedy) from error
+        if len(kept.split()) > 1 or not kept.isprintable():
+            raise ConfigError("--token-file", str(path), "holds no token", remedy)
         protocol.keep_private(path)
-        if kept := disk.read_text(path).strip():
+        if kept:
             return kept
     made = secrets.token_hex(32) if secret is None else protocol.derived(secret, "http")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with disk.replaced(path) as draft:
-        draft.unlink(missing_ok=True)  # left by a killed process with this pid; its mode may differ
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(made + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk.replaced(path) as draft:
+            draft.unlink(missing_ok=True)  # left by a killed process with this pid; its mode may differ
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(made + "\n")
+    except OSError as error:
+        raise ConfigError("--token-file", str(path), f"cannot be written ({error.strerror})", remedy) from error
     return made
 
 

@@ -243,6 +243,8 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> s
     ConfigError for a token file that is empty or cannot be made private.
     """
     text = environment.get(TOKEN_VARIABLE, "").strip()
+    if not (text.isascii() and text.isprintable()):
+        raise ConfigError(TOKEN_VARIABLE, "(not shown)", "a token is printable ASCII", "Set it to a token or a secret.")
     if text or run_dir is None:
         return text or None
     return _read(RunPaths(run_dir).token)

@@ -40,7 +40,7 @@ from jaxroll.run_paths import RunPaths
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Count = Annotated[int, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(gt=0, le=1_000_000)]
 NORMAL = statistics.NormalDist()
 _FILE_BYTES = 1 << 20
 _DEEP_KEY = re.compile(r"(?<![^\s.])(?:[^\s.]++\s*+\.\s*+){64}")  # tomllib's time is quadratic in the parts of a key

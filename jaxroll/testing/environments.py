@@ -27,9 +27,9 @@ from jaxroll.config.parsing import task_parts
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.executors import EnvironmentCalls, Executors
-from jaxroll.errors import ConfigError, DataError, InfraError
+from jaxroll.errors import ConfigError, DataError, InfraError, described
 from jaxroll.loop_thread import LoopThread
-from jaxroll.protocols import Tokenizer, described
+from jaxroll.protocols import Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import RolloutManager, bounds_of, sampling_params

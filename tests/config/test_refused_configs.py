@@ -218,7 +218,7 @@ BAD = [
     pytest.param(["learner.row_tokens=20"], "learner.row_tokens", "20", "28", id="sequence budget"),
     pytest.param(["sampler.page_tokens=8", "sampler.cache_pages=4"], "sampler.cache_pages", "4", "or more", id="pages"),
     pytest.param(["sampler.prefill_buckets=32,16"], "sampler.prefill_buckets", "(32, 16)", "increasing", id="order"),
-    pytest.param(["sampler.prefill_buckets=()"], "sampler.prefill_buckets", "()", "(16, 32)", id="no bucket"),
+    pytest.param(["sampler.prefill_buckets=()"], "sampler.prefill_buckets", "()", "[16, 32]", id="no bucket"),
     pytest.param(["learner.learning_rate=0"], "learner.learning_rate", "0.0", "positive", id="no learning"),
     pytest.param(["learner.clip_low=1.0"], "learner.clip_low", "1.0", "below 1", id="clip to nothing"),
     pytest.param(["placement.learner_hosts=2"], "placement.learner_hosts", "2", "divisor", id="hosts do not divide"),

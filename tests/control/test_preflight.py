@@ -214,6 +214,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "rpc/protocol.py::check_exposure": HERE,
     "rpc/client.py::GrpcTransport._written": HERE,
     "rpc/tls.py": HERE,
+    "rpc/http.py::token": HERE,
     "rpc/server.py::RawServer.bind": HERE,
     "algorithms/losses.py::loss": CODE,
     "algorithms/registry.py::_custom": (

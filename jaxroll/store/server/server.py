@@ -270,8 +270,13 @@ class _Store:
         return max(self._keeper.state.moved_at_s, self._paused_at_s)
 
     def _is_over(self) -> bool:
-        quiet_s = self._keeper.now_s() - self.service.handshake.last_call_s
-        return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
+        """True if the run is closed and calls have stopped.
+
+        A learner that resumes a complete run compiles before its first call, for minutes if its model is large.
+        """
+        handshake = self.service.handshake
+        limit_s = self._linger_s if "learner" in handshake.callers else self._config.stall_abort_s
+        return bool(self._keeper.state.closed) and self._keeper.now_s() - handshake.last_call_s >= limit_s
 
     def _report(self) -> dict[str, Any]:
         return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready), self._keeper.now_s())

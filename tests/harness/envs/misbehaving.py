@@ -147,6 +147,7 @@ WAYS: dict[str, tuple[Act, str]] = {
     "blocks the loop": (_blocks, "longer than 1 s and blocked the event loop"),
     "blocks in a task": (_blocks_in_a_task, "longer than 1 s and blocked the event loop"),
     "blocks in a callback": (_blocks_in_a_callback, "longer than 1 s and blocked the event loop"),
+    "runs the loop again": (lambda: asyncio.get_running_loop().run_forever(), "already running"),
     "cancels all": (_cancels_all, "tasks that it did not start"),
     "waits for all": (_waits_for_all, "longer than 1 s"),
     "thread": (lambda: threading.Thread(target=time.sleep, args=(0.1,)).start() or StepResult(done=True), ""),

@@ -18,6 +18,9 @@ from jaxroll.errors import (
 )
 from jaxroll.records import Version
 from jaxroll.store.client import StoreClient
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import machine
+from jaxroll.store.core.leases import Decision
 from jaxroll.store.server.server import serve
 from tests.harness.store.machine import V0
 
@@ -102,14 +105,38 @@ def test_a_closed_store_ends_without_further_calls(tmp_path: Path, small: Simple
         job = asyncio.ensure_future(
             serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=ready.append, linger_s=2.0)
         )
-        client = await StoreClient.connect(tmp_path / "store.addr", role="admin", name="a", patience_s=10)
-        await client.close_run("done")
-        await client.aclose()
+        async with small.connected(tmp_path, config, "learner") as learner:
+            await learner.close_run("done")
         ended, _ = await asyncio.wait([job], timeout=10.0)
         assert ended == {job}, "it still serves"
         assert job.exception() is None
 
     run(ends())
+
+
+def test_the_store_of_a_complete_run_waits_for_a_learner_that_still_compiles(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train RUN --resume` of a complete run ended with a failure if the learner took longer than the store waits."""
+    monkeypatch.setitem(machine._DECIDERS, ev.Open, lambda *_: Decision([]))  # as if all steps were trained
+    config = small.configured()
+
+    async def resumed() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.close_run("finished")
+        job = asyncio.ensure_future(
+            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=lambda _: None, linger_s=0.2)
+        )
+        async with small.connected(tmp_path, config, "sampler") as sampler:
+            await sampler.status()  # another role may be sooner
+        ended, _ = await asyncio.wait([job], timeout=2.0)
+        assert not ended
+        async with small.connected(tmp_path, config, "learner") as learner:
+            assert (await learner.status())["closed"] == "finished"
+        ended, _ = await asyncio.wait([job], timeout=10.0)
+        assert ended == {job} and job.exception() is None
+
+    run(resumed())
 
 
 def test_a_run_that_does_not_move_is_named_and_then_closed(tmp_path: Path, small: SimpleNamespace, run) -> None:
