@@ -101,6 +101,7 @@ def moves() -> Iterator[dict[str, Any]]:
         share = 2 * 2 * sizes.table * spec.kv_heads * sizes.page_tokens * spec.head_dim * 2 / mesh.tensor
         for name, lowered in engine.lowered_moves(built).items():
             memory = lowered.compile().memory_analysis()
+            assert memory is not None
             made = memory.output_size_in_bytes - memory.alias_size_in_bytes
             yield {"name": f"{name}, data {data}", "made": made / share, "temporary": memory.temp_size_in_bytes / share}
 
