@@ -342,7 +342,15 @@ def test_a_process_in_which_an_environment_keeps_threads_or_memory_is_replaced(t
     assert seen["env_processes_replaced"] >= 2
 
 
-@pytest.mark.parametrize("way", ["raises", "exit", "part none"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "raises",
+        "exit",
+        "part none",
+        *(pytest.param(way, marks=pytest.mark.soak) for way in ("hangs", "blocks the loop")),
+    ],
+)
 def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way: str) -> None:
     config = configured(NAME.format("misbehaving"), 2, data_retries=2, dead_limit=10)
     feed = Feed(NAME.format("misbehaving"), [way], endless=True)
