@@ -249,7 +249,9 @@ def page_tokens(config: Config) -> int:
 # --- compilation with a cache of results: a program that was compiled before is read from a file
 
 # The compiler's refusal of a program that does not fit, and the memory that it would need.
-_TOO_LARGE = re.compile(r"Ran out of memory in memory space hbm.*?Used ([\d.]+)([KMG]?)", re.DOTALL)
+_TOO_LARGE = re.compile(
+    r"Ran out of memory (?:in memory space hbm.*?Used |on HBM, .*?HLO temporaries \()([\d.]+)([KMG]?)", re.DOTALL
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 

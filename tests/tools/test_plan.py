@@ -238,6 +238,28 @@ def test_a_refusal_of_the_compiler_names_a_key(
     assert "sampler.page_tokens = 0: the compiler refuses sampler decode" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ran out of memory in memory space hbm. Used 19.59G of 15.75G hbm.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (19.59G) exceeds available (15.75G).",
+    ],
+    ids=["hbm", "temporaries"],
+)
+def test_a_program_that_is_too_large_for_the_compiler_is_not_refused_but_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """libtpu words it in two ways. A refusal would advise another kernel, and not a key of memory."""
+
+    def refuses(name: str, lowered: object) -> None:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+
+    monkeypatch.setattr(plan.aot, "finished", refuses)
+    for cached in (False, True):
+        found = plan.aot.compiled_once(plan.aot.Described("accumulate", "", None), text, "v5e:2x2", tmp_path)
+        assert (found.needed_bytes, found.refusal, found.cached) == (int(19.59 * 2**30), "", cached)
+
+
 def run(config: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     assert plan.main(config, chips.topology("cpu:1"), folder, as_json=True) == 0
     out, progress = capsys.readouterr()
