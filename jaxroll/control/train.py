@@ -36,6 +36,7 @@ from jaxroll.report import record, summary, trackers
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import client
+from jaxroll.store.log import database
 from jaxroll.store.messages import Joined
 
 
@@ -56,6 +57,10 @@ def train(
     `host` is the name by which samplers on other machines reach this one; None: there are none.
     """
     began = time.monotonic()
+    if fork is None and not new_log and is_complete(path, config.schedule.steps):
+        more = f"--config.schedule.steps={2 * config.schedule.steps}"
+        print(f"All {config.schedule.steps} steps of this run are trained. To go on, add for example {more}.", flush=True)
+        return 0
     cache_dir = program.default_cache_dir(path, os.environ)
     gpus = program.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
@@ -118,6 +123,19 @@ def over_ssh(config: Config, target: launchers.Target, words: Sequence[str]) -> 
         contextlib.closing(open_view(path, configs.to_dict(config))) as view,
     ):
         return Supervisor(specs, path, config.supervisor, view, leader="learner").run()
+
+
+def is_complete(path: Path, steps: int) -> bool:
+    """True if the log says that the learner closed the run after `steps` steps: evaluator and sampler had its weights.
+
+    No weights are published any more, so roles that are started again would wait for them.
+    """
+    if not database.is_there(path):
+        return False
+    with database.transaction(path) as db:
+        closed = db.execute("SELECT 1 FROM meta WHERE key = 'closed' AND value = 'finished'").fetchone()
+        last = db.execute("SELECT MAX(step) FROM claims WHERE trained_lineage IS NOT NULL").fetchone()[0]
+    return closed is not None and last is not None and last + 1 >= steps
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:

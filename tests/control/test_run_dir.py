@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import types
@@ -16,9 +17,10 @@ import pytest
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
-from jaxroll.control import cli, commands, preflight, run_dir
+from jaxroll.control import cli, commands, preflight, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
+from tests.harness.run_folder import make_run
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.py"
 
@@ -332,3 +334,20 @@ def test_a_repeated_warm_start_counts_only_when_it_is_complete(tmp_path: Path, m
     assert cli.main(["sft", f"--run={path}"]) == 0 and done.exists()
     assert cli.main(["sft", f"--run={path}"]) == 1 and not done.exists()
     assert marks == [False, False]
+
+
+def test_a_complete_run_is_not_started_again_unless_it_gets_more_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its learner has ended for good, so evaluator and samplers would wait for weights until the run fails."""
+    path = make_run(tmp_path / "run", steps=3, steps_wanted=3)
+    started = []
+    monkeypatch.setattr(train.program, "build", lambda *_, **__: started.append(path) or pytest.skip("started"))
+    with sqlite3.connect(path / "store.db") as db:
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('closed', 'stopped')")
+    assert not train.is_complete(path, 3)
+    with sqlite3.connect(path / "store.db") as db:
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('closed', 'finished')")
+    assert train.is_complete(path, 3) and not train.is_complete(path, 4)
+    assert cli.main(["train", str(path), "--resume"]) == 0
+    assert not started and "All 3 steps of this run are trained" in capsys.readouterr().out
