@@ -339,7 +339,7 @@ def test_a_repeated_warm_start_counts_only_when_it_is_complete(tmp_path: Path, m
 def test_a_complete_run_is_not_started_again_unless_it_gets_more_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its learner has ended for good, so evaluator and samplers would wait for weights until the run fails."""
+    """Its learner does not publish again, so evaluator and samplers would wait for weights until the run fails."""
     path = make_run(tmp_path / "run", steps=3, steps_wanted=3)
     started = []
     monkeypatch.setattr(train.program, "build", lambda *_, **__: started.append(path) or pytest.skip("started"))
