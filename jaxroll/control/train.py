@@ -59,7 +59,9 @@ def train(
     began = time.monotonic()
     if fork is None and not new_log and is_complete(path, config.schedule.steps):
         steps = config.schedule.steps
-        print(f"All {steps} steps of this run are trained. For more, add --config.schedule.steps={2 * steps}.", flush=True)
+        print(
+            f"All {steps} steps of this run are trained. For more, add --config.schedule.steps={2 * steps}.", flush=True
+        )
         return 0
     cache_dir = program.default_cache_dir(path, os.environ)
     gpus = program.visible_gpus()
