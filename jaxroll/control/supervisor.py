@@ -292,6 +292,10 @@ class Supervisor:
                 slot.done = True
                 self._note(f"gave up: {reason}; the other store goes on")
                 self._observer.say(f"{slot.spec.name} is not started again: {reason}. The other store goes on.")
+            case policy.GiveUp(reason) if self._slots[self._leader].done:
+                slot.done = True  # all is trained; what is lost is at most the last evaluation
+                self._note(f"gave up after the end of the training: {reason}")
+                self._observer.say(f"{slot.spec.name} is not started again: {reason}. All is trained.")
             case policy.GiveUp(reason):
                 return self._give_up(slot, code if code > 0 else EXIT_FAILURE, f"{reason}{cause and ': '}{cause}")
         return None

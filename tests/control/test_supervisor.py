@@ -79,6 +79,29 @@ def test_all_processes_of_a_learner_restart_when_one_dies(run: StandInRun, victi
     assert restarts == [victim]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_evaluator_that_gives_up_ends_the_run_only_before_all_is_trained(tmp_path: Path, trained: bool) -> None:
+    """Without processes: the learner serves the last weights no more, so an evaluator that dies cannot get them."""
+
+    def start(spec: ProcessSpec, log: Path, environ: object) -> Any:
+        starts.append(spec.name)
+        one = SimpleNamespace(pid=1, cause="", code=None)
+        if spec.name == "evaluator":
+            one.code = 1
+        if spec.name == "learner" and trained:
+            one.code = 0
+        one.poll, one.kill, one.terminate = lambda: one.code, lambda: None, lambda: setattr(one, "code", 0)
+        return one
+
+    starts, lines = list[str](), list[str]()
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=lines.append)
+    specs = [ProcessSpec(name, name, (name,)) for name in ("store", "learner", "evaluator")]
+    limits = SupervisorConfig(max_restarts=2, backoff_s=0.01)
+    code = Supervisor(specs, tmp_path, limits, view, leader="learner", start=start).run()
+    assert code == (0 if trained else 1) and starts.count("evaluator") == 3
+    assert any("All is trained" in line for line in lines) is trained
+
+
 def test_a_sampler_that_left_starts_again_when_a_plan_asks_for_one(tmp_path: Path) -> None:
     """Without processes: both samplers leave, a plan asks for one, and the learner ends when that has started."""
     alive: dict[str, Any] = {}
