@@ -305,9 +305,9 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     [
         ("$J config --config=configs/demo.py | head -1", 0, b"{\n", b"reward: "),
         ("$J --help | true", 0, b"", b""),
-        ("$J list /nowhere > /dev/full", 1, b"", b"error: stdout: No space left on device"),
-        ("$J list /nowhere >&-", 0, b"", b""),
-        ("$J list /nowhere >&- 2>&- <&-", 0, b"", b""),
+        ("$J list /etc > /dev/full", 1, b"", b"error: stdout: No space left on device"),
+        ("$J list /etc >&-", 0, b"", b""),
+        ("$J list /etc >&- 2>&- <&-", 0, b"", b""),
         ("$J report /nowhere 2>/dev/full", 64, b"", b""),
     ],
 )
