@@ -36,6 +36,7 @@ from jaxroll.report import record, summary, trackers
 from jaxroll.rpc import protocol
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import client
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.log import database
 from jaxroll.store.messages import Joined
 
@@ -57,10 +58,10 @@ def train(
     `host` is the name by which samplers on other machines reach this one; None: there are none.
     """
     began = time.monotonic()
-    if fork is None and not new_log and is_complete(path, config.schedule.steps):
-        steps = config.schedule.steps
+    steps = Settings.of(config).steps
+    if fork is None and not new_log and is_complete(path, steps):
         print(
-            f"All {steps} steps of this run are trained. For more, add --config.schedule.steps={2 * steps}.", flush=True
+            f"All {steps} steps of this run are trained. To train more: --config.schedule.steps={2 * steps}", flush=True
         )
         return 0
     cache_dir = program.default_cache_dir(path, os.environ)
