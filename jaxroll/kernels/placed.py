@@ -232,7 +232,7 @@ def splash(
         ids = lengthened(segments, block)
         out = jax.vmap(lambda q, k, v, own: kernel(q, k, v, segment_ids=SegmentIds(own, own)))(q, k, v, ids)
     else:
-        ids = apart(lengthened(segments, block), block)
+        ids = separate_padding(lengthened(segments, block), block)
         out = jax.lax.map(
             lambda row: sparse(kernel, row[3], block, keys or block)(*row[:3], segment_ids=SegmentIds(row[3], row[3])),
             (q, k, v, ids),
@@ -240,7 +240,7 @@ def splash(
     return cast(Array, out).swapaxes(1, 2)[:, :T]
 
 
-def apart(segments: Int[Array, "*rows T"], block: int) -> Int[Array, "*rows T"]:
+def separate_padding(segments: Int[Array, "*rows T"], block: int) -> Int[Array, "*rows T"]:
     """`segments` in which the padding of each block of `block` tokens is a segment of its own, above all others.
 
     It then costs one block of queries and keys, and has a maximum, so its outputs are finite.
@@ -257,14 +257,14 @@ def sparse(kernel: Any, ids: Int[Array, " T"], block: int, keys: int) -> Any:
     """
     forward, queries, keys_values = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     return type(kernel)(
-        _without_strangers(forward, ids, block, block),
-        None if queries is None else _without_strangers(queries, ids, block, block),
-        None if keys_values is None else _without_strangers(keys_values, ids, block, keys, by_keys=True),
+        _common_blocks(forward, ids, block, block),
+        None if queries is None else _common_blocks(queries, ids, block, block),
+        None if keys_values is None else _common_blocks(keys_values, ids, block, keys, by_keys=True),
         **kernel.kwargs,
     )
 
 
-def _without_strangers(info: Any, ids: Int[Array, " T"], queries: int, keys: int, *, by_keys: bool = False) -> Any:
+def _common_blocks(info: Any, ids: Int[Array, " T"], queries: int, keys: int, *, by_keys: bool = False) -> Any:
     """The blocks that a kernel visits, [1, queries, keys], less those without a common segment.
 
     The kernel takes the keys' block that `data_next` names, or with `by_keys` the queries' block, and visits all of one

@@ -103,7 +103,7 @@ def test_the_gradient_of_queries_is_the_sum_over_blocks_of_keys(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("fused", "window"), [(True, 0), (False, 0), (True, 150), (False, 150)])
-def test_long_rows_without_their_foreign_blocks_equal_the_masked_form(
+def test_long_rows_with_skipped_blocks_equal_the_masked_form(
     fused: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small blocks, which do not divide the row; segments that share blocks, and padding over several blocks."""
@@ -142,7 +142,7 @@ def test_a_row_costs_its_segments_and_not_its_square(lengths: list[int], forward
     kernel = placed._splash_kernel(1, 4096, 512, 2048, 0, interpret=True)
     ids = jnp.asarray(np.repeat(np.arange(1, len(lengths) + 1), lengths), jnp.int32)
     ids = jnp.pad(ids, (0, 4096 - len(ids)))
-    skipping = placed.sparse(kernel, placed.apart(ids, 512), 512, 2048)
+    skipping = placed.sparse(kernel, placed.separate_padding(ids, 512), 512, 2048)
     for name, expected, by_keys in (("fwd_mask_info", forward, False), ("dkv_mask_info", backward, True)):
         static, found = getattr(kernel, name), getattr(skipping, name)
         computed = np.asarray(found.block_mask)[0] > 0
