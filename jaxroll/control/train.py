@@ -133,11 +133,12 @@ def is_complete(path: Path, steps: int) -> bool:
 
     No weights are published any more, so roles that are started again would wait for them.
     """
-    if not database.is_there(path):
-        return False
-    with database.transaction(path) as db:
-        closed = db.execute("SELECT 1 FROM meta WHERE key = 'closed' AND value = 'finished'").fetchone()
-        last = db.execute("SELECT MAX(step) FROM claims WHERE trained_lineage IS NOT NULL").fetchone()[0]
+    with database.damage_named(path, "`jaxroll replay` says what is wrong with it"):
+        if not database.is_there(path):
+            return False
+        with database.transaction(path) as db:
+            closed = db.execute("SELECT 1 FROM meta WHERE key = 'closed' AND value = 'finished'").fetchone()
+            last = db.execute("SELECT MAX(step) FROM claims WHERE trained_lineage IS NOT NULL").fetchone()[0]
     return closed is not None and last is not None and last + 1 >= steps
 
 

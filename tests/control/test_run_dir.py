@@ -341,8 +341,7 @@ def test_a_complete_run_is_not_started_again_unless_it_gets_more_steps(
 ) -> None:
     """Its learner does not publish again, so evaluator and samplers would wait for weights until the run fails."""
     path = make_run(tmp_path / "run", steps=3, steps_wanted=3)
-    started = []
-    monkeypatch.setattr(train.program, "build", lambda *_, **__: started.append(path) or pytest.skip("started"))
+    monkeypatch.setattr(train.program, "build", lambda *_, **__: pytest.fail("roles are started"))
     with sqlite3.connect(path / "store.db") as db:
         db.execute("INSERT OR REPLACE INTO meta VALUES ('closed', 'stopped')")
     assert not train.is_complete(path, 3)
@@ -350,4 +349,14 @@ def test_a_complete_run_is_not_started_again_unless_it_gets_more_steps(
         db.execute("INSERT OR REPLACE INTO meta VALUES ('closed', 'finished')")
     assert train.is_complete(path, 3) and not train.is_complete(path, 4)
     assert cli.main(["train", str(path), "--resume"]) == 0
-    assert not started and "All 3 steps of this run are trained" in capsys.readouterr().out
+    assert "All 3 steps of this run are trained" in capsys.readouterr().out
+
+
+def test_a_damaged_log_is_named_before_a_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_run(tmp_path / "run", steps=3, steps_wanted=3)
+    database = path / "store.db"
+    for damaged in (b"no database", database.read_bytes()[:100] + b"x" * 10_000):
+        database.write_bytes(damaged)
+        assert cli.main(["train", str(path), "--resume"]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "store.db" in error and "jaxroll replay" in error

@@ -125,11 +125,11 @@ def test_the_store_of_a_complete_run_waits_for_a_learner_that_still_compiles(
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
             await learner.close_run("finished")
         job = asyncio.ensure_future(
-            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=lambda _: None, linger_s=0.2)
+            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=lambda _: None, linger_s=1.0)
         )
         async with small.connected(tmp_path, config, "sampler") as sampler:
             await sampler.status()  # another role may be sooner
-        ended, _ = await asyncio.wait([job], timeout=2.0)
+        ended, _ = await asyncio.wait([job], timeout=3.0)
         assert not ended
         async with small.connected(tmp_path, config, "learner") as learner:
             assert (await learner.status())["closed"] == "finished"
