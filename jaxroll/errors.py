@@ -130,6 +130,6 @@ def described(error: BaseException, max_chars: int = 1000) -> str:
     """The error as text that can be serialised: lone surrogates, or a message that raises, become question marks."""
     try:
         message = str(error)
-    except BaseException:  # noqa: BLE001 - user code may raise here, too
+    except Exception:  # noqa: BLE001 - user code may raise here, too
         message = "?"
     return f"{type(error).__name__}: {message[:max_chars]}"[:max_chars].encode(errors="replace").decode()

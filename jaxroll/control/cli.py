@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(words: list[str], output: lifeline.Outlet | None) -> int:
     options = argparse.Namespace()
     try:
-        _check_folder()
-        child = lifeline.bind_from_env()
+        if not (child := lifeline.bind_from_env()):  # a role that is started again goes on in a removed folder
+            _check_folder()
         overrides, rest = split_overrides(words)
         top = parser(next((word for word in rest if not word.startswith("-")), ""))
         if rest and not rest[0].startswith("-") and rest[0] not in (known := subparsers(top)):
@@ -80,13 +80,13 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):  # JAX's is a RuntimeError
+    except (RuntimeError, MemoryError) as error:  # JAX has a RuntimeError for it
+        full = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+        if not full or getattr(options, "command", "") not in ("generate", "eval", "serve", "tinker-serve"):
             raise
         what = str(error).partition("\n")[0][:200] or "out of memory"
-        print(
-            f"error: {what}. It does not fit into memory: ask for fewer slots or tokens.", file=sys.stderr, flush=True
-        )
+        text = f"error: {what}. It does not fit into memory: ask for fewer slots or tokens."
+        print(text, file=sys.stderr, flush=True)
         return EXIT_FAILURE
 
 
@@ -137,10 +137,20 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+_POSITIONAL = {
+    "folder": "RUN",
+    "name": "MODULE:NAME",
+    "source": "SOURCE",
+    "out": "OUT",
+    "file": "FILE",
+    "targets": "RUN",
+}
+
+
 def _check_values(options: argparse.Namespace, one: argparse.ArgumentParser) -> None:
     """Raise ConfigError for an option without a value, as `--config=$FILE` without the variable, or out of bounds."""
     for name, value in vars(options).items():
-        key = "RUN" if name == "folder" else f"--{name.replace('_', '-')}"
+        key = _POSITIONAL.get(name, f"--{name.replace('_', '-')}")
         if "" in _listed(value) and name != "prompts" and one.get_default(name) != "":
             raise ConfigError(key, "", "is empty", "Name one, or leave it out.")
         for number in _listed(value) if name in BOUNDS else ():

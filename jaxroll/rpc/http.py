@@ -162,6 +162,8 @@ def token(secret: str | None, path: Path) -> str:
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(made + "\n")
     except OSError as error:
+        if secret is not None or disk.remedy(error, path):  # the file is the run's, or its disk is the cause
+            raise
         raise ConfigError("--token-file", str(path), f"cannot be written ({error.strerror})", remedy) from error
     return made
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.control import cli
+from jaxroll.control import cli, commands
 from jaxroll.errors import EXIT_CONFIG
 from jaxroll.rpc import http
 from tests.harness.run_folder import make_run
@@ -134,6 +134,9 @@ def test_a_removed_working_folder_is_named(
     gone.rmdir()
     for words in (["report", "run"], ["config", SMOKE], ["doctor"], ["ui"]):
         assert "working folder" in refusal(capsys, words)
+    monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)  # a role that its supervisor starts again
+    assert cli.main(["sampler", str(tmp_path / "nothing")]) == EXIT_CONFIG
+    assert "working folder" not in capsys.readouterr().err
 
 
 def test_a_folder_of_runs_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -151,12 +154,26 @@ def test_a_token_that_cannot_be_sent_is_not_shown(
     assert "JAXROLL_TOKEN" in text and "geheim" not in text
 
 
-def test_a_lack_of_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxroll.control import commands
+def test_a_lack_of_memory_is_one_line_where_the_user_chose_the_sizes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner's has other remedies, and its log needs the traceback."""
 
     def too_large(options: object) -> int:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
 
-    monkeypatch.setitem(commands.COMMANDS, "doctor", too_large)
-    assert cli.main(["doctor"]) == 1
+    for name in ("serve", "learner"):
+        monkeypatch.setitem(commands.COMMANDS, name, too_large)
+    assert cli.main(["serve", "runs/a"]) == 1
     assert "fewer slots or tokens" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        cli.main(["learner", "runs/a"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"), [(["env", "check", ""], "MODULE:NAME"), (["weights", "import", "", "out"], "SOURCE")]
+)
+def test_an_empty_argument_is_named_as_the_help_names_it(
+    capsys: pytest.CaptureFixture[str], words: list[str], key: str
+) -> None:
+    assert f"error: {key} = " in refusal(capsys, words)

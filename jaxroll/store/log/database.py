@@ -360,7 +360,7 @@ def facts(connection: sqlite3.Connection) -> dict[str, int | str]:
 # could run forever. Readers may fail on malformed rows: `damage_named` turns such failures into one kind of error.
 
 WAIT_S = 10.0
-VALUE_BYTES = 256 << 20  # limit of one value; a member of 8 MB
+VALUE_BYTES = 256 << 20  # limit of one value; the largest is a member, of 8 MB at most
 
 
 def is_there(run_dir: Path) -> bool:
