@@ -92,7 +92,7 @@ class UpdateSlots:
 # can check them too. A caller learns the run's id only from the reply to Hello. For samplers and learners the log also
 # holds the names that sent Hello.
 
-NAMES_KEPT = 1024  # names with best-effort entries (version, inbox); for each the store knows eight reports
+NAMES_KEPT = 1024  # names with best-effort entries (version, inbox); of reports the store knows eight times as many
 _ARRIVALS, _ARRIVALS_PER_S = 512.0, 2.0  # each is a log record: enough for a pod that starts at once, not for a loop
 WITH_LEASES = frozenset({"sampler", "learner"})  # a new process of these ends the leases of the one before
 _WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may join without a config; if they have one, it must match
