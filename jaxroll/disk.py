@@ -87,6 +87,12 @@ def lock(file: IO[Any]) -> None:
         raise ConfigError("RUN", str(path.parent), reason, remedy) from error
 
 
+def check_new_folder(out: Path) -> None:
+    """Raise ConfigError if `out` exists and is not an empty folder."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("OUT", str(out), "it exists already", "Name a new folder.")
+
+
 def sync_folder(folder: Path) -> None:
     """Sync `folder`, everything in it, and its name in the parent folder to disk."""
     for path in (*folder.rglob("*"), folder, folder.parent):

@@ -116,6 +116,8 @@ def _settle(options: argparse.Namespace, extra: list[str], one: argparse.Argumen
     if extra:
         return f"unknown argument {extra[0]}. {_hint(options, extra[0], one)}"
     _check_values(options, one)
+    if options.command == "eval":
+        _check_samples(options)
     if (folder := getattr(options, "folder", None)) is None or not hasattr(options, "run"):
         return ""
     if folder.endswith(".py"):
@@ -157,6 +159,16 @@ def _check_values(options: argparse.Namespace, one: argparse.ArgumentParser) -> 
             least, most = BOUNDS[name]
             if isinstance(number, int | float) and not least <= number <= most:
                 raise ConfigError(key, number, "is out of range", f"Give a number from {least:,} to {most:,}.")
+
+
+def _check_samples(options: argparse.Namespace) -> None:
+    """Raise ConfigError if `eval` cannot compute its figures from so many answers."""
+    for k in options.k:
+        if k > options.samples:
+            raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={k} or more.")
+    if options.samples > 1 and options.temperature <= 0:
+        reason = "several greedy answers are all the same"
+        raise ConfigError("--temperature", options.temperature, reason, "Set it above 0, for example to 1.")
 
 
 def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) -> str:

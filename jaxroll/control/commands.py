@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from jaxroll import config as configs
-from jaxroll import lifeline
+from jaxroll import disk, lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
@@ -155,6 +155,7 @@ def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
     if RunPaths(path).run_file.exists() or not (path / "tokenizer.json").is_file():
         return None
     config = configs.of_model_folder(path)
+    preflight.check_options(options, config)
     if not options.child:  # it would find out after it has loaded JAX
         preflight.check_model(config)
     return config, path
@@ -321,10 +322,11 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     return archive.checkpoints_main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 
-def run_weights(options: argparse.Namespace) -> int:
+def run_weights(options: argparse.Namespace) -> int | None:
     """`weights`: to and from Hugging Face, in a child that leaves every device alone."""
+    source, out = _absolute(options.source), _absolute(options.out)
     if not options.child:
-        source = _absolute(options.source)
+        disk.check_new_folder(out)
         if options.direction == "import" and not (source / "config.json").is_file():
             raise ConfigError("HF_FOLDER", str(source), "holds no config.json", "Give a Hugging Face checkpoint.")
         if options.direction == "export" and RunPaths(source).run_file.is_file():
@@ -333,19 +335,15 @@ def run_weights(options: argparse.Namespace) -> int:
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
     from jaxroll.tools import weights
 
-    source, out = _absolute(options.source), _absolute(options.out)
     if options.direction == "import":
-        print(weights.import_folder(source, out, options.dtype))
-        return 0
+        return print(weights.import_folder(source, out, options.dtype))
     above = (source, source.parent, source.parent.parent)  # RUN, RUN/warm, RUN/checkpoints/LINEAGE.STEP
     home = next((path for path in above if RunPaths(path).run_file.is_file()), None)
     run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
     if options.adapters:
-        print(weights.export_adapters(source, run, out, options.dtype, options.checkpoint))
-        return 0
+        return print(weights.export_adapters(source, run, out, options.dtype, options.checkpoint))
     with weights.opened(source, run, options.checkpoint) as held:
-        print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
-    return 0
+        return print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
 
 
 def run_list(options: argparse.Namespace) -> None:
@@ -443,7 +441,7 @@ def _config_and_run(
     folder = options.run
     if options.config:
         config = preflight.runnable_config(options)
-        preflight.check_role(options, config)
+        preflight.check_options(options, config)
         if folder:
             if check is not None:
                 check(run_dir.checked(folder), config)
@@ -458,7 +456,7 @@ def _config_and_run(
         raise ConfigError(options.overrides[0], folder, reason, "Give --config=FILE with overrides, or none.")
     path = run_dir.checked(folder)
     config = given_config(path) if options.child else run_dir.load_config(path)
-    preflight.check_role(options, config)
+    preflight.check_options(options, config)
     if check is not None:
         check(path, config)
     return config, path

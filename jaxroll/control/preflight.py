@@ -30,12 +30,13 @@ from jaxroll.config.derived import (
     device_processes,
     has_evaluator,
     limits_cache,
+    longest_prompt,
     model_folder,
     no_memory_limit,
     page_size,
     sample_tokens,
 )
-from jaxroll.config.parsing import about, evaluation_set, every_part, nearest, task_parts
+from jaxroll.config.parsing import HELDOUT, about, evaluation_set, every_part, nearest, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
@@ -455,13 +456,21 @@ def run_with_other_sets(options: argparse.Namespace) -> tuple[Config, Path] | No
         raise ConfigError("--config", options.config, "names no held-out sets", remedy)
     config = replace(run_dir.load_config(path), evaluator=evaluator)
     config = configs.parse(configs.to_dict(config))
+    check_options(options, config)
     check_trained(path, config)
     _check_files(config)
     return config, path
 
 
-def check_role(options: argparse.Namespace, config: Config) -> None:
-    """Raise ConfigError if the run does not have this role."""
+def check_options(options: argparse.Namespace, config: Config) -> None:
+    """Raise ConfigError if the run has no such role or held-out set, or if no answer fits into a served context."""
+    known, context = (HELDOUT, *config.evaluator.sets), getattr(options, "context", None)
+    for name in options.set if options.command == "eval" else ():
+        if name not in known:
+            raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
+    if context is not None and context <= longest_prompt(config):
+        reason = f"the config's longest prompt has {longest_prompt(config)} tokens, and an answer needs one more"
+        raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")
     if options.command == COLOCATED and not config.placement.colocated:
         reason = "this run has a process for each role"
         raise ConfigError("placement.colocated", False, reason, "Set it to True, for every process of the run.")

@@ -209,7 +209,6 @@ def generate(args: RoleArgs, options: argparse.Namespace) -> int:
 
 def evaluate(args: RoleArgs, options: argparse.Namespace) -> int:
     """Print the figures of each held-out set and return 0. `options` are those of the command line."""
-    check_options(args.config, options)
     with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout may be read as JSON
         source, found = evaluated(args, options)
     if options.json:
@@ -271,26 +270,6 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
         pool.close()
 
 
-def check_options(config: Config, options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that contradict each other, and for sets that the config does not have."""
-    known = (heldout.HELDOUT, *config.evaluator.sets)
-    for name in options.set:
-        if name not in known:
-            raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
-    if options.samples < 1:
-        raise ConfigError("--samples", options.samples, "each item needs an answer", "Give 1 or more.")
-    for k in options.k:
-        if not 1 <= k <= options.samples:
-            raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={max(k, 1)} or more.")
-    if options.samples > 1 and options.temperature <= 0:
-        raise ConfigError(
-            "--temperature",
-            options.temperature,
-            "several greedy answers are all the same",
-            "Set it above 0, for example to 1.",
-        )
-
-
 def chosen(sets: Mapping[str, tuple[Task, ...]], names: Sequence[str]) -> dict[str, tuple[Task, ...]]:
     """The sets with these names, or all that have items."""
     return {name: tasks for name, tasks in sets.items() if tasks and (not names or name in names)}
@@ -348,12 +327,8 @@ def serve(args: RoleArgs, options: argparse.Namespace) -> int:
         else (paths.http_token if of_run else http.user_token_file(paths.http_token.name))
     )
     token = http.token(None if options.token_file else secret, token_file)
-    longest = longest_prompt(config)
     context = request_tokens(config) if options.context is None else options.context
-    if context <= longest:
-        reason = f"the config's longest prompt has {longest} tokens, and an answer needs one more"
-        raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")
-    model = load(config, args.run_dir, slots=options.slots, max_tokens=context - longest)
+    model = load(config, args.run_dir, slots=options.slots, max_tokens=context - longest_prompt(config))
     engine = model.host.engine
     url = http.address(options.host, listening)
     name = options.name or args.run_dir.name

@@ -251,8 +251,7 @@ def _origin(run: OfRun) -> Mapping[str, Any]:
 @contextlib.contextmanager
 def _new(out: Path) -> Iterator[Path]:
     """A temporary folder, renamed to `out` at the end; ConfigError when `out` exists and is not an empty folder."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("OUT", str(out), "it exists already", "Name a new folder.")
+    disk.check_new_folder(out)
     with weights.written_whole(out) as unfinished:
         yield unfinished
 

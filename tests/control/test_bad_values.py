@@ -16,6 +16,7 @@ from tests.harness.run_folder import make_run
 ROOT = Path(__file__).parents[2]
 SMOKE = f"--config={ROOT / 'configs' / 'smoke.py'}"
 HUGE = "9" * 26
+MODEL = str(ROOT / "tests" / "golden" / "qwen3" / "tied")
 
 
 def refusal(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
@@ -62,6 +63,51 @@ def test_an_empty_value_is_refused(
     text = refusal(capsys, words)
     assert f"error: {words[-1].rstrip('=')} = " in text and "is empty" in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "eval RUN --samples=2 --temperature=1 --k=3",
+            "--k = 3: pass@3 needs as many samples. Add --samples=3",
+        ),
+        ("eval RUN --samples=2", "--temperature = 0.0: several greedy answers are all the same. Set it above 0"),
+    ],
+)
+def test_figures_that_eval_cannot_compute_are_refused(
+    capsys: pytest.CaptureFixture[str], line: str, reason: str
+) -> None:
+    assert reason in refusal(capsys, line.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["eval", MODEL, SMOKE, "--config.task.max_prompt_tokens=48", "--set=nothing"], "--set = 'nothing'"),
+        (["eval", "RUN", "--set=nothing"], "--set = 'nothing'"),
+        (["serve", "RUN", "--context=8"], "an answer needs one more. Give a larger number"),
+        (["weights", "import", MODEL, "FULL"], "OUT = "),
+        (["weights", "export", "RUN", "FULL"], "OUT = "),
+    ],
+    ids=["eval --config", "eval", "serve", "import", "export"],
+)
+def test_a_mistake_is_refused_before_a_process_that_loads_jax_starts(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    reason: str,
+) -> None:
+    """Such a process needs five seconds to find out; and nothing is written."""
+    monkeypatch.setattr(commands, "run_foreground", lambda *_: pytest.fail("a process was started"))
+    make_run(tmp_path / "RUN", steps=2)
+    (tmp_path / "FULL").mkdir()
+    (tmp_path / "FULL" / "mine").touch()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert reason in refusal(capsys, words)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("option", ["jsonl", "parquet", "perfetto"])
