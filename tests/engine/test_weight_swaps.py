@@ -71,7 +71,7 @@ def test_reprefill_and_keep_kv_are_not_the_same(bench):
     [
         (0, "dense", "keep_kv"),
         (0, "dense", "restart"),
-        (1, "xla", "drain"),
+        pytest.param(1, "xla", "drain", marks=pytest.mark.soak),
         pytest.param(1, "xla", "reprefill", marks=pytest.mark.soak),
         pytest.param(0, "dense", "reprefill", marks=pytest.mark.soak),
         pytest.param(0, "dense", "drain", marks=pytest.mark.soak),

@@ -249,6 +249,7 @@ def test_advantages_are_standardised_over_all_tokens_and_targets_are_not(small_c
 # --- what must not change the update
 
 
+@pytest.mark.soak
 def test_neither_rows_nor_order_nor_mesh_change_the_update(small_config, make_claim, make_trainer):
     claim = make_claim(age=1)
     turned = msgspec.structs.replace(claim, groups=claim.groups[::-1])

@@ -89,6 +89,7 @@ def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(pr
     assert operations(4) == operations(2)
 
 
+@pytest.mark.soak
 def test_programs_of_adapters_and_of_a_critic_do_not_grow_with_the_number_of_layers(programs) -> None:
     def operations(layers: int) -> dict[str, int]:
         spec = dataclasses.replace(NANO, layers=layers, scan=True, remat="layer")

@@ -128,7 +128,7 @@ def test_the_same_samples_give_the_same_batches(lengths):
 
 @pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.soak), 8])
-@pytest.mark.parametrize("per_shard", [16, pytest.param(40, marks=pytest.mark.soak), 128])
+@pytest.mark.parametrize("per_shard", [16, *(pytest.param(n, marks=pytest.mark.soak) for n in (40, 128))])
 def test_shards_get_equal_work_of_lengths_that_are_very_unequal(per_shard, shards, each):
     """Log-normal lengths (σ = 1, at most 16 medians), 20 claims, each within 5 %.
 

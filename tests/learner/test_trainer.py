@@ -59,7 +59,7 @@ def test_compilations_of_other_threads_are_not_counted():
         counter.close()
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_same_claims_give_the_same_bits(small_config, make_claim, make_trainer, minibatches):
     config = small_config(mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches)
     claims = [make_claim(step, age=1) for step in (1, 2)]
@@ -180,6 +180,7 @@ def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_
     assert row["age_hist"]["1"] == 1 and row["by_age"]["1"]["tokens"] == 1
 
 
+@pytest.mark.soak
 def test_the_shards_of_a_mesh_get_equal_work(small_config, make_claim, make_trainer, monkeypatch):
     """Very unequal lengths on four devices: the work of each, counted off what lies on it, and the metric says so."""
     config = small_config(mesh=MeshConfig(data=2, fsdp=2), micro_batch_rows=8, row_tokens=256)
