@@ -239,7 +239,8 @@ class LoopThread:
             if silent_s >= self._hand_over_s and self._hand_over(silent_s):
                 silent_s = 0.0
             if silent_s >= self._blocked_s:
-                what, _ = self._blocker(silent_s)
+                what, _, stack = self._blocker(silent_s)
+                print(stack, end="", file=sys.stderr, flush=True)
                 remedy = 'Run an environment that blocks with place = "thread" or "process"'
                 self._fail(f"{self._name}: {what}. {remedy}")
                 return
@@ -259,9 +260,10 @@ class LoopThread:
             heir.start()
         except RuntimeError:  # the machine refuses a thread
             return False
-        what, where = self._blocker(silent_s)
-        if owner := self.loop.hand_over(blocked, heir):
+        what, where, stack = self._blocker(silent_s)
+        if owner := self.loop.hand_over(blocked, heir):  # else the loop waits or has gone on: this process was slow
             self._thread = heir
+            print(stack, end="", file=sys.stderr, flush=True)
             self.loop.call_soon_threadsafe(owner.note_blocked, where)
             print(f"{self._name}: {what}; another thread runs the loop now", flush=True)
         decided.set()
@@ -272,16 +274,15 @@ class LoopThread:
         if self._thread is threading.current_thread():
             self._run()
 
-    def _blocker(self, silent_s: float) -> tuple[str, str]:
-        """Description of the task that blocks the loop, and its source line; its stack is printed."""
+    def _blocker(self, silent_s: float) -> tuple[str, str, str]:
+        """Description of the task that blocks the loop, its source line, and its stack as text."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
-        for line in traceback.format_list(stack):
-            print(line, end="", file=sys.stderr, flush=True)
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
         name = "a callback" if task is None else f"the task {task.get_name()}"
-        return f"{name} blocked the event loop for {silent_s:.0f} s at {where}", where
+        what = f"{name} blocked the event loop for {silent_s:.0f} s at {where}"
+        return what, where, "".join(traceback.format_list(stack))
 
     def _fail(self, cause: str) -> None:
         self.failure = cause

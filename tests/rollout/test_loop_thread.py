@@ -173,6 +173,14 @@ def test_a_busy_loop_is_not_taken_for_a_blocked_one() -> None:
     closed(thread)
 
 
+def test_a_loop_that_waits_is_not_handed_over_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """As on a machine so slow that the loop has not answered yet, although nothing blocks it."""
+    thread = LoopThread("test")
+    assert not thread._hand_over(silent_s=3.0)
+    closed(thread)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_session_that_foreign_code_cancels_ends_with_that_cause() -> None:
     thread = LoopThread("test")
 
