@@ -372,6 +372,12 @@ async def _answered(call: Call, what: str) -> Any:
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """True if `error` comes from a cancellation of the current task; False if foreign code raised it."""
-    task = asyncio.current_task()
+    """True if `error` comes from a cancellation of the current task; False if foreign code raised it.
+
+    True without a running loop too: it has ended, and the coroutine of a member that was left pending is collected.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return True
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -7,7 +7,8 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -435,3 +436,24 @@ def test_a_process_with_too_many_left_threads_ends() -> None:
             await exhausted
 
     play(body)
+
+
+def test_a_member_that_is_collected_after_its_loop_has_ended_reports_nothing() -> None:
+    """Its coroutine is closed by a GeneratorExit; no error of an environment is made of it."""
+    found = []
+
+    @types.coroutine
+    def waits() -> Iterator[None]:
+        yield
+
+    async def member() -> None:
+        try:
+            await waits()
+        except GeneratorExit as error:
+            found.append(executors.is_cancellation(error))
+            raise
+
+    left = member()
+    left.send(None)
+    left.close()
+    assert found == [True]
