@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +22,14 @@ from jaxroll.protocols import StepResult
 from jaxroll.roles.session import ended
 
 DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks_are_collected() -> Iterator[None]:
+    """asyncio reports the lost tasks of these tests when they are collected, and Python 3.11 parses source for that
+    report: in the middle of another test's `ast.parse`, that one fails."""
+    yield
+    gc.collect()
 
 
 def closed(thread: LoopThread) -> None:
