@@ -49,10 +49,10 @@ class OwnedTask(asyncio.Task):
 class _Ready(deque):
     """The callbacks that are due; only the thread whose turn it is takes one."""
 
-    wait_for_turn: Callable[[], None]
+    wait_while_elsewhere: Callable[[], None]
 
     def popleft(self) -> Any:
-        self.wait_for_turn()
+        self.wait_while_elsewhere()
         return super().popleft()
 
 
@@ -63,9 +63,9 @@ class SharedLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._turn, self._runs_in, self._handed, self._waiting = threading.Condition(), 0, 0, 0
+        self._owner_changed, self._runs_in, self._handed, self._waiting = threading.Condition(), 0, 0, 0
         self._ready = _Ready(self._ready)
-        self._ready.wait_for_turn = self._wait_for_turn
+        self._ready.wait_while_elsewhere = self._wait_while_elsewhere
         self.set_task_factory(lambda loop, coro, **options: OwnedTask(coro, loop=loop, **options))
 
     @property
@@ -86,9 +86,9 @@ class SharedLoop(asyncio.SelectorEventLoop):
             return None
         self._runs_in = to.ident or 0
         if _running_handle(blocked) is not handle:  # it has just ended
-            with self._turn:
+            with self._owner_changed:
                 self._runs_in = blocked.ident or 0
-                self._turn.notify_all()
+                self._owner_changed.notify_all()
             return None
         if (task := asyncio.current_task(self)) is not None:
             with contextlib.suppress(RuntimeError):  # from Python 3.14 on the current task is one of its thread
@@ -97,17 +97,17 @@ class SharedLoop(asyncio.SelectorEventLoop):
         self._handed += 1
         return owner
 
-    def _wait_for_turn(self) -> None:
+    def _wait_while_elsewhere(self) -> None:
         if self.is_elsewhere:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self.call_soon_threadsafe(lambda: None)  # wakes the other thread: the callback may have scheduled some
-            with self._turn:
+            with self._owner_changed:
                 self._waiting += 1
-                self._turn.wait_for(lambda: not self.is_elsewhere)
+                self._owner_changed.wait_for(lambda: not self.is_elsewhere)
                 self._waiting -= 1
 
     def _run_once(self) -> None:
-        self._wait_for_turn()
+        self._wait_while_elsewhere()
         super()._run_once()  # type: ignore[misc]
 
 

@@ -221,7 +221,7 @@ class Device:
         work["insert, restore and copy"] = self._run_empty_moves
         where, cache = self._programs.replicated, jax.config.values["jax_compilation_cache_dir"]
         key = f"{dict(where.mesh.shape)} {self._sizes} {self.dtypes} {self.served}"
-        for what in programs.in_turns(work, key, cache if where.is_fully_addressable else None):
+        for what in programs.one_at_a_time(work, key, cache if where.is_fully_addressable else None):
             _timed(progress, what, work[what])
         self._warm = self._compiled()
 

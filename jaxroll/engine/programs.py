@@ -393,38 +393,38 @@ def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
 
 # --- the engines of one machine compile each program once
 
-TURN_LIMIT_S, TURN_PAUSE_S = 300.0, 0.1
+LOCK_LIMIT_S, LOCK_PAUSE_S = 300.0, 0.1
 
 
-def in_turns(names: Iterable[str], key: str, folder: str | None) -> Iterator[str]:
+def one_at_a_time(names: Iterable[str], key: str, folder: str | None) -> Iterator[str]:
     """`names` of programs, in an order in which processes of this machine compile none of them at the same time.
 
     Samplers and evaluator of a machine often have equal programs, and start together. Each name has a file in `folder`,
     the compilation cache. The process that is the first to lock it compiles, and marks the file when it asks for the
-    next name; until then that name comes later for others, but not more than TURN_LIMIT_S later. No process waits for a
+    next name; until then that name comes later for others, but not more than LOCK_LIMIT_S later. No process waits for a
     marked one. `key` tells programs of one name apart; programs that it confuses are compiled by each process.
     """
-    pending, limit_s = list(names), time.monotonic() + TURN_LIMIT_S
+    pending, limit_s = list(names), time.monotonic() + LOCK_LIMIT_S
     while pending and folder and time.monotonic() < limit_s:
         for name in pending:
             with contextlib.ExitStack() as held:
-                if (turn := _turn(held, Path(folder), f"{jax.__version__} {key} {name}")) is not None:
+                if (mark_compiled := _compile_lock(held, Path(folder), f"{jax.__version__} {key} {name}")) is not None:
                     yield name
                     pending.remove(name)
-                    limit_s = time.monotonic() + TURN_LIMIT_S
-                    turn()
+                    limit_s = time.monotonic() + LOCK_LIMIT_S
+                    mark_compiled()
                     break
         else:
-            time.sleep(TURN_PAUSE_S)
+            time.sleep(LOCK_PAUSE_S)
     yield from pending
 
 
-def _turn(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
+def _compile_lock(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
     """None if another process compiles `label`; otherwise the callback to run after its compilation."""
-    turns = folder / "turns"
+    locks = folder / "locks"
     try:
-        turns.mkdir(parents=True, exist_ok=True)
-        file: IO[bytes] = held.enter_context((turns / hashlib.sha256(label.encode()).hexdigest()).open("ab", 0))
+        locks.mkdir(parents=True, exist_ok=True)
+        file: IO[bytes] = held.enter_context((locks / hashlib.sha256(label.encode()).hexdigest()).open("ab", 0))
         if file.tell():
             return lambda: None
         disk.lock(file)

@@ -143,7 +143,7 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm(spec, H, rngs)
         self.bias, self.qk_norm, self.query_factor = spec.attention_bias, spec.qk_norm, spec.query_factor
 
-    def __call__(self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend) -> Float[Array, "*rows D"]:
+    def __call__(self, x: Float[Array, "*rows D"], rotation: Rotation, attend: Attend) -> Float[Array, "*rows D"]:
         q, k, v = (project(x, weight) for weight in (self.q, self.k, self.v))
         if self.bias:
             q, k, v = (
@@ -151,7 +151,7 @@ class Attention(nnx.Module):
             )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return project(attend(rotated(q, turn, self.query_factor), rotated(k, turn), v), self.o, inputs=2)
+        return project(attend(rotated(q, rotation, self.query_factor), rotated(k, rotation), v), self.o, inputs=2)
 
 
 class GatedMLP(nnx.Module):
@@ -213,9 +213,9 @@ class Block(nnx.Module):
         self.post_norms = spec.post_norms
 
     def __call__(
-        self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend, routing: Routing
+        self, x: Float[Array, "*rows D"], rotation: Rotation, attend: Attend, routing: Routing
     ) -> Float[Array, "*rows D"]:
-        out = self.attn(self.attn_norm(x), turn, attend)
+        out = self.attn(self.attn_norm(x), rotation, attend)
         x = x + (self.attn_post_norm(out) if self.post_norms else out)
         y = self.mlp_norm(x)
         out = self.mlp(y, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)

@@ -116,7 +116,7 @@ def forward_with_load(
             assert prompt_ids is not None, "rows that share prompts need prompt_ids"
             attend = kernels.attention(rows, segment_ids, prompt_ids, positions, window)
         attend = placed.exchanged(attend, layout)
-        turn = _rotation(spec, positions, window)
+        rotation = _rotation(spec, positions, window)
 
         def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
             x = checkpoint_name(x, _INPUT)
@@ -127,7 +127,7 @@ def forward_with_load(
                 loads.append(moe.load(logits, chosen, segment_ids > 0))
                 return chosen
 
-            x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout)
+            x = _pinned(block(x, rotation, attend, Routing(seen, layout)), layout)
             return x, loads[0] if loads else None
 
         if remat == "none":

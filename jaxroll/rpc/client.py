@@ -198,7 +198,7 @@ class GrpcTransport:
 
     def __init__(self, address: str | Path, max_message_bytes: int, tls: Material | None) -> None:
         self._address, self._max_message_bytes, self._tls = address, max_message_bytes, tls
-        self._turns = 0  # changes to the next one of several addresses
+        self._switches = 0  # changes to the next one of several addresses
         self._target = self._target_written = ""
         self._file = _UNREAD
         self._channel: grpc.aio.Channel | None = None
@@ -214,7 +214,7 @@ class GrpcTransport:
         self, path: str, body: bytes, metadata: Metadata, deadline_s: float, *, asks_first: bool
     ) -> bytes:
         """See Transport."""
-        channel, turns = await self._connected(), self._turns
+        channel, switches = await self._connected(), self._switches
         if len(body) <= protocol.PIECE_BYTES:
             attempt = channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
         elif asks_first:
@@ -231,8 +231,8 @@ class GrpcTransport:
         try:
             return await _ended(attempt, deadline_s, f"{path[1:].replace('/', '.')} at {self.target}")
         except grpc.aio.AioRpcError:
-            if self._turns == turns:  # calls that fail together at one address all go on to the same next one
-                self._turns += 1
+            if self._switches == switches:  # calls that fail together at one address all go on to the same next one
+                self._switches += 1
             raise
 
     async def diagnosis(self) -> str | None:
@@ -256,7 +256,7 @@ class GrpcTransport:
         """The channel to the server's current address; the address file is read before every attempt."""
         if isinstance(self._address, str):
             addresses = self._address.split(",")
-            target = addresses[self._turns % len(addresses)]
+            target = addresses[self._switches % len(addresses)]
         else:
             target = self._written(self._address)
         if target != self._target or self._channel is None:
