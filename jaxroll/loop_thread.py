@@ -1,8 +1,8 @@
 """The asyncio loop thread of a role, which callbacks of foreign code cannot block, and the thread for its JAX jobs.
 
 Environments run on this loop. A blocking call cannot be interrupted, so another thread takes the loop over and runs
-everything else. The blocked thread finishes its callback, and then waits for its turn, which never comes: it must not
-end, because its end would kill the child processes that it started (`lifeline.bind`).
+everything else. The blocked thread finishes its callback, and then waits until the process ends: it must not end
+itself, because its end would kill the child processes that it started (`lifeline.bind`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OwnedTask(asyncio.Task):
 
 
 class _Ready(deque):
-    """The callbacks that are due; only the thread whose turn it is takes one."""
+    """The callbacks that are due; only the thread that runs the loop takes one."""
 
     wait_while_elsewhere: Callable[[], None]
 
@@ -240,9 +240,9 @@ class LoopThread:
                 silent_s = 0.0
             if silent_s >= self._blocked_s:
                 what, _, stack = self._blocker(silent_s)
-                print(stack, end="", file=sys.stderr, flush=True)
                 remedy = 'Run an environment that blocks with place = "thread" or "process"'
                 self._fail(f"{self._name}: {what}. {remedy}")
+                _print_stack(stack)
                 return
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._answer)
@@ -263,10 +263,10 @@ class LoopThread:
         what, where, stack = self._blocker(silent_s)
         if owner := self.loop.hand_over(blocked, heir):  # else the loop waits or has gone on: this process was slow
             self._thread = heir
-            print(stack, end="", file=sys.stderr, flush=True)
             self.loop.call_soon_threadsafe(owner.note_blocked, where)
-            print(f"{self._name}: {what}; another thread runs the loop now", flush=True)
         decided.set()
+        if owner is not None:
+            _print_stack(stack, f"{self._name}: {what}; another thread runs the loop now")
         return owner is not None
 
     def _inherit(self, decided: threading.Event) -> None:
@@ -293,6 +293,13 @@ class LoopThread:
                 future.set_exception(InfraError(cause))
             if inspect.getcoroutinestate(job) == inspect.CORO_CREATED:  # the loop will not start it any more
                 job.close()
+
+
+def _print_stack(stack: str, report: str = "") -> None:
+    """Print both; if that fails, as on a full disk, the watchdog goes on without them."""
+    with contextlib.suppress(OSError, ValueError):
+        print(stack, end="", file=sys.stderr, flush=True)
+        print(report, end="\n" if report else "", flush=True)
 
 
 _starting: dict[int, threading.Thread] = {}  # by the thread that waits in `Thread.start`
