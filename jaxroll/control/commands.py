@@ -322,7 +322,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     return archive.checkpoints_main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 
-def run_weights(options: argparse.Namespace) -> int | None:
+def run_weights(options: argparse.Namespace) -> int:
     """`weights`: to and from Hugging Face, in a child that leaves every device alone."""
     source, out = _absolute(options.source), _absolute(options.out)
     if not options.child:
@@ -336,14 +336,16 @@ def run_weights(options: argparse.Namespace) -> int | None:
     from jaxroll.tools import weights
 
     if options.direction == "import":
-        return print(weights.import_folder(source, out, options.dtype))
+        print(weights.import_folder(source, out, options.dtype))
+        return 0
     above = (source, source.parent, source.parent.parent)  # RUN, RUN/warm, RUN/checkpoints/LINEAGE.STEP
-    home = next((path for path in above if RunPaths(path).run_file.is_file()), None)
-    run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
+    run = next((weights.OfRun(at, run_dir.load_config(at)) for at in above if RunPaths(at).run_file.is_file()), None)
     if options.adapters:
-        return print(weights.export_adapters(source, run, out, options.dtype, options.checkpoint))
-    with weights.opened(source, run, options.checkpoint) as held:
-        return print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
+        print(weights.export_adapters(source, run, out, options.dtype, options.checkpoint))
+    else:
+        with weights.opened(source, run, options.checkpoint) as held:
+            print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
+    return 0
 
 
 def run_list(options: argparse.Namespace) -> None:

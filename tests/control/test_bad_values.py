@@ -68,10 +68,7 @@ def test_an_empty_value_is_refused(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (
-            "eval RUN --samples=2 --temperature=1 --k=3",
-            "--k = 3: pass@3 needs as many samples. Add --samples=3",
-        ),
+        ("eval RUN --samples=2 --temperature=1 --k=3", "--k = 3: pass@3 needs as many samples. Add --samples=3"),
         ("eval RUN --samples=2", "--temperature = 0.0: several greedy answers are all the same. Set it above 0"),
     ],
 )
