@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 import pytest
 
-from jaxroll import metrics
+from jaxroll import lifeline, metrics
 from jaxroll.report.record import checks
 from tests.harness.xla import ROLE_FLAGS
 
@@ -52,6 +52,7 @@ class Train:
         words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / config}.py"]
         self.output = run_dir.parent / f"{run_dir.name}-{'resumed' if resume else 'first'}.out"
         self._rows = metrics.Follower(run_dir / "metrics.jsonl", at_end=resume)
+        own = {"XLA_FLAGS": ROLE_FLAGS, lifeline.PARENT_ENV: str(os.getpid())}  # it does not outlive a killed pytest
         self.rows: list[dict] = []
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
@@ -61,7 +62,7 @@ class Train:
                 stderr=out,
                 cwd=ROOT,
                 start_new_session=True,
-                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ROLE_FLAGS},
+                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, **own},
             )
 
     def __enter__(self) -> Train:
