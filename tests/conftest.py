@@ -52,9 +52,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Shapes and types of these packages' functions are checked against their annotations at every call; under `jit` that is
 # once for each compilation. Roles that run as processes are not slowed down.
-_CHECKED = ("jaxroll.algorithms",)
+_CHECKED = tuple(f"jaxroll.{name}" for name in ("algorithms", "engine", "kernels", "learner", "models", "tinker"))
 if importlib.util.find_spec("beartype") is not None or "CI" in os.environ:
-    jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
+    importlib.import_module("tests.harness.shapes")  # the hook does not import it
+    jaxtyping.install_import_hook(_CHECKED, "tests.harness.shapes.checked")
 
 # The first example of a property often compiles, so a deadline per example would measure the compiler.
 _SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from jaxroll import disk
 from jaxroll import sharding as layout
@@ -370,7 +370,7 @@ def _pages_in(state: DecodeState, pool: Array, layers: int, ring: int, place: In
     return kv.of_every_layer(pool, layers, pages)
 
 
-def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Int[Array, "JU X"]:
+def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Integer[Array, "JU X"]:
     """The recorded choices in the pages place[1:] of shard place[0]."""
     pool = state.cache.experts
     assert pool is not None

@@ -340,8 +340,8 @@ def levels(tokens: int, page_tokens: int) -> tuple[int, ...]:
 
 def dense(
     q: Float[Array, "B T N H"],
-    keys: Sequence[Float[Array, "B K H C"]],
-    values: Sequence[Float[Array, "B K C H"]],
+    keys: Sequence[Float[Array, "B K H _"]],
+    values: Sequence[Float[Array, "B K _ H"]],
     positions: Int[Array, " B"],
     last: Int[Array, ""],
     window: int = 0,

@@ -157,7 +157,10 @@ def triton(
 
 
 def cudnn(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: None
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention by cuDNN's flash kernel, without segments, which JAX would pass as a mask of T·T elements."""
     if segments is not None:

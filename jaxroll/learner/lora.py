@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Int, Key, PRNGKeyArray
 
 from jaxroll import sharding as layouts
 from jaxroll.config import LearnerConfig
@@ -229,11 +229,11 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def _created(spec: ModelSpec, lora: Lora, keys: PRNGKeyArray, numbers: Array) -> Params:
+def _created(spec: ModelSpec, lora: Lora, keys: Key[Array, " L"], numbers: Int[Array, " l"]) -> Params:
     """The fresh adapters of a layer by name in it; adapter i of the layer has the key of number numbers[i]."""
     shapes = abstract(spec, lora)
 
-    def one(name: str, key: PRNGKeyArray) -> Array:
+    def one(name: str, key: Key[Array, ""]) -> Array:
         leaf = shapes[f"layers.00.{name}"]
         if name.endswith(_B):
             return jnp.zeros(leaf.shape, leaf.dtype)

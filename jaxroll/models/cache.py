@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxroll.kernels.attention import dense, levels
 from jaxroll.kernels.quantised import DTYPES, Pool, Quantised, as_in
@@ -54,7 +54,7 @@ class KVCache:
 
     keys: tuple[Pool, ...]
     values: tuple[Pool, ...]
-    experts: Int[Array, "D 1 P U X"] | None = None
+    experts: Integer[Array, "D 1 P U X"] | None = None
     joint: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
     ring: int = field(default=0, metadata={"static": True})
     in_rings: tuple[bool, ...] = field(default=(), metadata={"static": True})  # of each pool; empty without rings

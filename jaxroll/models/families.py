@@ -335,7 +335,7 @@ class Family:
     @property
     def keys(self) -> frozenset[str]:
         """The keys of a config.json that this family knows."""
-        return _READ | METADATA | self.read | self.fixed.keys() | self.defaults.keys()
+        return frozenset(_READ | METADATA | self.read | self.fixed.keys() | self.defaults.keys())
 
 
 # Options of some families that no model here has; None is written nowhere.

@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding import Layout
 
 AXIS = "expert"  # the mesh axis that divides the experts
-Choose = Callable[[Float[Array, "*rows E"], Float[Array, "*rows E"]], Int[Array, "*rows k"]]
+Choose = Callable[[Float[Array, "*rows E"], Float[Array, "*rows E"]], Integer[Array, "*rows k"]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def largest(k: int) -> Choose:
     return lambda logits, scores: jax.lax.top_k(scores, k)[1]
 
 
-def replayed(choices: Int[Array, "*rows k"]) -> Choose:
+def replayed(choices: Integer[Array, "*rows k"]) -> Choose:
     """The choice of `choices`; a token whose first entry is not an expert gets those with the largest scores."""
     own = largest(choices.shape[-1])
 
@@ -76,7 +76,9 @@ def replayed(choices: Int[Array, "*rows k"]) -> Choose:
     return choose
 
 
-def gates(logits: Float[Array, "*rows E"], chosen: Int[Array, "*rows k"], normalized: bool) -> Float[Array, "*rows k"]:
+def gates(
+    logits: Float[Array, "*rows E"], chosen: Integer[Array, "*rows k"], normalized: bool
+) -> Float[Array, "*rows k"]:
     """The weights of the chosen experts: softmax over all E, and if `normalized` divided by their sum over the k."""
     weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
     return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalized else weights
@@ -106,7 +108,7 @@ def with_moved_biases(params: Mapping[str, Array], chosen: Float[Array, "L E"], 
 
 def mixed(
     x: Float[Array, "*rows D"],
-    chosen: Int[Array, "*rows k"],
+    chosen: Integer[Array, "*rows k"],
     weights: Float[Array, "*rows k"],
     experts: Weights,
     layout: Layout | None,
@@ -152,7 +154,7 @@ def _summed(y: Array, axes: list[str]) -> Array:
 
 def _grouped(
     x: Float[Array, "*rows D"],
-    chosen: Int[Array, "*rows k"],
+    chosen: Integer[Array, "*rows k"],
     weights: Float[Array, "*rows k"],
     experts: Weights,
     first: Int[Array, ""],
@@ -196,7 +198,7 @@ class Load(NamedTuple):
     probability: Float[Array, " E"]
 
 
-def load(logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], real: Bool[Array, "B T"]) -> Load:
+def load(logits: Float[Array, "B T E"], chosen: Integer[Array, "B T k"], real: Bool[Array, "B T"]) -> Load:
     """The load of one layer by the tokens marked as `real`; only `probability` has gradients."""
     E = logits.shape[-1]
     picked = jnp.sum(jax.nn.one_hot(chosen, E, dtype=jnp.float32), axis=-2)
@@ -231,6 +233,6 @@ def recorded_width(spec: ModelSpec) -> int:
     return spec.layers * spec.experts_per_token
 
 
-def recorded(spec: ModelSpec, chosen: Sequence[Int[Array, "R T k"]]) -> Int[Array, "R T 1 X"]:
+def recorded(spec: ModelSpec, chosen: Sequence[Integer[Array, "R T k"]]) -> Integer[Array, "R T 1 X"]:
     """The records of tokens from the choices of each layer, as the values of one head (see `cache.KVCache`)."""
     return jnp.concatenate(chosen, axis=-1)[:, :, None].astype(recorded_dtype(spec))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jaxroll.kernels import attention as kernels
 from jaxroll.kernels import placed
@@ -64,7 +64,7 @@ def forward(
     attention: str = XLA,
     rows: SharedRows | None = None,
     prompt_ids: Int[Array, "B T"] | None = None,
-    choices: Int[Array, "B T L k"] | None = None,
+    choices: Integer[Array, "B T L k"] | None = None,
 ) -> Float[Array, "B T D"]:
     """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding.
 
@@ -97,7 +97,7 @@ def forward_with_load(
     attention: str = XLA,
     rows: SharedRows | None = None,
     prompt_ids: Int[Array, "B T"] | None = None,
-    choices: Int[Array, "B T L k"] | None = None,
+    choices: Integer[Array, "B T L k"] | None = None,
     stacks: Params | None = None,
     sums: Params | None = None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
@@ -163,7 +163,7 @@ def _scanned(
     params: Params,
     x: Float[Array, "B T D"],
     steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, Load | None]]],
-    choices: Int[Array, "L B T k"] | None,
+    choices: Integer[Array, "L B T k"] | None,
     sums: Params | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads.
@@ -226,7 +226,7 @@ def prefill_with_experts(
     *,
     layout: Layout | None = None,
     attention: str = XLA,
-) -> tuple[Float[Array, "R V"], Layers, Layers, Int[Array, "R T 1 X"] | None]:
+) -> tuple[Float[Array, "R V"], Layers, Layers, Integer[Array, "R T 1 X"] | None]:
     """`prefill`, and the records of the chosen experts (`moe.recorded`; None for a model without experts)."""
     grow = lambda held, _layer, _window, k, v: ((*held[0], k), (*held[1], v))  # noqa: E731
     last, (keys, values), experts = prefill_into(
@@ -245,7 +245,7 @@ def prefill_into(
     *,
     layout: Layout | None = None,
     attention: str = XLA,
-) -> tuple[Float[Array, "R V"], Any, Int[Array, "R T 1 X"] | None]:
+) -> tuple[Float[Array, "R V"], Any, Integer[Array, "R T 1 X"] | None]:
     """As `prefill_with_experts`, but keys and values go into `held` by `keep(held, layer, window, keys, values)`.
 
     With layers in a loop, `held` is carried from layer to layer, so its shape may not change.

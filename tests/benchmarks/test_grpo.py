@@ -31,8 +31,8 @@ def test_every_answer_of_the_planted_model_has_one_length(parts: dict[str, Modul
     """At temperature 1 and for all letters, each letter comes from the next link, and the end follows the last one."""
     work = next(each.work for each in parts["race"].CASES if each.name == case)
     start, chance = parts["start"], np.random.default_rng(0)
-    weights = start.planted(work)
-    rows = np.array([[*work.prompt(number), *work.answer(chance)] for number in range(16)], np.int32)
+    weights = {name: jnp.asarray(value) for name, value in start.planted(work).items()}
+    rows = jnp.array([[*work.prompt(number), *work.answer(chance)] for number in range(16)], jnp.int32)
     places = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
     hidden = transformer.forward(start.SPEC, weights, rows, places, jnp.ones_like(rows))
     chances = np.asarray(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -195,7 +196,7 @@ def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KV
 
 @jax.jit
 def _prefilled(weights: params.Params, empty: kv.KVCache, padded: jax.Array, length: jax.Array):
-    zero = np.zeros(1, np.int32)
+    zero = jnp.zeros(1, jnp.int32)
     logits, keys, values = transformer.prefill(SPEC, weights, padded, length)
     fill = lambda pools, new: tuple(  # noqa: E731
         kv.filled(pool, one, zero, zero[:, None], zero, length) for pool, one in zip(pools, new, strict=True)

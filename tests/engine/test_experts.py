@@ -94,9 +94,8 @@ def of_learner(values, tokens, experts, replay, spec):
     """Log-prob of each token after the first, and the logits, of one sequence [T]."""
     T = len(tokens)
     choices = experts.reshape(1, T, SPEC.layers, -1) if replay else None
-    hidden = transformer.forward(
-        spec, values, tokens[None], np.arange(T)[None], np.ones((1, T), np.int32), choices=choices
-    )
+    at, segment = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
+    hidden = transformer.forward(spec, values, tokens[None], at, segment, choices=choices)
     logits = transformer.logits(spec, values, hidden[0, :-1])
     return token_logprobs(logits, tokens[1:], 1.0), logits
 

@@ -76,8 +76,8 @@ def whole_log_probs(variant: str, kv_dtype: str) -> Any:
     def found(values: params.Params, texts: jax.Array) -> jax.Array:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transformer.placed, "rows", rows)
-            at, one_segment = np.arange(LONGEST, dtype=np.int32), np.ones(texts.shape, np.int32)
-            hidden = transformer.forward(spec, values, texts, np.broadcast_to(at, texts.shape), one_segment)
+            at, one_segment = jnp.arange(LONGEST, dtype=jnp.int32), jnp.ones(texts.shape, jnp.int32)
+            hidden = transformer.forward(spec, values, texts, jnp.broadcast_to(at, texts.shape), one_segment)
         return jax.nn.log_softmax(transformer.logits(spec, values, hidden))
 
     return found

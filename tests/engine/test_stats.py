@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.engine import device, requests
@@ -158,7 +159,7 @@ def test_a_prefill_is_packed_and_unpacked():
     rows = [requests.PrefillRow(np.array([7, 8, 9]), 16, 1, [5, 6, 2], 2)]
     packed = requests.pack_prefill(4, rows, SIZES)
     assert packed.shape == SIZES.prefill_shape(4) and packed.dtype == np.int32
-    batch = requests.unpack_prefill(packed, 4)
+    batch = requests.unpack_prefill(jnp.asarray(packed), 4)
     assert batch.tokens.tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]] and batch.lengths.tolist() == [3, 0]
     assert (batch.starts[0], batch.shards[0]) == (16, 1)
     assert batch.tables.tolist() == [[5, 6, 2, 0], [0, 0, 0, 0]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -204,5 +205,5 @@ def test_a_ring_is_written_by_the_last_tokens_of_a_chunk_only() -> None:
 
 def test_what_a_ring_has_no_place_for_is_not_written() -> None:
     """On a CPU the last of two writes to one place remains, so the values above would be right without this."""
-    of = lambda used, places: np.flatnonzero(cache.lasting(8, np.array([used]), places)[0]).tolist()  # noqa: E731
+    of = lambda used, places: np.flatnonzero(cache.lasting(8, jnp.array([used]), places)[0]).tolist()  # noqa: E731
     assert of(5, 3) == [2, 3, 4] and of(2, 3) == [0, 1] and of(0, 3) == [] and of(5, 0) == [0, 1, 2, 3, 4]

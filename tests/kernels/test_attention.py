@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -24,6 +25,20 @@ def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2
 def test_equals_the_reference(kv_heads):
     q, k, v, mask = problem(kv_heads=kv_heads)
     np.testing.assert_allclose(attention.grouped(q, k, v, mask), attention.reference(q, k, v, mask), atol=2e-6)
+
+
+@pytest.mark.parametrize("argument", range(4))
+def test_an_array_of_another_shape_or_type_than_its_annotation_is_refused(argument):
+    """The tests check the annotations of every function with arrays, at every call (tests/harness/shapes.py)."""
+    pytest.importorskip("beartype", reason="without it nothing is checked")
+    given = list(problem())
+    given[argument] = given[argument][..., None]
+    with pytest.raises(jaxtyping.TypeCheckError, match="grouped"):
+        attention.grouped(*given)
+    given = list(problem())
+    given[argument] = np.asarray(given[argument])
+    with pytest.raises(jaxtyping.TypeCheckError, match="grouped"):
+        attention.grouped(*given)
 
 
 def test_one_mask_may_serve_all_rows():

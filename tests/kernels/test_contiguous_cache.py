@@ -46,10 +46,10 @@ def test_bfloat16_loses_little_more_than_the_rounding_of_its_output(form: str, N
     rng = np.random.default_rng(0)
     real = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     q, k, v = 4 * real(8, 1, N, H), real(8, 64, K, H), real(8, 64, K, H)
-    positions = np.arange(8, 64, 7, dtype=np.int32)
+    positions = jnp.arange(8, 64, 7, dtype=jnp.int32)
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     scores = np.einsum("bkgh,bukh->bkgu", wide[0].reshape(8, K, N // K, H), wide[1]) / H**0.5
-    scores = np.where(np.arange(64) <= positions[:, None, None, None], scores, -np.inf)
+    scores = np.where(np.arange(64) <= np.asarray(positions)[:, None, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     wanted = np.einsum("bkgu,bukh->bkgh", weights, wide[2]).reshape(8, 1, N, H)
@@ -57,7 +57,7 @@ def test_bfloat16_loses_little_more_than_the_rounding_of_its_output(form: str, N
         got = dense(q, (k.transpose(0, 2, 3, 1),), (v.transpose(0, 2, 1, 3),), positions, jnp.int32(63))
     elif form == "paged":
         pool = lambda x: x.transpose(2, 0, 1, 3)  # noqa: E731  (each row a page of its own)
-        got = paged(q, pool(k), pool(v), np.arange(8, dtype=np.int32)[:, None], positions, jnp.ones(1, jnp.int32))
+        got = paged(q, pool(k), pool(v), jnp.arange(8, dtype=jnp.int32)[:, None], positions, jnp.ones(1, jnp.int32))
     else:
         got = attention.grouped(q, k, v, jnp.arange(64) <= positions[:, None, None])
     lost = lambda x: np.sqrt(np.mean((np.asarray(x, np.float64) - wanted) ** 2))  # noqa: E731

@@ -67,7 +67,8 @@ class Textbook:
 
     def hidden(self, spec, params):
         positions = np.broadcast_to(np.arange(LONGEST), self.tokens.shape)
-        return transformer.forward(spec, params, self.tokens, positions, self.segments)
+        rows = map(jnp.asarray, (self.tokens, positions, self.segments))
+        return transformer.forward(spec, params, *rows)
 
     def values(self, params):
         spec = dataclasses.replace(self.spec, value_head=True)

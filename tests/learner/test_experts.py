@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -51,9 +52,8 @@ def with_experts(claim, missing: int = 1):
 def alone(padded: int, params, tokens, experts):
     """The log-probs of one unpacked sequence, padded to `padded`, with these experts."""
     choices = experts.reshape(1, padded, SPEC.layers, -1)
-    hidden = transformer.forward(
-        SPEC, params, tokens[None], np.arange(padded)[None], np.ones((1, padded), np.int32), choices=choices
-    )
+    at, segment = jnp.arange(padded)[None], jnp.ones((1, padded), jnp.int32)
+    hidden = transformer.forward(SPEC, params, tokens[None], at, segment, choices=choices)
     return token_logprobs(transformer.logits(SPEC, params, hidden[0, :-1]), tokens[1:], 1.0)
 
 

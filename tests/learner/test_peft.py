@@ -70,7 +70,7 @@ def test_gradients_of_adapters_are_the_dense_ones_projected(variant: str) -> Non
     weigh = np.random.default_rng(2).normal(size=(*tokens.shape, spec.vocab_size)).astype(np.float32)
 
     def loss(values):
-        hidden = transformer.forward(spec, values, *whole_rows(tokens))
+        hidden = transformer.forward(spec, values, *map(jnp.asarray, whole_rows(tokens)))
         return jnp.mean(weigh * transformer.logits(spec, values, hidden))
 
     merge = functools.partial(lora.merged, spec, None, made, base)

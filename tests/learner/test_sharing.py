@@ -162,9 +162,9 @@ def test_attention_is_that_of_each_sample_by_itself(seed, window):
         for name, value in rows.items():
             own = given[place.sample][name][place.skipped : place.skipped + place.length]
             value[place.row, place.start : place.start + place.length] = own
-    streams = batch.streams
+    streams = {name: jax.numpy.asarray(value) for name, value in (batch.streams | rows).items()}
     attend = attention.attention(ROWS, streams["segment_ids"], streams["prompt_ids"], streams["positions"], window)
-    seen = np.asarray(attend(rows["q"], rows["k"], rows["v"]))
+    seen = np.asarray(attend(streams["q"], streams["k"], streams["v"]))
     longest = ROWS.prompt_tokens + ROWS.tokens  # no token sees the padding after it
     by_itself = jax.jit(lambda q, k, v: attention.grouped(q, k, v, attention.visible(longest, None, window)))
     for place in (*batch.placements, *batch.prompts):

@@ -30,10 +30,11 @@ def one_a_row(samples) -> dict[str, np.ndarray]:
 def plain_loss(config, spec, samples):
     """params → the loss as a textbook would write it, over padded rows."""
     learner, rows = settled(config.learner), one_a_row(samples)
-    mask, tokens = jnp.asarray(rows["mask"], jnp.float32), rows["tokens"]
+    mask = jnp.asarray(rows["mask"], jnp.float32)
+    tokens, positions, segments = (jnp.asarray(rows[name]) for name in ("tokens", "positions", "segment_ids"))
 
     def loss(params):
-        hidden = transformer.forward(spec, params, tokens, rows["positions"], rows["segment_ids"])
+        hidden = transformer.forward(spec, params, tokens, positions, segments)
         log_all = jax.nn.log_softmax(transformer.logits(spec, params, hidden) / config.sampling.temperature)
         logp = jnp.take_along_axis(log_all[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
         logp = jnp.pad(logp, ((0, 0), (1, 0)))

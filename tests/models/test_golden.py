@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,8 +31,8 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward_logits(spec, params, tokens):
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    hidden = transformer.forward(spec, params, tokens, positions, np.ones(tokens.shape, np.int32))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden = transformer.forward(spec, params, tokens, positions, jnp.ones(tokens.shape, jnp.int32))
     return transformer.logits(spec, params, hidden)
 
 

@@ -149,7 +149,7 @@ def test_the_balance_loss_is_that_of_its_definition() -> None:
     E, real = 4, np.array([[True, True, True, False]])
     logits = np.array([[[9.0, 0, 0, 0], [9, 0, 0, 0], [0, 9, 0, 0], [0, 0, 0, 9]]], np.float32)
     chosen = logits.argmax(-1)[..., None]
-    loads = jax.tree.map(lambda x: x[None], moe.load(logits, chosen, real))
+    loads = jax.tree.map(lambda x: x[None], moe.load(jnp.asarray(logits), jnp.asarray(chosen), jnp.asarray(real)))
     mean = np.exp(logits[0, :3]) / np.exp(logits[0, :3]).sum(-1, keepdims=True)
     expected = E * np.sum(np.array([2, 1, 0, 0]) / 3 * mean.mean(0))
     assert float(moe.balance_loss(loads)) == pytest.approx(expected, rel=1e-6)

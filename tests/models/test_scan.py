@@ -35,7 +35,13 @@ def gradients(spec: families.ModelSpec, mesh: MeshConfig, choices: np.ndarray | 
     @jax.jit
     def loss(values, tokens, positions, segments):
         hidden, loads = transformer.forward_with_load(
-            spec, values, tokens, positions, segments, layout=layout, choices=choices
+            spec,
+            values,
+            tokens,
+            positions,
+            segments,
+            layout=layout,
+            choices=None if choices is None else jnp.asarray(choices),
         )
         logprobs = token_logprobs(transformer.logits(spec, values, hidden[:, :-1]), tokens[:, 1:], 1.0)
         trained = (segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])

@@ -64,16 +64,16 @@ def test_a_decode_step_equals_one_device(config):
     """tensor=8 divides neither the heads nor the key-value heads: they stay whole, and the answer stays right."""
     spec = families.spec("nano")
     rng = np.random.default_rng(1)
-    tokens, positions = rng.integers(0, 64, 8).astype(np.int32), rng.integers(0, 12, 8).astype(np.int32)
-    prompts, lengths, slots = rng.integers(0, 64, (4, 6)).astype(np.int32), np.full(4, 6, np.int32), np.arange(4) * 2
-    starts = np.zeros(4, np.int32)
+    some = lambda *shape, below=64: jnp.asarray(rng.integers(0, below, shape), jnp.int32)  # noqa: E731
+    tokens, positions, prompts = some(8), some(8, below=12), some(4, 6)
+    lengths, slots, starts = jnp.full(4, 6, jnp.int32), jnp.arange(4, dtype=jnp.int32) * 2, jnp.zeros(4, jnp.int32)
 
     def run(mesh_config: MeshConfig):
         mesh = layouts.build(mesh_config)
         layout = Layout(mesh, layouts.SAMPLER)
         values = params.init(spec, jax.random.key(0), mesh, layouts.SAMPLER)
         shards = cache.shards_of(8, mesh, layouts.SAMPLER)
-        tables = (np.arange(16).reshape(8, 2) % (16 // shards)).astype(np.int32)  # two pages of six tokens a slot
+        tables = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) % (16 // shards)  # two pages of six tokens a slot
         held = cache.empty(spec, shards, 16 // shards, 6, mesh, layouts.SAMPLER)
 
         @jax.jit
