@@ -61,6 +61,7 @@ def assert_equal(wanted: naive_engine.Trace, got: np.ndarray) -> None:
     assert not len(differing) or wanted.margins[differing[0]] < naive_engine.NEAR_TIE, (wanted, got)
 
 
+@pytest.mark.soak
 def test_slots_on_a_mesh_come_and_go_and_each_request_has_its_naive_tokens(spec, model, seed, expected) -> None:
     mesh = MeshConfig(data=2, tensor=2)
     rng = np.random.default_rng(3)
@@ -84,6 +85,7 @@ def test_slots_on_a_mesh_come_and_go_and_each_request_has_its_naive_tokens(spec,
     assert not first[:, [0, 1, 2], 1].any() and not third[:, 2, 1].any(), "an empty slot has no tokens"
 
 
+@pytest.mark.soak
 def test_a_slot_idles_after_the_end_of_sequence_and_when_it_is_full(spec, model, seed, expected) -> None:
     prompt, room = np.arange(16, dtype=np.int32), 8
     drawn = [expected(prompt, GenerationKey(0, member), room).tokens.tolist() for member in range(8)]

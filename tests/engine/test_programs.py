@@ -30,7 +30,8 @@ def test_programs_of_a_large_model_are_lowered_without_allocating():
 
 
 @pytest.mark.parametrize(
-    ("truncation", "support"), [(True, 0), (False, 0), pytest.param(True, 8, marks=pytest.mark.soak)]
+    ("truncation", "support"),
+    [pytest.param(True, 0, marks=pytest.mark.soak), (False, 0), pytest.param(True, 8, marks=pytest.mark.soak)],
 )
 def test_only_engines_whose_requests_may_truncate_without_supports_sort_the_vocabulary(truncation, support):
     sizes = requests.Sizes(4, 32, 2, 2, (8,), 4, 4, truncation=truncation, support=support)

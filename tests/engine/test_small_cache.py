@@ -24,9 +24,8 @@ def uneven(count: int) -> list[Request]:
     return [Request(i, prompts[i // 2], GenerationKey(i, 0), SamplingParams(int(n))) for i, n in enumerate(limits)]
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(MeshConfig(), marks=pytest.mark.soak), MeshConfig(data=2)], ids=["one device", "data=2"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2)], ids=["one device", "data=2"])
 def test_a_quarter_of_the_memory_gives_the_same_tokens_to_the_bit(bench, mesh):
     make = lambda: bench(mesh, **PAGED, cache_pages=QUARTER * mesh.data)  # noqa: E731
     requests = uneven(24)

@@ -126,10 +126,8 @@ def test_tokens_equal_the_naive_reference_on_a_mesh(bench, assert_naive, mesh):
     assert np.subtract(counted(b), before).all()
 
 
-@pytest.mark.parametrize(
-    "weight_swap",
-    ["reprefill", *(pytest.param(other, marks=pytest.mark.soak) for other in ("keep_kv", "restart", "drain"))],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("weight_swap", ["reprefill", "keep_kv", "restart", "drain"])
 def test_swaps_preemptions_and_aborts_leave_every_token_its_version(bench, assert_replayed, weight_swap):
     b = bench(weight_swap=weight_swap, **FEW_PAGES)
     before, requests = b.engine.stats(), requests_of(24, seed=2, max_tokens=36, stop_tokens=())

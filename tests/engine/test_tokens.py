@@ -70,13 +70,10 @@ def test_tokens_equal_the_naive_reference_on_meshes(bench, work, assert_naive, m
     assert_naive(requests, bench(mesh).run(requests))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "sizes",
-    [
-        pytest.param({"slots": 1}, marks=pytest.mark.soak),
-        {"slots": 3, "decode_chunk": 1, "prefill_rows": 1, "prefill_buckets": (16,)},
-        pytest.param({"slots": 16}, marks=pytest.mark.soak),
-    ],
+    [{"slots": 1}, {"slots": 3, "decode_chunk": 1, "prefill_rows": 1, "prefill_buckets": (16,)}, {"slots": 16}],
     ids=str,
 )
 def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, assert_naive, sizes):
@@ -112,7 +109,7 @@ def test_tokens_are_exactly_equal_for_any_slot_neighbours_and_order(bench, work,
         np.testing.assert_array_equal(one.logprobs, other.logprobs)  # to the bit
 
 
-@pytest.mark.parametrize("paged", ["dense", "xla"])
+@pytest.mark.parametrize("paged", [pytest.param("dense", marks=pytest.mark.soak), "xla"])
 def test_levels_that_a_request_reads_grow_within_a_dispatch_next_to_any_other(bench, paged):
     """From position 63 to 64, where the next level begins, alone and next to a longer request."""
     b = functools.partial(bench, paged_attention=paged, **LEVELS)

@@ -23,6 +23,7 @@ SMALL = {"schedule__alpha": 1, "schedule__steps": 8, "learner__checkpoint_every"
 REPLAYED = ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "tokens_computed", "reward_mean", "groups")
 
 
+@pytest.mark.soak
 def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(tmp_path: Path, note) -> None:
     with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=20) as sampler:
         dying = kills.in_step(run, 5, 0.01)

@@ -74,6 +74,7 @@ def test_18_a_flipped_byte_and_a_snapshot_overwritten_in_transfer_are_fetched_ag
         note(run.judge("18 byte changed, overwritten (tcp)", 2))
 
 
+@pytest.mark.soak
 def test_18_damaged_files_are_never_sampled_from_and_the_next_version_is(tmp_path: Path, note) -> None:
     """The files remain damaged, so the sampler keeps the version before until the learner publishes another one."""
     words = SMALL | {"transfer__channel": "tensorstore", "schedule__alpha": 1, "schedule__steps": 8}

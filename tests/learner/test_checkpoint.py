@@ -85,7 +85,8 @@ def test_training_goes_on_as_if_nothing_had_happened(folder, trainer, make_claim
     checkpoints.close()
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak), MeshConfig(data=4)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(data=4)])
 def test_training_resumes_on_another_mesh_with_the_same_results(
     folder, trainer, make_claim, small_config, make_trainer, mesh
 ):

@@ -270,6 +270,7 @@ def test_neither_rows_nor_order_nor_mesh_change_the_update(small_config, make_cl
             np.testing.assert_allclose(row[key], rows[0][key], rtol=1e-4, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.soak
 def test_offloaded_it_does_the_same_bit_for_bit(small_config, make_claim, make_trainer):
     states = []
     for offload in (False, True):

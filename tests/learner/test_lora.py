@@ -67,6 +67,7 @@ def test_gradients_are_the_dense_ones_projected(adapted, make_claim):
             np.testing.assert_allclose(found[name + end], want, rtol=2e-4, atol=2e-5 * np.abs(want).max(), err_msg=name)
 
 
+@pytest.mark.soak
 def test_the_first_step_sees_the_model_that_the_run_starts_from(adapted, small_config, make_trainer, make_claim):
     trainer, whole = adapted(), make_trainer(small_config())
     assert all(np.array_equal(trainer.params()[name], whole.state.params[name]) for name in whole.state.params)

@@ -56,15 +56,9 @@ def holds(made: Made, trainer, beside: int, host: int) -> None:
     assert host <= made.alive("pinned_host") < host + crumbs
 
 
-@pytest.mark.parametrize(
-    ("offload", "where"),
-    [
-        pytest.param(False, "reward", marks=pytest.mark.soak),
-        (True, "loss"),
-        pytest.param(False, "loss", marks=pytest.mark.soak),
-        pytest.param(True, "reward", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["reward", "loss"])
+@pytest.mark.parametrize("offload", [False, True])
 def test_the_reference_is_on_the_devices_only_while_it_is_used(small_config, make_claim, make_trainer, offload, where):
     trainer = make_trainer(small_config(reference_offload=offload, kl_in=where, **KL))
     params = jax.device_get(trainer.state.params)

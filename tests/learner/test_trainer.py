@@ -160,7 +160,8 @@ def test_the_row_of_a_step(small_config, make_claim, make_trainer):
     msgspec.json.encode(row)  # goes into a JSON line
 
 
-@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_claim, make_trainer, minibatches):
     """Behaviour log-probs taken from the trainer itself: mismatch 0, ess 1, KL 0; shift one token and it shows."""
     config = small_config(minibatches=minibatches)

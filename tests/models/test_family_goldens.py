@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -66,6 +67,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str) -> Non
     assert np.array_equal(logits[:, prompt - 1 : -1].argmax(-1), expected["greedy"])
 
 
+@pytest.mark.soak
 @_most_options
 def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
     """Prefill, a chunk behind it, and single tokens over both kinds of cache; windows cut all of them."""
@@ -73,12 +75,12 @@ def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
     tokens = continued(expected)
     wanted = np.asarray(logits_of(spec, values, *whole_rows(tokens)))
     tables = np.array([[3, 0, 5, 8, 2, 9, 7, 1], [4, 6, 10, 12, 15, 14, 13, 11]], np.int32)
-    zeros, lengths, close = np.zeros(2, np.int32), np.array([11, 8], np.int32), {"atol": 1e-4, "rtol": 0}
+    zeros, lengths, close = jnp.zeros(2, jnp.int32), jnp.array([11, 8], jnp.int32), {"atol": 1e-4, "rtol": 0}
     first, keys, new_values = jax.jit(transformer.prefill, static_argnums=0)(spec, values, tokens[:, :11], lengths)
     np.testing.assert_allclose(first, wanted[np.arange(2), lengths - 1], **close)
     held = cache.empty(spec, 1, 16, 4, ONE, sharding.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
-        cache.begun(pool, one, zeros, tables, lengths) for pool, one in zip(pools, new, strict=True)
+        cache.begun(pool, one, zeros, jnp.asarray(tables), lengths) for pool, one in zip(pools, new, strict=True)
     )
     held = cache.KVCache(fill(held.keys, keys), fill(held.values, new_values))
     chunk = np.stack([tokens[0, 11:18], tokens[1, 8:15]])

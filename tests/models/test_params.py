@@ -38,7 +38,7 @@ def test_every_parameter_declares_its_axes():
     assert axes["layers.00.attn.o"] == ("heads", "head_dim", "embed")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_an_engine_holds_them_in_the_dtype_that_they_are_cast_to_anyway(dtype):
     spec = dataclasses.replace(UNTIED, compute_dtype=dtype)
     shapes = params.abstract(spec)

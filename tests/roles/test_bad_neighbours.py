@@ -32,6 +32,7 @@ STEPS, SKIPPED, AIM = 60, 10, 0.9
 LEARNER_LIMITS, SAMPLERS_LIMIT = "the learner limits it", "the samplers limit it"
 WORLDS = {LEARNER_LIMITS: 2.0, SAMPLERS_LIMIT: 0.1}  # seconds of a step
 FAULTS = [AT_ONCE, LATE, SLOW]
+SHORT = [(role, SAMPLERS_LIMIT, fault) for role, fault in (("sampler", AT_ONCE), ("sampler", SLOW), ("actor", LATE))]
 
 
 def neighbours(samplers: int, actors: int = 0) -> Config:
@@ -77,18 +78,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("healthy", [1, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("role", "world"),
+    ("role", "world", "fault"),
     [
-        pytest.param("sampler", LEARNER_LIMITS, marks=pytest.mark.soak),
-        ("sampler", SAMPLERS_LIMIT),
-        ("actor", SAMPLERS_LIMIT),
-        pytest.param("actor", LEARNER_LIMITS, marks=pytest.mark.soak),
+        pytest.param(role, world, fault, marks=[] if (role, world, fault) in SHORT else pytest.mark.soak)
+        for role in ("sampler", "actor")
+        for world in WORLDS
+        for fault in FAULTS
     ],
 )
 def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
-    folder: Path, role: str, fault: str, world: str, healthy: int
+    folder: Path, role: str, world: str, fault: str, healthy: int
 ) -> None:
     found, reported = played(folder, role, (HEALTHY,) * healthy + (fault,), WORLDS[world])
     bad = f"{role}-{healthy}"
@@ -133,7 +133,7 @@ def test_an_actor_that_hears_nothing_for_longer_than_a_lease_goes_on_afterwards(
 LONG = pytest.mark.soak
 EARLY = [
     (AT_ONCE, 5.0, ("bad", "good", "good")),
-    (LATE, 60.0, ("bad", "good", "good")),
+    pytest.param(LATE, 60.0, ("bad", "good", "good"), marks=LONG),
     pytest.param(AT_ONCE, 60.0, ("good", "bad", "good"), marks=LONG),
     pytest.param(AT_ONCE, 300.0, ("bad", "good", "bad"), marks=LONG),
     pytest.param(LATE, 5.0, ("bad", "good", "bad"), marks=LONG),
@@ -222,7 +222,7 @@ def scored_alone(run_dir: Path, train_s: float) -> float:
 @pytest.mark.parametrize(
     "world", [pytest.param("the learner limits it", marks=pytest.mark.soak), "the samplers limit it"]
 )
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [AT_ONCE, pytest.param(LATE, marks=pytest.mark.soak), SLOW])
 def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str, world: str) -> None:
     found, restarts, slow = scored(folder, 2, fault, WORLDS[world])
     assert found.dead == found.residual == found.failed == 0, "no prompt died, and none is lost"

@@ -127,6 +127,7 @@ def sampled_segments(completion: Completion) -> tuple[Segment, Segment]:
     return part(slice(half)), part(slice(half, None))
 
 
+@pytest.mark.soak
 def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
