@@ -23,6 +23,5 @@ def get_config() -> ConfigDict:
     config.learner.mesh.fsdp, config.learner.mesh.expert = 8, 8
     config.learner.micro_batch_rows = 64
     config.learner.routing_replay = True  # otherwise both sides choose experts at near-ties differently
-    config.transfer.deadline_s = 600.0  # 61 GB of weights
     config.placement.learner_hosts = 16
     return config

@@ -79,7 +79,7 @@ class TransferConfig:
     path: str = ""
     # Data type in which parameters are sent.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Deadline of one transfer.
+    # Deadline of one transfer of at most 6 GB; larger ones have longer, in proportion.
     deadline_s: Seconds = 60.0
     # Samplers that serve the weights they received to others (tcp only), so that the learner sends one copy or two.
     # `tree`: each to two. `none`: all fetch from the learner.

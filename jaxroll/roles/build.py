@@ -29,7 +29,7 @@ from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError, descri
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import Params
-from jaxroll.models import families, params
+from jaxroll.models import families, folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
@@ -134,7 +134,7 @@ def inference(
     `listener` (`relay_listener`) serves the received weights to others. On several hosts process 0 has the `leader` of
     the others, which call `follow`. ConfigError if the model does not fit the mesh.
     """
-    text = tokenizer(config)
+    config, text = folders.with_transfer_deadline(config), tokenizer(config)
     spec, mesh = _model_and_mesh(config, text, role, mesh_config)
     engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
     make_device = Device if leader is None else partial(LeadingDevice, partial(_send_operation, leader))
@@ -258,7 +258,7 @@ def follow(args: RoleArgs, leader: Follower | None = None) -> int:
     lifeline.on_stop(joined.ask_to_stop)
     if stop.is_set():  # before the other processes had joined
         joined.ask_to_stop()
-    config = args.config
+    config = folders.with_transfer_deadline(args.config)
     with joined:
         spec, mesh = _model_and_mesh(config, tokenizer(config), "sampler", config.sampler.mesh)
         engine_config = EngineConfig.of(config, "sampler")

@@ -43,6 +43,7 @@ from jaxroll.errors import (
     StaleClient,
 )
 from jaxroll.loop_thread import DeviceThread, LoopThread
+from jaxroll.models import folders
 from jaxroll.policy import selection
 from jaxroll.records import LogStart, Version
 from jaxroll.roles.weights import (
@@ -227,8 +228,8 @@ class LearnerSession:
         self.profiler = Profiler("learner", args.paths.profiles, self._add_row)
         store.on_profile = self.profiler.ask
         self.background = BackgroundPublisher(store, publisher, on_thread)
-        limit_s = self.config.transfer.deadline_s
-        self._barrier = UpdateBarrier(self.background, store, self.config.schedule.mode, limit_s)
+        self._transfer_s = folders.with_transfer_deadline(self.config).transfer.deadline_s
+        self._barrier = UpdateBarrier(self.background, store, self.config.schedule.mode, self._transfer_s)
 
     async def run(self) -> int:
         """Train from the last durable version to the end of the schedule. Raises Closed if the store ends the run."""
@@ -261,7 +262,7 @@ class LearnerSession:
         if durable is None or (self.config.learner.keep_best and durable != version):
             await self._checkpoint(trainer, version)  # also of a new lineage's first version, which may be the best
         if version.step == 0:
-            await self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
+            await self._await_evaluator(version, self._transfer_s)  # the gain is measured from here
         work = await self._claim(trainer, version)
         while work is not None:
             version, work = await self._step(trainer, version, work)
@@ -476,7 +477,7 @@ def _publisher(args: RoleArgs, **hosts: Any) -> Publisher | DevicePublisher:
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Exposure, Publisher
 
-    transfer = transfer_config(args.config)
+    transfer = transfer_config(folders.with_transfer_deadline(args.config))
     if channel_of(args.config) == "device":
         return DevicePublisher(transfer.dtype)
     hosts |= {"exposure": Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)}

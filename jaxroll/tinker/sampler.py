@@ -31,6 +31,7 @@ from jaxroll.errors import DataError, JaxRollError
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.loop_thread import LoopThread
+from jaxroll.models import folders
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
@@ -156,7 +157,7 @@ class Models:
         engine_config = replace(EngineConfig.of(config, "sampler", weight_swap="drain"), truncation=True)
         self.engine = Engine(self.spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
         self.host = EngineHost(self.engine)
-        self._receiver = Receiver(config.transfer, token=token)
+        self._receiver = Receiver(folders.with_transfer_deadline(config).transfer, token=token)
         self._held: OrderedDict[str, tuple[Lora | None, Params]] = OrderedDict()
         self._merges: dict[Lora | None, Callable[[Params, Params], Params]] = {}
         self._swaps = 0

@@ -30,6 +30,7 @@ from jaxroll.config import RoleArgs
 from jaxroll.config.derived import max_message_bytes, model_folder
 from jaxroll.errors import DataError
 from jaxroll.loop_thread import DeviceThread, LoopThread
+from jaxroll.models import folders
 from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker.sampler import SERVICE
@@ -211,7 +212,7 @@ async def play(tinker: Tinker, listening: socket.socket, token: str, stop: async
 
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Run the server until a stop signal; return 0. RUN/tinker.addr then holds its URL."""
-    config, run_dir, paths = args.config, args.run_dir, args.paths
+    config, run_dir, paths = folders.with_transfer_deadline(args.config), args.run_dir, args.paths
     listening = http.listen(options.host, options.port, insecure=options.insecure)
     secret = protocol.load_secret(run_dir)
     token_file = Path(options.token_file) if options.token_file else paths.http_token

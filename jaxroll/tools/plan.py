@@ -39,7 +39,7 @@ from jaxroll.config.derived import (
     sampler_names,
 )
 from jaxroll.errors import EXIT_CONFIG, ConfigError
-from jaxroll.models import families
+from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.tools import aot, chips, hlo
 from jaxroll.tools.chips import Chip, Times, Topology
@@ -244,13 +244,13 @@ def report(
     wanted = roles_with_devices(config)
     change = [refused(config, row) for row in rows if row.refusal] or changes(config, roles, memory, limits)
     speed = _speed(config, spec, topology, rows)
-    if speed and speed["transfer_s"] > config.transfer.deadline_s:
+    if speed and speed["transfer_s"] > (limit_s := folders.with_transfer_deadline(config).transfer.deadline_s):
         change.append(
             Change(
                 "transfer.deadline_s",
                 config.transfer.deadline_s,
                 f"a transfer takes at least {speed['transfer_s']:.0f} s",
-                f"Set it to {math.ceil(2 * speed['transfer_s'])} or more.",
+                f"Set it to {math.ceil(2 * speed['transfer_s'] / limit_s * config.transfer.deadline_s)} or more.",
             )
         )
     return {

@@ -27,6 +27,7 @@ from jaxroll.config.derived import (
 )
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
+from jaxroll.models.folders import with_transfer_deadline
 from jaxroll.policy.routing import Room
 from jaxroll.policy.step_times import Load, Replanner
 from jaxroll.rpc import protocol, tls
@@ -167,7 +168,7 @@ class _Store:
             self.audit,
             config_digest=digest(config),
             page_bytes=page_bytes,
-            turns=UpdateSlots(config.schedule.rolling_updates, update_slot_s(config)),  # the fetch and the swap
+            turns=UpdateSlots(config.schedule.rolling_updates, update_slot_s(with_transfer_deadline(config))),
             workers=self._workers,
             vocab_size=vocab_size,
             keep_best=config.learner.keep_best,
