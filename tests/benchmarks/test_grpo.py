@@ -26,7 +26,7 @@ def parts() -> dict[str, ModuleType]:
     return {word: importlib.import_module(name) for word, name in names.items()}
 
 
-@pytest.mark.parametrize("case", ["equal", "agentic"])
+@pytest.mark.parametrize("case", [pytest.param("equal", marks=pytest.mark.soak), "agentic"])
 def test_every_answer_of_the_planted_model_has_one_length(parts: dict[str, ModuleType], case: str) -> None:
     """At temperature 1 and for all letters, each letter comes from the next link, and the end follows the last one."""
     work = next(each.work for each in parts["race"].CASES if each.name == case)

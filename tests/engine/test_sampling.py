@@ -230,7 +230,8 @@ def test_requests_that_an_engine_does_not_support_are_refused(bench, params, mor
         b.add(*requests_of(params, 1, **more))
 
 
-@pytest.mark.parametrize("weight_swap", ["keep_kv", pytest.param("reprefill", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill"])
 def test_penalties_and_masks_go_on_after_pages_were_given_away(bench, weight_swap):
     sizes = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "cache_pages": 16, "prefill_buckets": (16,)}
     able = {"penalties": True, "masks": True, "decode": letters}

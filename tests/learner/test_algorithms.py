@@ -61,9 +61,10 @@ def plain_dpo(trainer, rows, params):
     return jnp.mean(jnp.log1p(jnp.exp(-0.5 * (gain[::2] + gain[1::2]))))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("learner", "plain"),
-    [(GSPO, plain_gspo), pytest.param(DPO, plain_dpo, marks=pytest.mark.soak)],
+    [(GSPO, plain_gspo), (DPO, plain_dpo)],
     ids=["gspo", "dpo"],
 )
 def test_whole_sequences_whatever_rows_order_micro_batches_and_mesh(

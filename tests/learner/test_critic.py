@@ -285,6 +285,7 @@ def test_offloaded_it_does_the_same_bit_for_bit(small_config, make_claim, make_t
     assert states[0] == states[1]
 
 
+@pytest.mark.soak
 def test_the_value_clip_binds_from_the_second_minibatch_on(small_config, make_claim, make_trainer):
     """At the start of a claim V is V₀ and nothing is clipped; a step later a narrow clip takes the worse of two."""
     losses = {}

@@ -137,6 +137,7 @@ def test_an_unbalanced_router_becomes_balanced_by_biases_alone(make, make_claim)
     assert np.mean(moved[-8:]) < 1.8, moved
 
 
+@pytest.mark.soak
 def test_the_balance_loss_is_added_with_each_micro_batch_s_share_of_the_tokens(make, make_claim) -> None:
     trainer = make(router_loss=0.5, row_tokens=32, micro_batch_rows=2)
     (samples,) = minibatch.prepare(make_claim(), trainer.config).minibatches

@@ -155,6 +155,7 @@ def test_another_mesh_gives_the_same_losses(adapted, make_claim):
             assert rows[0][key] == pytest.approx(rows[1][key], rel=1e-3, abs=1e-4), (number, key)
 
 
+@pytest.mark.soak
 def test_nothing_compiles_after_the_warm_up(adapted, make_claim):
     trainer = adapted(
         alone=True, minibatches=2, micro_batch_rows=1

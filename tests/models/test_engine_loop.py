@@ -80,6 +80,7 @@ def decode_step(layers: int, *, scan: bool, pages: int = 32) -> jax.stages.Lower
     return step.lower(values, held, slots, slots, jax.ShapeDtypeStruct((8, 4), np.int32))
 
 
+@pytest.mark.soak
 def test_a_decode_step_does_not_grow_with_the_number_of_layers() -> None:
     few, many = (decode_step(layers, scan=True).as_text().count("stablehlo.") for layers in (2, 6))
     assert few == many < decode_step(6, scan=False).as_text().count("stablehlo.")

@@ -266,8 +266,9 @@ def test_a_hostile_model_json_is_refused(tmp_path: Path, content: str) -> None:
     check_refusal(refused.value)
 
 
-def test_a_config_with_many_layers_and_no_such_weights_is_refused_soon(tmp_path: Path) -> None:
-    (tmp_path / folders.CONFIG_FILE).write_text(_config(num_hidden_layers=4096, hidden_size=1 << 24))
+@pytest.mark.parametrize("layers", [512, pytest.param(4096, marks=pytest.mark.soak)])
+def test_a_config_with_many_layers_and_no_such_weights_is_refused_soon(tmp_path: Path, layers: int) -> None:
+    (tmp_path / folders.CONFIG_FILE).write_text(_config(num_hidden_layers=layers, hidden_size=1 << 24))
     (tmp_path / folders.SINGLE).write_bytes(file_of(header(w=entry())))
     config = ModelConfig(path=str(tmp_path))
     with bounded(), pytest.raises(ConfigError) as refused:

@@ -165,12 +165,9 @@ def alone():
     return loss_and_gradients(SPEC, ONE, "propagated")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("mesh", "remat"),
-    [
-        (MeshConfig(expert=8), "none"),
-        pytest.param(MeshConfig(expert=2, sequence=2, tensor=2), "layer", marks=pytest.mark.soak),
-    ],
+    ("mesh", "remat"), [(MeshConfig(expert=8), "none"), (MeshConfig(expert=2, sequence=2, tensor=2), "layer")]
 )
 def test_loss_and_gradients_on_eight_devices_equal_one(mesh: MeshConfig, remat: families.Remat) -> None:
     spec = dataclasses.replace(SPEC, remat=remat)

@@ -59,11 +59,11 @@ def test_progress_is_reported(warm):
 
 def test_its_estimate_is_what_greedy_decoding_answers(warm):
     folder, row, _ = warm
-    spec, params = weights.model_spec(folder), weights.load(folder)
+    spec, params = weights.model_spec(folder), {name: jnp.asarray(x) for name, x in weights.load(folder).items()}
     cfg = config(150)
     check = sft.prepared(cfg, tokenizers.build(cfg.tokenizer, sources.alphabet(cfg.task)), (4,)).check
     width = 24
-    ones, positions = np.ones((len(check), width), np.int32), np.tile(np.arange(width), (len(check), 1))
+    ones, positions = jnp.ones((len(check), width), jnp.int32), jnp.tile(jnp.arange(width), (len(check), 1))
     tokens, ends = np.zeros((len(check), width), np.int32), np.array([int((~sample.mask).sum()) for sample in check])
     for row_number, (sample, end) in enumerate(zip(check, ends, strict=True)):
         tokens[row_number, :end] = sample.tokens[:end]

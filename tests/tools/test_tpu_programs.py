@@ -38,10 +38,12 @@ def costs() -> Costs:
     return {row["name"]: row for row in compiled("tpu_programs.py", "v5e:2x2", "tiny", limit_s=240)}
 
 
+@pytest.mark.soak
 def test_the_programs_of_learner_and_engine_compile(costs: Costs) -> None:
     assert costs.keys() == {*PEAK_MB, "publish", *tpu_programs.UPDATES}
 
 
+@pytest.mark.soak
 def test_moments_in_host_memory_are_on_a_chip_a_layer_at_a_time(costs: Costs) -> None:
     held, moved = (costs[name] for name in tpu_programs.UPDATES)
     moments = 2 * LAYER_BYTES // 4  # of which a chip has a quarter
@@ -52,6 +54,7 @@ def test_moments_in_host_memory_are_on_a_chip_a_layer_at_a_time(costs: Costs) ->
     assert moved["highest_bytes"] - moved["argument_bytes"] < 2.25 * moved["host_argument_bytes"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", PEAK_MB)
 def test_a_program_fits_a_chip(costs: Costs, name: str) -> None:
     cost = costs[name]
@@ -59,11 +62,13 @@ def test_a_program_fits_a_chip(costs: Costs, name: str) -> None:
     assert cost["accessed_bytes"] > cost["argument_bytes"]  # everything is read once
 
 
+@pytest.mark.soak
 def test_temporaries_are_counted(costs: Costs) -> None:
     """In all programs together: one alone may say 0, where the compiler keeps its few in a chip's own vector memory."""
     assert sum(cost["temp_bytes"] for cost in costs.values()) > 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "parameters", "cache"),
     [
@@ -78,6 +83,7 @@ def test_a_chip_holds_its_share_of_the_state(costs: Costs, name: str, parameters
     assert parameters + cache <= costs[name]["argument_bytes"] < LANES * parameters + HEAD_LANES * cache + 128 * 1024
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "bytes_at_least"),
     [
@@ -96,6 +102,7 @@ def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int)
     assert cost["output_bytes"] - cost["alias_bytes"] < 32 * 1024
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "tokens", "flops_a_parameter"),
     [
@@ -111,6 +118,7 @@ def test_chips_share_the_arithmetic(costs: Costs, name: str, tokens: int, flops_
     assert share < costs[name]["flops"] < 1.3 * share
 
 
+@pytest.mark.soak
 def test_an_optimizer_step_gathers_no_parameters(costs: Costs) -> None:
     found = costs["apply"]["collectives"]
     assert found["all-gather"] == 0
@@ -118,6 +126,7 @@ def test_an_optimizer_step_gathers_no_parameters(costs: Costs) -> None:
     assert costs["apply"]["flops"] > 10 * PARAMETERS / 4  # clipping and AdamW
 
 
+@pytest.mark.soak
 def test_the_learner_gathers_over_fsdp_and_every_forward_reduces_over_tensor(costs: Costs) -> None:
     assert costs["accumulate"]["collectives"]["all-gather"] > 0
     gather = ("accumulate", "prefill_16", "extend_16")
