@@ -135,6 +135,27 @@ def test_every_guarantee_names_its_test_or_command() -> None:
     assert [row for row in rows if not re.search(r"`(tests/|make |jaxroll )[^|]*\|$", row)] == []
 
 
+def _is_soak(test: str) -> bool:
+    """True if every case of `test` is marked `soak`, by a decorator or for the whole file."""
+    path, _, name = test.partition("::")
+    for node in ast.parse((ROOT / path).read_text()).body:
+        marks: list[ast.expr] = []
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks = node.value.elts if isinstance(node.value, ast.List) else [node.value]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            marks = node.decorator_list
+        if any(ast.unparse(mark) == "pytest.mark.soak" for mark in marks):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("page", ["guarantees", "faults"])
+def test_a_test_that_make_test_leaves_out_is_marked(page: str) -> None:
+    for row in (ROOT / "docs" / f"{page}.md").read_text().splitlines():
+        left_out = [test for test in re.findall(r"`(tests/[\w/]+\.py::\w+)`", row) if _is_soak(test)]
+        assert not left_out or "soak" in row, f"{page}.md does not say that {left_out} run with make soak only"
+
+
 def test_terms_of_the_glossary_are_those_of_the_code() -> None:
     """Each name in the last column is an identifier or a config key in jaxroll/, each term of one word occurs there."""
     code = "\n".join(path.read_text() for path in sorted((ROOT / "jaxroll").rglob("*.py")))
