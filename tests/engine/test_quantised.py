@@ -235,7 +235,7 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         ("nano", {"mesh": MeshConfig(data=2), "cache_pages": 80}),
         ("nano", {"mesh": MeshConfig(tensor=2)}),
         ("gemma3_text", {"cache_pages": 60, "page_tokens": 2}),
-        ("gemma3_text", {"cache_pages": 60, "page_tokens": 2, "scan_layers": True, "mesh": MeshConfig(data=2)}),
+        ("gemma3_text", {"cache_pages": 120, "page_tokens": 2, "scan_layers": True, "mesh": MeshConfig(data=2)}),
         ("qwen3_moe", {"weight_dtype": ""}),
     ],
     ids=str,
