@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,12 @@ class RunPaths:
     def owns(self, path: Path) -> bool:
         """True if `path` is a file or folder of the run, or is within one; these must not be overwritten."""
         names = (name for name, value in vars(RunPaths).items() if isinstance(value, property))
-        own = {getattr(self, name).resolve() for name in names}
-        own |= {self.database.resolve().with_name(f"{self.database.name}{end}") for end in ("-wal", "-shm")}
-        return not own.isdisjoint((path.resolve(), *path.resolve().parents))
+        own = {Path(os.path.realpath(getattr(self, name))) for name in names}  # `resolve` raises for a loop of links
+        own |= {
+            Path(os.path.realpath(self.database)).with_name(f"{self.database.name}{end}") for end in ("-wal", "-shm")
+        }
+        real = Path(os.path.realpath(path))
+        return not own.isdisjoint((real, *real.parents))
 
     @property
     def run_file(self) -> Path:
