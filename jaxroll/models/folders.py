@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jaxroll import disk
-from jaxroll.config import Config, ModelConfig
+from jaxroll.config import MODEL_SIZES, Config, ModelConfig
 from jaxroll.config.derived import model_folder
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import families, hf_config
@@ -301,13 +301,15 @@ def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
 def with_transfer_deadline(config: Config) -> Config:
     """`config` with the deadline of a transfer of all parameters: `transfer.deadline_s` for each 6 GB, at least once.
 
-    A model folder that is not on this host counts as small.
+    If the folder of the model cannot be read here, `model.size` decides.
     """
+    folder = model_folder(config)
     try:
-        folder = model_folder(config)
         model = described(folder) if folder else families.spec(config.model.size)
     except (ConfigError, DataError):
-        return config
+        if config.model.size not in MODEL_SIZES:
+            return config
+        model = families.spec(config.model.size)
     size_bytes = families.parameter_count(model) * (2 if config.transfer.dtype == "bfloat16" else 4)
     limit_s = config.transfer.deadline_s * max(1.0, size_bytes / 6e9)  # by default a tenth of a link of 10 Gb/s
     return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, deadline_s=limit_s))

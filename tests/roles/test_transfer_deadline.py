@@ -27,8 +27,10 @@ def test_up_to_six_gigabytes_it_is_that_of_the_config_and_then_grows_with_the_si
     assert limit(eight) == pytest.approx(60 * 4 * 8.19 / 6, rel=1e-3)
     assert limit(replace(eight, transfer=TransferConfig(dtype="bfloat16"))) == pytest.approx(limit(eight) / 2)
     assert limit(replace(eight, transfer=TransferConfig(deadline_s=30))) == pytest.approx(limit(eight) / 2)
-    elsewhere = replace(Config(), model=ModelConfig(path=str(tmp_path / "model")))
-    assert limit(elsewhere) == 60, "a folder on other hosts"
+    elsewhere = replace(Config(), model=ModelConfig(size="qwen3_8b", path=str(tmp_path / "model")))
+    assert limit(elsewhere) == limit(eight), "the folder is on other hosts, or not there yet, as for `jaxroll plan`"
+    unknown = replace(elsewhere, model=replace(elsewhere.model, size="of my own"))
+    assert limit(unknown) == 60
 
 
 class Reached(Exception):
