@@ -50,7 +50,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Shapes and types of these packages' functions are checked against their annotations at every call; under `jit` that is
+# Functions of these packages whose annotations name shapes are checked against them at every call; under `jit` that is
 # once for each compilation. Roles that run as processes are not slowed down.
 _CHECKED = tuple(f"jaxroll.{name}" for name in ("algorithms", "engine", "kernels", "learner", "models", "tinker"))
 if importlib.util.find_spec("beartype") is not None or "CI" in os.environ:

@@ -29,6 +29,15 @@ def literals(source: str) -> Iterator[str]:
             yield node.value
 
 
+def test_files_of_a_run_are_its_own_also_behind_links_and_links_in_a_loop_are_no_error(tmp_path: Path) -> None:
+    run, link = RunPaths(tmp_path / "run"), tmp_path / "link"
+    run.folder.mkdir()
+    run.metrics.symlink_to(run.metrics.name)
+    link.symlink_to(run.folder)
+    assert run.owns(run.metrics) and run.owns(link / run.database.name)
+    assert not run.owns(tmp_path / "table.parquet")
+
+
 def test_every_name_is_written_in_one_file() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}: {name!r} is RunPaths.{names()[name]}"
