@@ -193,8 +193,10 @@ class Samplers:
                     following[new] = asyncio.ensure_future(self._follow(new))
                 self._membership.clear()
                 change = asyncio.ensure_future(self._membership.wait())
-                done, _ = await asyncio.wait([*following.values(), change], return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
+                try:
+                    done, _ = await asyncio.wait([*following.values(), change], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
                 for job in done:
                     job.result()
         finally:

@@ -131,6 +131,7 @@ async def served(
     known = Samplers({s.file.stem: client(s.file) for s in samplers}, replicate, said.append)
     for sampler in samplers:
         await sampler.start()
+    before = asyncio.all_tasks()
     following = asyncio.ensure_future(known.follow())
     try:
         yield samplers, known, said
@@ -140,6 +141,8 @@ async def served(
         await known.close()
         for sampler in samplers:
             await sampler.die()
+        await asyncio.sleep(0)
+        assert not [task for task in asyncio.all_tasks() - before if not task.done()], "tasks are left behind"
 
 
 def same(found: Completion, wanted: Completion) -> bool:
