@@ -132,7 +132,9 @@ _MISFITS = frozenset({
 
 
 def misfit(error: OSError) -> str:
-    """The path, the reason and the remedy if `error` is due to what is at a path, which no retry changes; else ''."""
+    """The reason and the remedy if `error` is due to what is at a path, or to the limit of open files; else ''."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}. Raise the limit (`ulimit -n`) or end other programs, then start again."
     if error.errno not in _MISFITS or error.filename is None:
         return ""
     path = str(error.filename2 or error.filename)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from pathlib import Path
@@ -211,6 +212,19 @@ def test_a_lack_of_memory_is_one_line_where_the_user_chose_the_sizes(
     assert "fewer slots or tokens" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         cli.main(["learner", "runs/a"])
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_lack_of_descriptors_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_loop(options: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setitem(commands.COMMANDS, "store", no_loop)
+    assert cli.main(["store", "runs/a"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {os.strerror(number)}. Raise the limit (`ulimit -n`)") and text.count("\n") == 1
 
 
 @pytest.mark.parametrize(
