@@ -131,10 +131,29 @@ _MISFITS = frozenset({
 })  # fmt: skip
 
 
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_RAISE = "Raise the limit of open files (`ulimit -n`) or end other programs, then start again."
+_LOG_FILES = 8  # more than a log and its connections have open
+
+
+def few_descriptors() -> str:
+    """The remedy if this process cannot open the files of a log for lack of descriptors, which SQLite does not say."""
+    opened: list[int] = []
+    try:
+        for _ in range(_LOG_FILES):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return _RAISE if error.errno in _NO_DESCRIPTOR else ""
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return ""
+
+
 def misfit(error: OSError) -> str:
     """The reason and the remedy if `error` is due to what is at a path, or to the limit of open files; else ''."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{error.strerror}. Raise the limit (`ulimit -n`) or end other programs, then start again."
+    if error.errno in _NO_DESCRIPTOR:
+        return f"{'' if error.filename is None else f'{str(error.filename)!r}: '}{error.strerror}. {_RAISE}"
     if error.errno not in _MISFITS or error.filename is None:
         return ""
     path = str(error.filename2 or error.filename)

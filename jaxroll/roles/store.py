@@ -40,7 +40,8 @@ SilenceCheck = Callable[[str, float], Awaitable[bool]]
 
 def main(args: RoleArgs) -> None:
     """Serve the run in `args.run_dir` until a stop signal arrives or the run is closed."""
-    asyncio.run(_serve(args))
+    with asyncio.Runner() as runner:  # it makes the loop, which needs descriptors, before the coroutine
+        runner.run(_serve(args))
 
 
 async def _serve(args: RoleArgs) -> None:

@@ -214,17 +214,23 @@ def test_a_lack_of_memory_is_one_line_where_the_user_chose_the_sizes(
         cli.main(["learner", "runs/a"])
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files. "),
+        (OSError(errno.ENFILE, "Too many in system", "rows.jsonl"), "'rows.jsonl': Too many in system. "),
+    ],
+)
 def test_a_lack_of_descriptors_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError, named: str
 ) -> None:
-    def no_loop(options: object) -> int:
-        raise OSError(number, os.strerror(number))
+    def fails(options: object) -> int:
+        raise error
 
-    monkeypatch.setitem(commands.COMMANDS, "store", no_loop)
+    monkeypatch.setitem(commands.COMMANDS, "store", fails)
     assert cli.main(["store", "runs/a"]) == 1
     text = capsys.readouterr().err
-    assert text.startswith(f"error: {os.strerror(number)}. Raise the limit (`ulimit -n`)") and text.count("\n") == 1
+    assert text.startswith(f"error: {named}Raise the limit of open files (`ulimit -n`)") and text.count("\n") == 1
 
 
 @pytest.mark.parametrize(

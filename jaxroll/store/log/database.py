@@ -437,7 +437,9 @@ def advice(error: BaseException, path: Path) -> str:
 def _not_opened(error: BaseException) -> str:
     if "unable to open" not in str(error).lower():
         return ""
-    return "Move away what is not a file, or change the permissions of the file and its folder."
+    return (
+        disk.few_descriptors() or "Move away what is not a file, or change the permissions of the file and its folder."
+    )
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from jaxroll import disk
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.store.log import database, schema
 from jaxroll.store.log.commit_log import Log
+from tests.harness.run_folder import make_run
 from tests.harness.store.recorded_log import (
     _child,
     recorded_run,
@@ -104,3 +107,17 @@ def test_the_lock_of_a_killed_store_is_free(tmp_path: Path) -> None:
     holder.communicate(timeout=10)
     assert (tmp_path / "store.lock").read_text() == f"{holder.pid}\n", "the stale file is there"
     asyncio.run(recorded_run(tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("limit", [7, 10])
+def test_a_store_with_too_few_descriptors_says_so(tmp_path: Path, limit: int) -> None:
+    """The smallest limit is met by an import, the others by files of the log, about which SQLite gives no reason."""
+    run = make_run(tmp_path / "run", steps=2)
+    command = f'ulimit -n {limit}; exec "$0" -m jaxroll store --run="$1"'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable, run], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("error: ") and "`ulimit -n`" in ended.stderr, ended.stderr
