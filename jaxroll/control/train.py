@@ -252,11 +252,18 @@ def join(options: argparse.Namespace, runs: Path) -> int:
 
 
 def _store_address(shared: Path) -> str:
+    path = RunPaths(shared).store_address
     try:
-        return disk.read_text(RunPaths(shared).store_address).strip()
-    except (OSError, DataError) as error:
+        address = disk.read_text(path).strip()
+    except FileNotFoundError as error:
         remedy = "Start the run first, or give the address of its store."
         raise ConfigError("--join", str(shared), "no store has written its address here", remedy) from error
+    except (OSError, DataError) as error:
+        why = f"{path.name} cannot be read ({error})"
+        raise ConfigError("--join", str(shared), why, "Give the address of the run's store.") from error
+    if not all(map(protocol.is_address, address.split(","))):
+        raise ConfigError(str(path), address, "is not HOST:PORT", "Give the address of the run's store.")
+    return address
 
 
 def _config_of(joined: Joined) -> Config:
