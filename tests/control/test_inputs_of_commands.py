@@ -72,6 +72,12 @@ def forbidden(name: str) -> Damage:
     return lambda home: (home / name).chmod(0)
 
 
+def checkpoints_of_another_user(home: Path) -> None:
+    """A checkpoint in a folder without permissions."""
+    test_bad_input.checkpoint()(home / "run")
+    forbidden("run/checkpoints")(home)
+
+
 def held(name: str) -> Callable[[Path], contextlib.AbstractContextManager[object]]:
     """Hold the lock of the run, as the supervisor that trains it does."""
 
@@ -154,7 +160,7 @@ INPUTS: dict[str, Input] = {
         "run/checkpoints",
         {
             "missing": "a run that has none has not trained yet",
-            "unreadable": "tests/learner/test_checkpoint",
+            "unreadable": checkpoints_of_another_user,
             "wrong type": writes("run/checkpoints", b"x"),
             "corrupt": in_run(test_bad_input.checkpoint(about=b"\xff{", state=b"\xff")),
             "foreign": in_run(test_bad_input.checkpoint(others=b"1")),
@@ -495,6 +501,13 @@ def damaged(home: Path, kind: str, damage: Damage) -> Iterator[None]:
         yield
 
 
+def names(err: str, file: str) -> bool:
+    """True if the error names the user's `file`: its whole name, its path below the run, its module, or the key RUN."""
+    path = Path(file)
+    shown = "own_env:" if path.stem == "own_env" else re.escape(path.name if path.suffix else file.removeprefix("run/"))
+    return err.startswith("error: RUN = ") or bool(re.search(rf"[/'\"` ]{shown}(?:[/'\"`:,;. ]|Env|$)", err))
+
+
 def objections(line: Line, name: str, kind: str, code: int, err: str, undamaged: str) -> Iterator[str]:
     """Sentences that say what is wrong with the outcome of a cell."""
     if any(line.words.startswith(words) and name == one and kind in kinds for words, one, kinds, _ in TAKEN):
@@ -506,9 +519,8 @@ def objections(line: Line, name: str, kind: str, code: int, err: str, undamaged:
         return
     if err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1500:
         yield "is not one line of an error"
-    file = Path(INPUTS[name].file)
-    if not any(word in err for word in (str(file), file.name, file.stem, "RUN = ")):
-        yield f"does not name {file}"
+    if not names(err, INPUTS[name].file):
+        yield f"does not name {INPUTS[name].file}"
     if not REMEDY.search(err):
         yield "names no remedy"
     if line.code and err == undamaged:
