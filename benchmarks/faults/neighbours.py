@@ -20,9 +20,11 @@ is ended, and so is the benchmark after --minutes: it names the runs that failed
 
 Steps per second are those of the steady state: the first steps, with the first failures, do not count. The last line is
 one JSON object: {ROLE_FAULT: {"ours", "peer", "ratio", "low", "high", "runs", "dead", "rested", "reason",
-"worker_restarts"}, …}, where `peer` is the rate of the healthy ones alone, `dead` the number of groups that ended DEAD
-in all runs with the bad one, `rested` the number of those at whose end `jaxroll inspect` reports the bad one, and no
-other, as resting or on trial, for the `reason`, and `worker_restarts` that of restarted scoring workers.
+"worker_restarts", "falsely"}, …}, where `peer` is the rate of the healthy ones alone, `dead` the number of groups that
+ended DEAD in all runs with the bad one, `rested` the number of those at whose end `jaxroll inspect` reports the bad
+one, and no other: a sampler or actor as resting or on trial, for the `reason`, and a scoring worker of each sampler as
+slow. `falsely` is the number of runs of healthy ones alone with any such report, and `worker_restarts` that of
+restarted scoring workers.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ def measured(work: Workload, skipped: int, folder: Path, seed: int, deadline_s: 
     late_s = found["step_s"][skipped - SETTLING :]
     return {
         "steps_per_s": len(late_s) / sum(late_s), "dead": found["lost"]["dead_groups"],
-        "failures": found["lost"]["failures"], "backoff": found["backoff"], "cpu_s": sum(found["cpu_s"].values()),
-        "seconds": found["seconds"], "worker_restarts": found["scoring_restarts"],
+        "failures": found["lost"]["failures"], "backoff": found["backoff"], "scoring_slow": found["scoring_slow"],
+        "cpu_s": sum(found["cpu_s"].values()), "seconds": found["seconds"],
+        "worker_restarts": found["scoring_restarts"],
     }  # fmt: skip
 
 
@@ -128,18 +131,30 @@ def raced(
     return made, failed
 
 
+def reasons(role: str, runs: list[dict[str, Any]]) -> list[str]:
+    """The reason that `jaxroll inspect` gives, for each run in which it reports the bad neighbour and no other."""
+    if role == "scorer":
+        samplers = {f"sampler-{index}" for index in range(HEALTHY)}
+        named = [run for run in runs if set(run["scoring_slow"]) == samplers and not run["backoff"]]
+        return ["a scoring worker became slow" for _ in named]
+    bad = f"{role}-1"
+    alone = [run for run in runs if set(run["backoff"]) == {bad} and not run["scoring_slow"]]
+    return [run["backoff"][bad]["error"] for run in alone]
+
+
 def compared(role: str, ours: Mapping[int, dict[str, Any]], peer: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """The result of one bad neighbour from its runs and those without it, by round; {} if no round has both."""
     both = [number for number in ours if number in peer]
     if not both:
         return {}
     rates = [[runs[number]["steps_per_s"] for number in both] for runs in (ours, peer)]
-    found, bad, mine = ratio(rates[0], rates[1]), f"{role}-1", [ours[number] for number in both]
-    reasons = [run["backoff"][bad]["error"] for run in mine if set(run["backoff"]) == {bad}]
+    found, mine = ratio(rates[0], rates[1]), [ours[number] for number in both]
+    named = reasons(role, mine)
     return {
         "ours": statistics.median(rates[0]), "peer": statistics.median(rates[1]), "ratio": found["value"],
         "low": found["low"], "high": found["high"], "runs": len(mine), "dead": sum(run["dead"] for run in mine),
-        "failures": [run["failures"] for run in mine], "rested": len(reasons), "reason": next(iter(reasons), ""),
+        "failures": [run["failures"] for run in mine], "rested": len(named), "reason": next(iter(named), ""),
+        "falsely": sum(bool(peer[number]["backoff"] or peer[number]["scoring_slow"]) for number in both),
         "worker_restarts": sum(run["worker_restarts"] for run in mine),
         "cpu_share": [round(run["cpu_s"] / run["seconds"], 2) for run in mine],
     }  # fmt: skip

@@ -121,8 +121,8 @@ def trained(
         lost = losses(run_dir / "store.db", journal.read_text().splitlines())
         found = measured(rows)
         used = cpu.between(found["from_t"], found["from_t"] + found["seconds"])
-        backoff, restarts = resting(run_dir), scoring_restarts(rows)
-        return found | {"cpu_s": used, "lost": lost, "backoff": backoff, "scoring_restarts": restarts}
+        restarts = scoring_restarts(rows)
+        return found | {"cpu_s": used, "lost": lost, "scoring_restarts": restarts} | reported(run_dir)
 
 
 def scoring_restarts(rows: list[dict[str, Any]]) -> int:
@@ -130,11 +130,12 @@ def scoring_restarts(rows: list[dict[str, Any]]) -> int:
     return sum({row["role"]: row.get("scoring_restarts", 0) for row in rows if row["kind"] == "stats"}.values())
 
 
-def resting(run_dir: Path) -> dict[str, Any]:
-    """The resting samplers and those on trial, from `jaxroll inspect`."""
+def reported(run_dir: Path) -> dict[str, Any]:
+    """From `jaxroll inspect`: `backoff`, the resting ones and those on trial, and `scoring_slow` by role."""
     line = [sys.executable, "-m", "jaxroll", "inspect", str(run_dir), "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
-    return json.loads(done.stdout)["backoff"]
+    found = json.loads(done.stdout)
+    return {"backoff": found["backoff"], "scoring_slow": found.get("scoring_slow", {})}
 
 
 class Cpu:

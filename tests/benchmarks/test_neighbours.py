@@ -50,8 +50,8 @@ def test_each_arm_is_in_a_round_once_and_a_peer_in_the_middle_of_its_own(neighbo
 def a_run(rate: float, restarts: int = 0, **backoff: str) -> dict[str, Any]:
     found = {name.replace("_", "-"): {"error": error} for name, error in backoff.items()}
     return {
-        "steps_per_s": rate, "dead": 1, "failures": 3, "backoff": found, "cpu_s": 1.0, "seconds": 4.0,
-        "worker_restarts": restarts,
+        "steps_per_s": rate, "dead": 1, "failures": 3, "backoff": found, "scoring_slow": {}, "cpu_s": 1.0,
+        "seconds": 4.0, "worker_restarts": restarts,
     }  # fmt: skip
 
 
@@ -62,6 +62,17 @@ def test_a_run_counts_as_rested_only_if_the_bad_one_and_no_other_rests(neighbour
     assert (found["rested"], found["reason"], found["dead"], found["runs"]) == (1, "broken", 3, 3)
     assert found["worker_restarts"] == 2
     assert found["ratio"] == pytest.approx((0.9 * 0.8) ** (1 / 3)) and found["low"] <= found["ratio"] <= found["high"]
+
+
+def test_a_bad_scoring_worker_is_reported_if_each_sampler_has_one_and_no_sampler_rests(neighbours: Any) -> None:
+    both = {"sampler-0": 1, "sampler-1": 2}
+    ours = [a_run(1.0) | {"scoring_slow": slow} for slow in (both, {"sampler-0": 3}, {}, both)]
+    ours[3] |= a_run(1.0, sampler_1="broken") | {"scoring_slow": both}
+    peer = [a_run(1.0), a_run(1.0) | {"scoring_slow": {"sampler-0": 1}}, a_run(1.0, sampler_0="?"), a_run(1.0)]
+    found = neighbours.compared("scorer", dict(enumerate(ours)), dict(enumerate(peer)))
+    assert (found["rested"], found["reason"], found["falsely"]) == (1, "a scoring worker became slow", 2)
+    found = neighbours.compared("sampler", {0: a_run(1.0, sampler_1="broken") | {"scoring_slow": both}}, {0: peer[0]})
+    assert (found["rested"], found["falsely"]) == (0, 0)
 
 
 def test_only_rounds_with_both_runs_are_compared(neighbours: Any) -> None:
