@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -203,7 +204,12 @@ def damage(folder: Path, *, durable: bool = False) -> str:
         return f"{SUMS} is gone: it was written before the checkpoint was durable" if durable else ""
     except (OSError, DataError, msgspec.ValidationError) as error:  # not JSON, or JSON that `write` does not write
         return one_line(f"{SUMS} is damaged: {error}")
-    found = _sums(folder)
+    try:
+        found = _sums(folder)
+    except FileNotFoundError:  # the run removes it meanwhile
+        raise
+    except OSError as error:  # not a file that is gone: one that may not be read
+        return one_line(str(error))
     for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
             return one_line(f"{one_line(name, 300)} is {'not what was written' if name in found else 'gone'}")
@@ -211,8 +217,13 @@ def damage(folder: Path, *, durable: bool = False) -> str:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): _sum(path) for path in files if not _is_of_sums(path.name)}
+    walked = os.walk(folder, onerror=_raise)  # `rglob` leaves out a folder that it may not read
+    files = (path for at, _, names in walked for name in names if (path := Path(at, name)).is_file())
+    return {str(path.relative_to(folder)): _sum(path) for path in sorted(files) if not _is_of_sums(path.name)}
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _is_of_sums(name: str) -> bool:

@@ -111,7 +111,20 @@ def initial_folder(config: Config, run_dir: Path) -> Path | None:
 def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
     """The parameters in `initial_folder`, as float32 host arrays that are read on access; None for a fresh init."""
     folder = initial_folder(config, run_dir)
-    return folder and model_params.weights(dataclasses.replace(config.model, path=str(folder)), spec)
+    with blaming(folder, run_dir):
+        return folder and model_params.weights(dataclasses.replace(config.model, path=str(folder)), spec)
+
+
+@contextmanager
+def blaming(folder: Path | None, run_dir: Path) -> Iterator[None]:
+    """Errors of `folder` name the run if it is the run's warm start: the user did not set `model.path`."""
+    try:
+        yield
+    except ConfigError as error:
+        if folder != RunPaths(run_dir).warm_start:
+            raise
+        reason, remedy = f"its warm start in {folder}: {error.reason}", f"Make it again with `jaxroll sft {run_dir}`."
+        raise ConfigError("RUN", str(run_dir), reason, remedy) from error
 
 
 def initial_of_role(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
@@ -171,7 +184,9 @@ def params(checkpoint: Path) -> Iterator[Converted]:
     Every file is compared with its checksum first; CheckpointDamaged when one differs.
     """
     if wrong := checkpoint_files.damage(checkpoint):
-        raise CheckpointDamaged(f"checkpoint {checkpoint} cannot be read ({wrong}); export another one")
+        raise CheckpointDamaged(
+            f"checkpoint {checkpoint} cannot be read ({wrong}); export another one (`jaxroll checkpoints RUN`)"
+        )
     shapes = checkpoint_files.params(checkpoint_files.about(checkpoint))
     handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
     with ocp.Checkpointer(handler) as reader:

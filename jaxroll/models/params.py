@@ -356,7 +356,7 @@ def leaves(folder: Path, model: ModelSpec) -> Converted:
     try:
         stored(folder, model, tensors)
     except DataError as error:
-        reason, remedy = str(error), "Is this the checkpoint of its config.json?"
+        reason, remedy = str(error), "Give a folder whose weights are those of its config.json."
         raise ConfigError("model.path", str(folder), reason, remedy) from error
 
     def slice_of(ours: str, index: Index) -> np.ndarray:

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import random
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -317,8 +318,12 @@ def lines(name: str, found: Mapping[str, Any]) -> list[str]:
 
 def serve(args: RoleArgs, options: argparse.Namespace) -> int:
     """Serve until a stop signal and return 0. `options` are those of the command line."""
+    with http.listen(options.host, options.port, insecure=options.insecure) as listening:
+        return _serve(args, options, listening)
+
+
+def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket) -> int:
     config, paths = args.config, args.paths
-    listening = http.listen(options.host, options.port, insecure=options.insecure)
     of_run = paths.run_file.exists()
     secret = protocol.load_secret(args.run_dir) if of_run else None
     token_file = (

@@ -139,7 +139,9 @@ def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Sourc
         return
     text = tokenizer_folder(run.config)
     if folders.is_ours(path):
-        yield replace(_of_folder(path), text=text, origin=_origin(run))
+        with weights.blaming(path, run.path):
+            source = _of_folder(path)
+        yield replace(source, text=text, origin=_origin(run))
         return
     with weights.params(path) as values:
         about = checkpoint_files.about(path)
@@ -176,7 +178,8 @@ def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], dig
 def _base(run: OfRun) -> Source:
     """The parameters that the run starts from (see `weights.initial_folder`), in their stored dtype."""
     if (folder := weights.initial_folder(run.config, run.path)) is not None:
-        return _of_folder(folder)
+        with weights.blaming(folder, run.path):
+            return _of_folder(folder)
     text = tokenizers.of_run(run.path, run.config.tokenizer)
     if text is None:
         reason = f"has no {RunPaths(run.path).alphabet.name}, which determines the size of its model's vocabulary"

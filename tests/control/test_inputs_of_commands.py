@@ -171,8 +171,7 @@ INPUTS: dict[str, Input] = {
     ),
     "trained": Input(
         "run/warm",
-        dict.fromkeys(CLASSES, "the child reads it: tests/learner/test_checkpoint, tests/tools")
-        | {"missing": gone("run/warm")},
+        dict.fromkeys(CLASSES, "the child reads it: tests/tools/test_trained_inputs") | {"missing": gone("run/warm")},
     ),
     "address": Input(
         "run/store.addr",
