@@ -43,7 +43,7 @@ from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.envs import misbehaving
-from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
+from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, RESETS, WAYS
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
@@ -221,7 +221,7 @@ def settled(groups: int) -> Callable[[dict[str, Any]], bool]:
 def assert_recorded_by_cause(found: dict, ways: list[str]) -> None:
     causes = found["failures"]["causes"]
     for way in ways:
-        complaint = WAYS.get(way, (None, ""))[1]
+        complaint = (WAYS | RESETS).get(way, (None, ""))[1]
         if complaint:
             rows = [row for row in causes if re.sub(r"\d+", "N", complaint) in row["cause"]]
             assert rows and all(row["failures"] >= 1 and row["groups"] >= 1 for row in rows), (way, causes)
@@ -257,6 +257,20 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     assert re.search(r"2\s+close: .*SystemExit", shown) and re.search(r"2\s+close: .*longer than", shown), shown
     assert seen["env_calls_abandoned"] >= 1
     assert sum(times for cause, times in found["env_faults"].items() if "blocked the event loop at" in cause) >= 6
+
+
+def test_each_misbehaviour_in_a_reset_costs_its_member_and_is_counted_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run of its own: `inspect` shows the 40 most frequent causes."""
+    monkeypatch.setattr(executors, "CANCEL_GRACE_S", 0.5)
+    feed = Feed(NAME.format("misbehaving"), [way for bad in RESETS for way in (bad, "fair")])
+    groups = 2 * len(RESETS)
+    config = configured(NAME.format("misbehaving"), groups, lease_s=30.0)
+    found, seen = run(tmp_path, config, feed, settled(groups))
+    assert states(found) == {"READY": len(RESETS), "DEAD": len(RESETS)}
+    assert_recorded_by_cause(found, list(RESETS))
+    assert found["conservation_residual"] == 0 and seen["puts_refused"] == seen["members_lost"] == 0
 
 
 def test_failures_in_an_evaluation_are_counted_by_cause(

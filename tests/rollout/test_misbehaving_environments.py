@@ -265,6 +265,7 @@ WRONG: dict[str, list[Any]] = {
     + [{"a": number} for number in NOT_NUMBERS]
     + [{label: 1.0} for label in (None, 7, b"a", "x" * 1000, "\ud800", ("a",))],
     "extracted": NOT_TEXTS,
+    "state": [0, "a", True, [], bytearray(b"a"), memoryview(b"a"), np.zeros(2, np.uint8), Hostile()],
 }
 RIGHT: dict[str, list[Any]] = {
     "done": [True, False, np.True_],
@@ -272,6 +273,7 @@ RIGHT: dict[str, list[Any]] = {
     "reward": [1.0, -1, True, np.float32(0.5), np.ones(()), 1e308],
     "reward_parts": [{}, {"a": 1, "b": True}, {"": np.int64(3), "truncated": 9.0}],
     "extracted": [None, "", "abc", "a" * 2**20],
+    "state": [None, b"", b"\xff" * 9, b"a" * (2**20 + 1)],  # the last is not kept, which takes no member away
 }
 
 
@@ -289,6 +291,9 @@ class Fuzzed(Good):
         wrong = [] if self._tame else self._chance.sample(sorted(WRONG), self._chance.choice((0, 1, 1, 2)))
         fields = {name: self._chance.choice((WRONG if name in wrong else RIGHT)[name]) for name in RIGHT}
         return StepResult(**fields)
+
+    async def restore(self, state: bytes) -> None:
+        """Its results may have a state."""
 
 
 @pytest.mark.parametrize("tame", [True, False], ids=["right values", "wrong values"])

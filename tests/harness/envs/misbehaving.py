@@ -29,9 +29,9 @@ def result(**fields: Any) -> Callable[[], StepResult]:
     return lambda: StepResult(**({"done": True, "reward": 1.0} | fields))
 
 
-def shows(*messages: Any) -> Callable[[], StepResult]:
+def shows(*messages: Any, **fields: Any) -> Callable[[], StepResult]:
     """Another turn with these messages."""
-    return lambda: StepResult(done=False, messages=messages)
+    return lambda: StepResult(done=False, messages=messages, **fields)
 
 
 def raises(error: Callable[[], BaseException]) -> Callable[[], Any]:
@@ -121,6 +121,8 @@ WAYS: dict[str, tuple[Act, str]] = {
     "part surrogate": (result(reward_parts={"\ud800": 1.0}), "lone surrogate"),
     "parts many": (result(reward_parts={str(i): 0.0 for i in range(1000)}), "1000 entries"),
     "done text": (result(done="yes"), "done is a value of type str"),
+    "state text": (result(state="x"), "StepResult.state is a value of type str"),
+    "state unasked": (shows(Message("user", "a"), state=b"x"), r"has no method restore"),
     "tuple": (lambda: ((), 1.0, True, {}), "a value of type tuple"),
     "nothing": (lambda: None, "returned None"),
     "message empty": (shows(), "shows nothing"),
@@ -155,6 +157,18 @@ WAYS: dict[str, tuple[Act, str]] = {
 }
 ON_THE_LOOP = [way for way in WAYS if way != "dies"]
 IN_A_PROCESS = ["reward none", "part none", "message surrogate", "raises surrogate", "exit", "cancelled", "dies"]
+# The same for what `reset` does or returns.
+RESETS: dict[str, tuple[Act, str]] = {
+    "reset none": (lambda: None, "what reset() returned is None"),
+    "reset text": (lambda: "abc", "what reset() returned is a value of type str"),
+    "reset nothing": (lambda: (), "shows nothing"),
+    "reset number": (lambda: (7,), "not a Message"),
+    "reset surrogate": (lambda: (Message("user", "\ud800"),), "lone surrogate"),
+    "reset raises": (raises(lambda: ZeroDivisionError("in reset")), "ZeroDivisionError: in reset"),
+    "reset exits": (raises(lambda: SystemExit(5)), "SystemExit"),
+    "reset cancelled": (raises(asyncio.CancelledError), "CancelledError"),
+    "reset hangs": (_hangs, "reset took longer than 1 s"),
+}
 CLOSES = {
     "close raises": raises(ValueError), "close exits": raises(SystemExit), "close hangs": _hangs,
     "close cancelled": raises(asyncio.CancelledError),
@@ -162,16 +176,17 @@ CLOSES = {
 
 
 class _Misbehaving:
-    """An environment that misbehaves as the question says in its first step; other questions are ordinary."""
+    """An environment that misbehaves as the question says, in `reset`, its first step or `close`, or not at all."""
 
-    step_limit_s = STEP_LIMIT_S
+    step_limit_s = reset_limit_s = STEP_LIMIT_S
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
         self._way = ""
 
-    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+    async def reset(self, task: Task, seed: int) -> Any:
         self._way = task.args()["way"]
-        return task.messages
+        found = RESETS[self._way][0]() if self._way in RESETS else task.messages
+        return await found if isinstance(found, Awaitable) else found
 
     async def step(self, answer: str) -> Any:
         act, _ = WAYS.get(self._way, (result(), ""))
@@ -229,7 +244,7 @@ class LeavingInProcess(Leaving):
     """The same in a process."""
 
     place: Place = "process"
-    step_limit_s = 30.0
+    step_limit_s = reset_limit_s = 30.0
 
 
 @register("misbehaving_in_process")
@@ -237,4 +252,4 @@ class MisbehavingInProcess(_Misbehaving):
     """The environment in its own process."""
 
     place: Place = "process"
-    step_limit_s = 30.0
+    step_limit_s = reset_limit_s = 30.0
