@@ -20,8 +20,8 @@ cases. `--only` gives all the time to fewer cases.
 
 `--quick` runs small versions, also on a CPU: it shows that every case works and measures nothing. The result is written
 to --out (default .cache/benchmarks/gpu.json) after every measurement, so that a killed call keeps it. The last line is
-the same as one JSON object: one entry per case, `failed`, the cases that failed, `out_of_time`, and `suspect`, the
-shares of a limit that are above 1.
+the same as one JSON object: one entry per case, `failed`, the cases that failed, `out_of_time`, `skipped`, the points
+that this machine cannot measure, and `suspect`, the shares of a limit that are more than a tenth above 1.
 
 A machine without a package index needs the packages that it lacks as wheels, in a folder that git ignores. On a machine
 with the same Python (3.12) and platform, about 14 MB:
@@ -116,6 +116,7 @@ class Bench:
             "failed": [],
             "suspect": [],
             "out_of_time": [],
+            "skipped": [],
         }
 
     def __enter__(self) -> Bench:
@@ -241,6 +242,7 @@ class Bench:
             self.result["failed"].append(name)
         self.result["suspect"] += suspect(found, f"{name}: ")
         self.result["out_of_time"] += out_of_time(name, found)
+        self.result["skipped"] += skipped(name, found)
         self._write({})
 
     def _write(self, more: Mapping[str, Any]) -> None:
@@ -258,7 +260,10 @@ class Bench:
 
 
 def ended_well(found: Mapping[str, Any]) -> bool:
-    """True if a case ended, no point raised, and nothing was unequal; skipped points are not failures."""
+    """True if a case ended, no point raised, and nothing was unequal.
+
+    A point that is left out is no failure: it is in `out_of_time` or in `skipped`.
+    """
     points = found.get("points", {}).values()
     return not (
         "error" in found or found.get("equal") is False or any("error" in p or p.get("equal") is False for p in points)
@@ -272,8 +277,14 @@ def out_of_time(name: str, found: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {at}" for at, point in found.get("points", {}).items() if OF_CASE in point.get("skipped", "")]
 
 
+def skipped(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The points that were left out for another reason than time, each with it."""
+    left_out = {at: point["skipped"] for at, point in found.get("points", {}).items() if "skipped" in point}
+    return [f"{name}: {at}: {why}" for at, why in left_out.items() if OF_CASE not in why]
+
+
 def suspect(found: Any, at: str = "") -> list[str]:
-    """Paths of reliable shares of a measured limit that are above 1 and therefore wrong."""
+    """Paths of reliable shares of a measured limit that are above `MOST_SHARE` and therefore wrong."""
     if not isinstance(found, Mapping):
         return []
     above = []

@@ -48,11 +48,6 @@ def at_depth(spec: ModelSpec, layers: int) -> ModelSpec:
     return dataclasses.replace(spec, layers=layers)
 
 
-def sizes_of(quick: bool) -> tuple[str, ...]:
-    """The models of a case; with `quick` one with tied embeddings and one without."""
-    return (SIZES[0], SIZES[2]) if quick else SIZES
-
-
 def depths(quick: bool) -> tuple[int, int]:
     """The two compiled depths."""
     return (1, 3) if quick else DEPTHS
@@ -154,7 +149,7 @@ def decode(case: Case) -> None:
     contexts = (16, 48) if case.quick else (512, 3968)
     longest = contexts[-1] + 2 * chunk
     for slots in (4,) if case.quick else (64, 8, 256):
-        for size in sizes_of(case.quick) if slots in (4, 64) else SIZES[:1]:  # other numbers: the smallest model alone
+        for size in SIZES if slots in (4, 64) else SIZES[:1]:  # other numbers: the smallest model alone
             spec = spec_of(size, case.quick)
 
             def measure(spec: ModelSpec = spec, slots: int = slots) -> dict[str, Any]:
@@ -257,7 +252,7 @@ def prefill(case: Case) -> None:
     limit = card.matmul_limit()
     case.put(limit_flops_per_s=limit, peak_flops_per_s=peak(jax.devices()[0].device_kind))
     for rows, tokens in [(2, 128)] if case.quick else [(4, 4096), (1, 16384)]:
-        for size in sizes_of(case.quick):
+        for size in SIZES:
             case.point(
                 f"{size} {rows}x{tokens}",
                 lambda a=(size, rows, tokens): _prefilled(case.quick, *a, limit),
@@ -330,16 +325,15 @@ def learner(case: Case) -> None:
         (SIZES[0], short, "xla"),
         (SIZES[2], long, most),
     ]
-    for size, tokens, name in wanted[:1] if case.quick else wanted:
+    for size, tokens, name in wanted:
         case.point(
             f"{size} rows of {tokens}, attention {name}",
             lambda a=(size, tokens, name): _learned(case, *a, limit),
             needs_s=5 if case.quick else 20,
         )
-    adapted = SIZES[0] if case.quick else SIZES[2]
     case.point(
-        f"{adapted} rows of {short}, adapters of rank 32",
-        lambda: _learned(case, adapted, short, most, limit, lora_rank=32),
+        f"{SIZES[2]} rows of {short}, adapters of rank 32",
+        lambda: _learned(case, SIZES[2], short, most, limit, lora_rank=32),
         needs_s=5 if case.quick else 20,
     )
 

@@ -149,19 +149,21 @@ def train(case: Case) -> None:
         by_memory = [*together, "sampler.memory_fraction=0.3"]
         case.point("in one process, KV cache by memory", lambda: _trained(case, [*small, *by_memory]))
     case.point("in processes of their own", lambda: _trained(case, [*small, *SEPARATE]))
-    if not case.quick:
-        large = [
-            "model.size=qwen3_0p6b",
-            "model.dtype=bfloat16",
-            "transfer.dtype=bfloat16",
-            "sft.steps=0",
-            "schedule.steps=4",
-            "evaluator.every=0",
-            "learner.learning_rate=1e-6",
-        ]
-        case.point(
-            "Qwen3-0.6B's layers in one process", lambda: _trained(case, [*small, *large, *together]), needs_s=60
-        )
+    size = "nano" if case.quick else "qwen3_0p6b"
+    large = [
+        f"model.size={size}",
+        "model.dtype=bfloat16",
+        "transfer.dtype=bfloat16",
+        "sft.steps=0",
+        "schedule.steps=4",
+        "evaluator.every=0",
+        "learner.learning_rate=1e-6",
+    ]
+    case.point(
+        "Qwen3-0.6B's layers in one process",
+        lambda: _trained(case, [*small, *large, *together]),
+        needs_s=5 if case.quick else 60,
+    )
 
 
 def _trained(case: Case, words: Sequence[str]) -> dict[str, Any]:
