@@ -30,7 +30,7 @@ from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.envs import registry
-from jaxroll.errors import EXIT_INTERRUPTED, ConfigError, DataError
+from jaxroll.errors import EXIT_INTERRUPTED, ConfigError, DataError, InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.report import record, summary, trackers
 from jaxroll.rpc import protocol
@@ -238,7 +238,7 @@ def join(options: argparse.Namespace, runs: Path) -> int:
         raise ConfigError("RUN", options.run, f"{options.join} is the folder of this sampler", "Leave RUN out.")
     address = options.join if shared is None else _store_address(shared)
     own = Path(os.path.abspath(options.run)) if options.run else None
-    joined = asyncio.run(client.joined(address, shared or own))
+    joined = asyncio.run(client.joined(address, shared or own, _say_what_it_waits_for))
     config = _config_of(joined)
     preflight.check(config)
     path = shared or _own_folder(own, config, joined, options.words, runs)
@@ -249,6 +249,10 @@ def join(options: argparse.Namespace, runs: Path) -> int:
     print(f"sampler-{joined.index} joins run {joined.run_id} at {address}; its folder is {path}", flush=True)
     # A sampler starts its scoring pool before anything else, so this process is replaced instead of going on.
     os.execv(sys.executable, [sys.executable, "-m", "jaxroll", *words])
+
+
+def _say_what_it_waits_for(error: InfraError) -> None:
+    print(f"{error} Trying again for {client.JOIN_S:.0f} s, as the run may be starting …", file=sys.stderr, flush=True)
 
 
 def _store_address(shared: Path) -> str:

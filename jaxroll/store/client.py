@@ -48,6 +48,7 @@ from jaxroll.store.messages import (
 
 MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
 STORE_PATIENCE_S = 60.0  # of learner, samplers, actors and evaluator, while a store that died is started again
+WELCOME_S = 0.5  # for a user who may have named a run that is over
 JOIN_S = 60.0  # a sampler that joins waits for the store, as for one that is starting
 _CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
 
@@ -77,6 +78,7 @@ class StoreClient:
         config_digest: str = "",
         token: str | None = None,
         patience_s: float = 60.0,
+        welcome_s: float | None = None,
         call_s: float = _CALL_S,
         run_dir: Path | None = None,
         session: str = "",
@@ -84,6 +86,7 @@ class StoreClient:
     ) -> StoreClient:
         """A connected client, after the store's welcome. `address`: host:port, the file with it, or a transport.
 
+        A call is repeated for `patience_s` while the store is down, the first one for `welcome_s`, if it is given.
         `session` is that of another client whose claims this one fetches rows of: the hosts of one learner share a
         name and a session. Without it the client gets a session of its own. `pool` is that of a sampler.
 
@@ -96,7 +99,8 @@ class StoreClient:
         async with contextlib.AsyncExitStack() as unless_welcome:
             unless_welcome.push_async_callback(raw.close)
             hello = msg.Hello(wire.PROTOCOL_VERSION, config_digest, pool)
-            client.welcome = await client._call("Hello", hello, Welcome)
+            reply = await raw.call("Hello", wire.encode(hello), call_s, patience_s=welcome_s)
+            client.welcome = wire.decode(reply, Welcome)
             unless_welcome.pop_all()
         raw.run_id = client.welcome.run_id
         return client
@@ -310,11 +314,18 @@ class StoreClient:
         return wire.decode(await self._raw.call(method, wire.encode(message), held_s + self._call_s), kind)
 
 
-async def joined(address: str, run_dir: Path | None) -> Joined:
-    """The run at `address`, with the number of a new sampler. Credentials are as for `StoreClient.connect`."""
-    raw = _raw_client(address, "sampler", "joining", None, JOIN_S, run_dir)
+async def joined(address: str, run_dir: Path | None, wait: Callable[[InfraError], None]) -> Joined:
+    """The run at `address`, with the number of a new sampler. Credentials are as for `StoreClient.connect`.
+
+    Calls `wait` with the reason if the store does not answer at once; InfraError if it does not within JOIN_S.
+    """
+    raw, hello = _raw_client(address, "sampler", "joining", None, JOIN_S, run_dir), msg.Hello(wire.PROTOCOL_VERSION, "")
     try:
-        body = await raw.call("Join", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, "")), _CALL_S)
+        try:
+            body = await raw.call("Join", wire.encode(hello), _CALL_S, patience_s=WELCOME_S)
+        except InfraError as error:
+            wait(error)
+            body = await raw.call("Join", wire.encode(hello), _CALL_S)
         return wire.decode(body, Joined)
     finally:
         await raw.close()

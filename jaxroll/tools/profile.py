@@ -25,7 +25,7 @@ from jaxroll import metrics
 from jaxroll.errors import ConfigError, DataError, InfraError, JaxRollError
 from jaxroll.report import formats
 from jaxroll.run_paths import RunPaths
-from jaxroll.store.client import StoreClient
+from jaxroll.store.client import WELCOME_S, StoreClient
 from jaxroll.store.messages import ProfileOrder
 
 PATIENCE_S, CALL_S = 5.0, 10.0  # for the store
@@ -83,7 +83,12 @@ async def record(run: Path, order: ProfileOrder, named: str) -> metrics.Row:
         if not paths.store_address.is_file():
             raise InfraError(f"{paths.store_address} is not there")
         client = await StoreClient.connect(
-            paths.store_address, role="supervisor", name="profile", patience_s=PATIENCE_S, call_s=CALL_S
+            paths.store_address,
+            role="supervisor",
+            name="profile",
+            patience_s=PATIENCE_S,
+            welcome_s=WELCOME_S,
+            call_s=CALL_S,
         )
     except InfraError as error:
         remedy = f"Only a running run has steps: `jaxroll train {named} --resume` continues it."

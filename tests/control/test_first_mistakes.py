@@ -14,8 +14,10 @@ import resource
 import shlex
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +27,13 @@ from jaxroll import config as configs
 from jaxroll.control import cli, commands, program, run_dir, train
 from jaxroll.envs import registry
 from jaxroll.roles import actor, session, store
+from jaxroll.store import client
 from jaxroll.testing import environments
 from tests.harness.damages import stop_the_store
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
-CPU_S = 2.0
+CPU_S, MOST_WAITED_S = 2.0, 0.8
 TASK = "task.name"
 CLUSTER = "rpc_s = 1e-3\n[sampler]\nstep_overhead_s = 0.5\n"
 ENVIRONMENT = """
@@ -136,6 +139,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("inspect begun", ("store.db", "no such log", "train begun --resume"), "train begun --resume"),
     ("inspect old --group=999", ("--group", "999", "0 to "), "inspect old --group=0"),
     ("profile begun", ("begun", "its store does not answer", "train begun --resume"), "train begun --resume"),
+    ("profile killed", ("killed", "its store does not answer", "train killed --resume"), "train killed --resume"),
     ("profile begun --steps=0", ("--steps=0", "profile --help"), "profile --help"),
     ("profile begun --timeout=nan", ("--timeout=nan", "profile --help"), "profile --help"),
     ("replay begun", ("store.db", "train begun --resume"), "train begun --resume"),
@@ -174,8 +178,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The user's folder: a run `old` that has begun to train, `begun` that has not, `long` with twelve steps and
-    `trained` with weights, a model, rows, a cluster and an environment."""
+    """The user's folder: a run `old` that has begun to train, `begun` that has not, `killed` whose store is
+    gone, `long` with twelve steps, `trained` with weights, a model, rows, a cluster and an environment."""
     made = tmp_path_factory.mktemp("prepared") / "home"
     made.mkdir()
     (made / "cluster.toml").write_text(CLUSTER)
@@ -186,6 +190,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir.create(made / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
     values = run_dir.load(made / "begun")
     run_dir.write(made / "old", values)  # a config of this version
+    shutil.copytree(made / "begun", made / "killed")
+    (made / "killed" / "store.addr").write_text("127.0.0.1:1")
     shutil.copytree(made / "begun", made / "trained")
     (made / "trained" / "warm").mkdir()
     shutil.copytree(ROOT / "tests" / "golden" / "qwen3" / "tied", made / "model")
@@ -241,13 +247,30 @@ def typed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, out + err
 
 
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the code asks to sleep from now on."""
+    slept: list[float] = []
+    for module in (time, asyncio):
+
+        def sleep(seconds: float, *more, real=module.sleep):
+            slept.append(seconds)
+            return real(seconds, *more)
+
+        monkeypatch.setattr(module, "sleep", sleep)
+    return slept
+
+
 @pytest.mark.parametrize(("line", "words", "remedy"), MISTAKES, ids=[line for line, *_ in MISTAKES])
 def test_a_mistake_is_answered_with_its_remedy_which_works(
-    line: str, words: tuple[str, ...], remedy: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    line: str, words: tuple[str, ...], remedy: str, home: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     before = sorted(path.name for path in home.iterdir())
-    code, answer = typed(line, capsys)
+    with monkeypatch.context() as watched:
+        slept = sleeps(watched)
+        code, answer = typed(line, capsys)
     assert code in (1, 2, 64), answer
+    assert sum(slept) < MOST_WAITED_S, "it computes for up to a second more"
     assert all(word in answer for word in words), answer
     assert "Traceback" not in answer and len(answer) < 2000
     assert sorted(path.name for path in home.iterdir()) == before, "a refused command leaves nothing behind"
@@ -280,6 +303,17 @@ def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFi
         assert code == 0 and "Traceback" not in answer, answer
 
 
+def test_joining_a_run_whose_store_is_gone_says_so_before_it_waits(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may be starting, so it waits; but a user who mistook the address learns it at once."""
+    monkeypatch.setattr(client, "JOIN_S", 0.2)
+    code, answer = typed("sampler --join=killed", capsys)
+    first, last = answer.splitlines()
+    assert code == 1 and "127.0.0.1:1: no answer" in first and first.endswith("as the run may be starting …")
+    assert last.startswith("error: ") and "check the address" in last
+
+
 NOT_HERE = "export old --parquet=out.parquet"  # a mistake only where pyarrow is missing
 
 
@@ -287,23 +321,31 @@ NOT_HERE = "export old --parquet=out.parquet"  # a mistake only where pyarrow is
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 def test_every_answer_is_quick(home: Path) -> None:
-    """The mistakes of the table, each in a process of its own."""
-    used = {line: quickest_s(line) for line, *_ in MISTAKES if line != NOT_HERE}
-    print(sorted(used.values()))
+    """The mistakes of the table, each in a process of its own. The time by the clock is printed (docs/results)."""
+    found = {line: quickest_s(line) for line, *_ in MISTAKES if line != NOT_HERE}
+    used, waited = ({line: one[part] for line, one in found.items()} for part in (0, 1))
+    for name, seconds in {"CPU": used, "by the clock": waited}.items():
+        slowest = max(seconds, key=seconds.__getitem__)
+        middle, most = statistics.median(seconds.values()), seconds[slowest]
+        print(f"{len(seconds)} mistakes, seconds {name}: median {middle:.2f}, most {most:.2f} ({slowest})")
     assert not {line: used_s for line, used_s in used.items() if used_s >= CPU_S}
 
 
-def quickest_s(line: str) -> float:
-    """CPU seconds of `jaxroll LINE`, child processes included: the least of several, because a machine may be busy."""
+def quickest_s(line: str) -> tuple[float, float]:
+    """CPU seconds of `jaxroll LINE`, child processes included, and seconds by the clock.
+
+    The least of up to five runs, because a machine may be busy; no more runs follow one below two seconds.
+    """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "jaxroll", *shlex.split(line)]
-    used = []
-    while len(used) < 5 and min(used, default=CPU_S) >= CPU_S:
-        before = _used_s()
+    used, waited = [], []
+    while len(used) < 5 and max(min(used, default=CPU_S), min(waited, default=CPU_S)) >= CPU_S:
+        before, began_s = _used_s(), time.monotonic()
         done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=600, check=False)
         used.append(_used_s() - before)
+        waited.append(time.monotonic() - began_s)
         assert done.returncode in (1, 2, 64) and b"Traceback" not in done.stderr, (line, done.stderr)
-    return min(used)
+    return min(used), min(waited)
 
 
 def _used_s() -> float:
