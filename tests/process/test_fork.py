@@ -1,14 +1,17 @@
 """`--resume --fork=STEP`: a finished run forks once at a step without trajectories, also if the learner dies."""
 
+import contextlib
 import shutil
 import signal
 
 import pytest
 
+from jaxroll.control import cli
+from jaxroll.errors import EXIT_CONFIG
 from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.report import archive
-from tests.harness.train_process import SYNCHRONOUS, Train
+from tests.harness.train_process import SYNCHRONOUS, Train, trained_questions
 
 pytestmark = pytest.mark.process
 FIRST, STEPS, FORK = 6, 12, 4  # steps of the finished run and of the forked one
@@ -62,3 +65,30 @@ def test_the_best_checkpoint_of_all_lineages_is_kept_over_a_resume_and_a_fork(tm
         assert first in left and len(left) <= 4, (left, values)  # a late evaluator may have held one more
     assert max(left) == Version(1, 16) == max(values), "the fork's last version was not measured"
     assert len(set(values.values())) > 1, "equal values choose the first version of all"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_of_simultaneous_resumes_and_forks_one_trains_what_it_would_alone(tmp_path, synchronous_run):
+    """The losers change nothing: neither a question of the winner, nor a file that it would have alone."""
+    steps = [f"--config.schedule.steps={FIRST + 2 + number}" for number in range(4)]
+    asked = [(words,) if number < 2 else (words, f"--fork={FORK}") for number, words in enumerate(steps)]
+    runs = [tmp_path / name / "run" for name in ("together", "alone")]
+    for run in runs:
+        shutil.copytree(synchronous_run.run_dir, run)
+    with contextlib.ExitStack() as stack:
+        together = [stack.enter_context(Train(runs[0], *words, resume=True)) for words in asked]
+        codes = [train.finish() for train in together]
+    assert sorted(codes) == [0, *[EXIT_CONFIG] * 3], together[0].logs()
+    winner = codes.index(0)
+    with Train(runs[1], *asked[winner], resume=True) as alone:
+        assert alone.finish() == 0, alone.logs()
+    questions, files = [], []
+    for run, train in zip(runs, (together[winner], alone), strict=True):
+        assert [step for (step,) in train.query(LINE)] == list(range(FIRST + 2 + winner))
+        report = train.report()
+        assert (report["conservation_residual"], report["groups_trained_twice"]) == (0, 0)
+        assert cli.main(["replay", str(run)]) == 0
+        questions.append(sorted(trained_questions(train)))
+        files.append(sorted(str(path.relative_to(run)) for path in run.iterdir()))
+    assert questions[0] == questions[1] and files[0] == files[1]
