@@ -140,10 +140,13 @@ def optional_lines(things: tuple[Optional, ...] = OPTIONAL) -> list[str]:
 
 def certificate_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Problems, present or near, of the certificates that JAXROLL_TLS names."""
-    folder = environment.get(tls.TLS_VARIABLE, "").strip()
-    if not folder:
+    if not (folder := environment.get(tls.TLS_VARIABLE, "").strip()):
         return []
-    return tls.Material(Path(folder)).warnings(time.time()) or [f"{folder}: in order"]
+    try:
+        (material := tls.Material(Path(folder))).client_context()
+    except ConfigError as error:
+        return [str(error)]
+    return material.warnings(time.time()) or [f"{folder}: in order"]
 
 
 def device_lines(python: str = sys.executable) -> list[str]:

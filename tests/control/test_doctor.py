@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from jaxroll.control import preflight, program
 from jaxroll.errors import ConfigError
+from jaxroll.rpc import tls
+from tests.control.test_bad_files import cut
+from tests.control.test_inputs_of_commands import BINARY, CLASSES, NOT_LOCKED, OTHERS, damaged, forbidden, gone
+from tests.harness.damages import Damage, folder, too_large, writes
+
+CERTIFICATES: dict[str, Damage | str] = {
+    "missing": gone("tls/ca.pem"),
+    "unreadable": forbidden("tls/ca.pem"),
+    "wrong type": folder("tls/ca.pem"),
+    "corrupt": writes("tls/ca.pem", BINARY),
+    "foreign": writes("tls/ca.pem", OTHERS),
+    "too large": too_large("tls/ca.pem"),
+    "in use": NOT_LOCKED,
+    "interrupted": cut("tls/ca.pem"),
+}
 
 
 @pytest.mark.process
@@ -30,6 +46,23 @@ def test_missing_packages_are_named_with_their_effect_and_remedy() -> None:
         preflight.Optional("b", lambda: False, "the b tests", "pip install b"),
     )
     assert preflight.optional_lines(things) == ["here      a", "skipped   the b tests: no b. Get it: pip install b"]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_certificates_with_damage_are_named_with_the_remedy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No role can use them. The report goes on, as other parts of it may be what the user looks for."""
+    if isinstance(damage := CERTIFICATES[kind], str):
+        return
+    monkeypatch.setattr(tls, "_PROBE_PAUSE_S", 0.0)
+    with tempfile.TemporaryDirectory() as made:
+        home = Path(made) / "home"
+        home.parent.chmod(0o777)
+        tls.make_certificates(home, [], 30)
+        environment = {tls.TLS_VARIABLE: str(home / "tls")}
+        assert preflight.certificate_lines(environment) == [f"{home / 'tls'}: in order"]
+        with damaged(home, kind, damage):
+            (line,) = preflight.certificate_lines(environment)
+    assert line.startswith(str(home / "tls")) and "jaxroll tls RUN" in line and "in order" not in line
 
 
 @pytest.mark.process
