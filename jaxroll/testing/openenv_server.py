@@ -262,6 +262,8 @@ def main(options: argparse.Namespace) -> int:
     name, host = options.name, options.host
     registry.factory(name)
     settings = environments.settings_for(name, options.config, options.overrides)
+    token_file = Path(options.token_file) if options.token_file else http.user_token_file("openenv.token")
+    token = http.token(None, token_file)
     pool = registry.scoring_pool(settings)
     pool.start()
 
@@ -269,8 +271,7 @@ def main(options: argparse.Namespace) -> int:
         stop = asyncio.Event()
         lifeline.on_stop_set(stop, asyncio.get_running_loop())
         listening = http.listen(host, options.port, insecure=options.insecure)
-        token_file = Path(options.token_file) if options.token_file else http.user_token_file("openenv.token")
-        server = Server(name, settings, pool, http.token(None, token_file))
+        server = Server(name, settings, pool, token)
         serving = asyncio.ensure_future(http.serve(server.app, listening, sockets=True))
         print(f"serves {name} on {http.address(host, listening)}, token in {token_file}", flush=True)
         stopped = asyncio.ensure_future(stop.wait())

@@ -213,10 +213,10 @@ async def play(tinker: Tinker, listening: socket.socket, token: str, stop: async
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Run the server until a stop signal; return 0. RUN/tinker.addr then holds its URL."""
     config, run_dir, paths = folders.with_transfer_deadline(args.config), args.run_dir, args.paths
-    listening = http.listen(options.host, options.port, insecure=options.insecure)
     secret = protocol.load_secret(run_dir)
     token_file = Path(options.token_file) if options.token_file else paths.http_token
     token = http.token(None if options.token_file else secret, token_file)
+    listening = http.listen(options.host, options.port, insecure=options.insecure)
     device, loop = DeviceThread(), LoopThread("tinker")
     trainer = Trainer(config, run_dir)
     transfer = replace(config.transfer, channel="tcp", dtype="float32")  # adapters are small, and rounding would add up

@@ -399,9 +399,9 @@ def _file(name: str, status: int = 200) -> Response:
 
 def main(folder: Path, options: argparse.Namespace) -> int:
     """Serve until a stop signal and return 0."""
-    listening = http.listen(options.host, options.port, insecure=options.insecure)
     token_file = Path(options.token_file) if options.token_file else http.user_token_file("ui.token")
     dashboard = Dashboard(Runs(folder), http.token(None, token_file), options.host)
+    listening = http.listen(options.host, options.port, insecure=options.insecure)
     dashboard.cookie = f"jaxroll_ui_{listening.getsockname()[1]}"  # cookies are shared by all ports of a host
     url = http.address(options.host, listening)
     stop = Future[None]()

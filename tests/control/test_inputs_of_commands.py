@@ -199,6 +199,19 @@ INPUTS: dict[str, Input] = {
             "interrupted": writes("run/token", b""),
         },
     ),
+    "client token": Input(
+        "own.token",
+        {
+            "missing": "it is made",
+            "unreadable": forbidden("own.token"),
+            "wrong type": folder("own.token"),
+            "corrupt": writes("own.token", b"\xff\xfe"),
+            "foreign": writes("own.token", OTHERS),
+            "too large": too_large("own.token"),
+            "in use": NOT_LOCKED,
+            "interrupted": "an empty file gets a new token",
+        },
+    ),
     "cluster": of_file("cluster.toml", writes("cluster.toml", BINARY), foreign=b"[package]\nname = 'x'\n"),
     "hardware": of_file("hardware.toml", writes("hardware.toml", BINARY), foreign=b"[package]\nname = 'x'\n"),
     "rows": of_file("rows.jsonl", writes("rows.jsonl", BINARY)),
@@ -269,7 +282,10 @@ LINES: dict[str, tuple[Line, ...] | str] = {
     ),
     "config": (Line("config --config=config.py", ("config",)), Line("config run", ("run",))),
     "list": (Line("list .", ("run",)),),
-    "ui": (Line("ui run --port=PORT", ("run", "port")),),
+    "ui": (
+        Line("ui run --port=PORT", ("run", "port")),
+        Line("ui run --port=0 --token-file=own.token", ("client token",)),
+    ),
     "report": (Line("report run", ("run", "log")),),
     "inspect": (Line("inspect run", ("run", "log")), Line("inspect run --group=0", ("run", "log"))),
     "checkpoints": (Line("checkpoints run --verify", ("run", "checkpoint")),),
@@ -314,7 +330,7 @@ LINES: dict[str, tuple[Line, ...] | str] = {
         Line("colocated new --config=config.py --config.placement.colocated=true", ("config",), 1),
     ),
     "feeder": (Line("feeder run", ("run",)), Line("feeder new --config=config.py", ("config",))),
-    "doctor": "it reads no file of the user but RUN/tls (test_bad_files)",
+    "doctor": "it refuses nothing: its report names certificates with damage (test_doctor)",
     "compile": (
         Line("compile run --role=sampler", ("run",)),
         Line("compile new --config=config.py --role=sampler", ("config",)),
@@ -322,6 +338,7 @@ LINES: dict[str, tuple[Line, ...] | str] = {
     "env": (
         Line("env check own_env:Env --config=config.py", ("environment", "config")),
         Line("env serve own_env:Env --port=PORT", ("environment", "port")),
+        Line("env serve own_env:Env --port=0 --token-file=own.token", ("client token",)),
     ),
     "tls": (Line("tls run --token-of=sampler", ("secret",)), Line("tls out", ("output",))),
     "launch": (Line("launch --config=config.py --on=ssh --dry-run", ("config",)),),
@@ -419,6 +436,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "run" / "warm").mkdir()
     (home / "run" / "store.addr").write_text("127.0.0.1:1")
     protocol.create(home / "run")
+    (home / "own.token").write_text("a" * 64)
     shutil.copy(ROOT / "configs" / "smoke.py", home / "config.py")
     shutil.copytree(ROOT / "tests" / "golden" / "qwen3" / "tied", home / "model")
     (home / "cluster.toml").write_text("# small\n" + test_first_mistakes.CLUSTER)
