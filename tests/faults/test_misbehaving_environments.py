@@ -362,6 +362,7 @@ def test_a_process_in_which_an_environment_keeps_threads_or_memory_is_replaced(t
         "raises",
         "exit",
         "part none",
+        "infra",
         *(pytest.param(way, marks=pytest.mark.soak) for way in ("hangs", "blocks the loop")),
     ],
 )

@@ -27,8 +27,9 @@ ONE_DEVICE = ("--config.learner.mesh.fsdp=1", "--config.sampler.mesh.tensor=1")
     [
         (("sampler", "store", "learner", "evaluator", "supervisor"), ()),
         (("actor", "feeder"), ("--config.placement.actors=1", "--config.evaluator.every=0", *ONE_DEVICE)),
+        (("colocated", "store"), ("--config.placement.colocated=true",)),
     ],
-    ids=["roles", "with an actor"],
+    ids=["roles", "with an actor", "in one process"],
 )
 def test_every_process_may_be_stopped_for_longer_than_its_lease(
     free_run_dir: Path, names: tuple[str, ...], words: tuple[str, ...]

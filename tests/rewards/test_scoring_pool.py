@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from jaxroll.config import Config
+from jaxroll.envs.executors import Executors
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards import scorers, scoring_pool
 from jaxroll.rewards.processes import ScoreItem, ScoringProcess
@@ -423,17 +425,19 @@ def test_a_worker_that_the_system_refuses_is_started_later(module: str, refused:
         pool.close()
 
 
-def test_a_pool_without_workers_gives_up_and_says_so(module: str, refused: Callable[[int], None]) -> None:
+def test_a_pool_without_workers_gives_up_and_ends_its_role(module: str, refused: Callable[[int], None]) -> None:
     pool = ScoringPool(1, libraries=(), modules=(module,))
     pool.start()
 
     async def refused_for_ever() -> None:
+        ending = asyncio.ensure_future(Executors(pool, Config()).raise_when_worn_out())  # the roles wait for it
         await pool.score(EXACT, "ok")
         refused(1000)
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(InfraError, match="temporarily unavailable"):
             await pool.score(EXACT, "ok")
-        await pool.gave_up.wait()
+        with pytest.raises(InfraError, match=r"the scoring pool does not work: .*temporarily unavailable"):
+            await ending
 
     try:
         run(refused_for_ever())

@@ -131,7 +131,9 @@ def sampled_segments(completion: Completion) -> tuple[Segment, Segment]:
 def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With shared prompts, minibatches, a sharded vocabulary and a reference; members are truncated in four ways."""
+    """TRL 6789, vLLM 42259: the importance ratio of truncated samples is biased.
+
+    With shared prompts, minibatches, a sharded vocabulary and a reference; members are truncated in four ways."""
     spec, mesh = families.spec("nano", vocab_size=VOCAB), sharding.build(TRUNCATED.learner.mesh)
     trainer = Trainer(TRUNCATED, spec, mesh, sharding.LEARNER, key=jax.random.key(1))
     claim = claim_of(sampled(trainer, spec, CUT, TRUNCATED.sampling.support_tokens))
