@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from jaxroll.control import cli, commands, preflight, train
 from jaxroll.envs import registry
@@ -215,6 +217,7 @@ INPUTS: dict[str, Input] = {
     "cluster": of_file("cluster.toml", writes("cluster.toml", BINARY), foreign=b"[package]\nname = 'x'\n"),
     "hardware": of_file("hardware.toml", writes("hardware.toml", BINARY), foreign=b"[package]\nname = 'x'\n"),
     "rows": of_file("rows.jsonl", writes("rows.jsonl", BINARY)),
+    "columns": of_file("rows.parquet", writes("rows.parquet", BINARY), large="its row groups are read one by one"),
     "model": of_file("model/config.json", writes("model/config.json", BINARY), foreign=b'{"name": "x"}'),
     "weights": of_file(
         "model/model-00002-of-00004.safetensors",
@@ -264,6 +267,14 @@ LINES: dict[str, tuple[Line, ...] | str] = {
     "train": (
         Line(
             "train new --config=config.py --config.task.source=jsonl --config.task.path=rows.jsonl", ("config", "rows")
+        ),
+        Line(
+            "train new --config=config.py --config.task.source=parquet --config.task.path=rows.parquet", ("columns",)
+        ),
+        Line(
+            "train new --config=config.py --config.model.path=model --config.sft.steps=0"
+            " --config.task.max_prompt_tokens=48 --config.sampler.prefill_buckets=48 --config.learner.row_tokens=64",
+            ("model", "weights"),
         ),
         Line("train run --resume", ("run",)),
         Line("train run --resume --fork=0", ("run",)),
@@ -442,6 +453,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "cluster.toml").write_text("# small\n" + test_first_mistakes.CLUSTER)
     (home / "hardware.toml").write_text(test_first_mistakes.HARDWARE)
     (home / "rows.jsonl").write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(99)))
+    table = pyarrow.table({"question": [f"{i}+1" for i in range(99)], "answer": [f"{i + 1}" for i in range(99)]})
+    parquet.write_table(table, home / "rows.parquet")
     (home / "own_env.py").write_text(test_first_mistakes.ENVIRONMENT.replace("Mistaken", "Env"))
     return home
 
