@@ -21,6 +21,7 @@ from jaxroll import metrics
 from jaxroll.control import cli
 from jaxroll.control.live import PlainView, TableView
 from jaxroll.control.supervisor import ProcessView
+from tests.harness.resource_bounds import bounded
 from tests.harness.run_folder import STARTED, make_run
 
 TIMES = [0.0, STARTED, STARTED + 40.0, STARTED + 1e6, 1e11]
@@ -116,6 +117,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lines: list[bytes], alone: bool) -> None:
     path, own = made
     (path / "metrics.jsonl").write_bytes((b"" if alone else own) + b"\n".join(lines))
+    with bounded(None):
+        read_by_all(path)
+
+
+def read_by_all(path: Path) -> None:
     for words in (["report", str(path)], ["report", str(path), "--json"], ["list", str(path.parent)]):
         assert cli.main(words) == 0
     rows = metrics.Follower(path / "metrics.jsonl").rows(closed=True)
