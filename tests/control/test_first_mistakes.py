@@ -33,7 +33,7 @@ from tests.harness.damages import stop_the_store
 from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
-CPU_S, MOST_WAITED_S = 2.0, 0.8
+MOST_S, MOST_WAITED_S = 2.0, 0.8
 TASK = "task.name"
 CLUSTER = "rpc_s = 1e-3\n[sampler]\nstep_overhead_s = 0.5\n"
 ENVIRONMENT = """
@@ -328,7 +328,7 @@ def test_every_answer_is_quick(home: Path) -> None:
         slowest = max(seconds, key=seconds.__getitem__)
         middle, most = statistics.median(seconds.values()), seconds[slowest]
         print(f"{len(seconds)} mistakes, seconds {name}: median {middle:.2f}, most {most:.2f} ({slowest})")
-    assert not {line: used_s for line, used_s in used.items() if used_s >= CPU_S}
+    assert not {line: one for line, one in found.items() if max(one) >= MOST_S}, "on an idle machine"
 
 
 def quickest_s(line: str) -> tuple[float, float]:
@@ -339,7 +339,7 @@ def quickest_s(line: str) -> tuple[float, float]:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "jaxroll", *shlex.split(line)]
     used, waited = [], []
-    while len(used) < 5 and max(min(used, default=CPU_S), min(waited, default=CPU_S)) >= CPU_S:
+    while len(used) < 5 and max(min(used, default=MOST_S), min(waited, default=MOST_S)) >= MOST_S:
         before, began_s = _used_s(), time.monotonic()
         done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=600, check=False)
         used.append(_used_s() - before)
