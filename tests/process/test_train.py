@@ -6,8 +6,10 @@ import subprocess
 import pytest
 
 from jaxroll import lifeline
+from jaxroll.control import cli
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.report import archive
+from tests.control.test_run_folder_paths import PRINTABLE
 from tests.harness import train_process
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
@@ -87,13 +89,28 @@ def test_a_run_from_warm_start_to_report(free_run_dir, monkeypatch):
 
 
 @pytest.mark.soak
-def test_the_tensorstore_channel_carries_a_run(free_run_dir):
-    words = (*SMALL, "--config.transfer.channel=tensorstore", "--config.schedule.steps=5000")
-    with Train(free_run_dir, *words) as train:
+@pytest.mark.timeout(900)
+def test_a_run_in_a_folder_with_every_printable_character(tmp_path):
+    """Weights go through files in it, too; it is resumed, replayed and verified there. No file is made elsewhere."""
+    name = "/".join("".join(PRINTABLE[start : start + 12]) for start in range(0, len(PRINTABLE), 12))
+    assert set(name) == {*PRINTABLE, "/"}
+    run = tmp_path / "parent" / name / "run"
+    run.parent.mkdir(parents=True)  # for the outputs
+    words = (*SMALL, "--config.transfer.channel=tensorstore", "--config.learner.checkpoint_every=2")
+    with Train(run, *words, "--config.schedule.steps=5000") as train:
         train.until_step(4)
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
-        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        stopped_at = last_step(train.rows)
+        assert_sound(train, steps=stopped_at, alpha=1)
+    with Train(run, f"--config.schedule.steps={stopped_at + 3}", resume=True) as train:
+        assert train.finish() == 0, train.logs()
+        assert min(row["step"] for row in train.rows if row["kind"] == "step") == stopped_at + 1
+        report = train.report()
+        assert (report["conservation_residual"], report["groups_trained_twice"], report["restarts"]) == (0, 0, 0)
+    assert cli.main(["replay", str(run)]) == 0 == cli.main(["checkpoints", str(run), "--verify"])
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and run not in path.parents]
+    assert {path.name for path in outside} == {"run-first.out", "run-resumed.out"}, "the outputs of this test alone"
 
 
 @pytest.mark.soak
