@@ -268,9 +268,7 @@ LINES: dict[str, tuple[Line, ...] | str] = {
         Line(
             "train new --config=config.py --config.task.source=jsonl --config.task.path=rows.jsonl", ("config", "rows")
         ),
-        Line(
-            "train new --config=config.py --config.task.source=parquet --config.task.path=rows.parquet", ("columns",)
-        ),
+        Line("train new --config=config.py --config.task.source=parquet --config.task.path=rows.parquet", ("columns",)),
         Line(
             "train new --config=config.py --config.model.path=model --config.sft.steps=0"
             " --config.task.max_prompt_tokens=48 --config.sampler.prefill_buckets=48 --config.learner.row_tokens=64",

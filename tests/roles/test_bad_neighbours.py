@@ -98,6 +98,7 @@ def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
         reason = {AT_ONCE: "a library is missing", LATE: "cannot be reached", SLOW: SLOW_REASON}[fault]
         assert reason in reported[bad]["error"]
     rate = found.steps_per_s / alone(folder, role, healthy, WORLDS[world])
+    print(f"{role}, {world}, {fault}, {healthy} healthy: {rate:.3f}")
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
 
 
@@ -230,4 +231,5 @@ def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str, 
     assert (restarts > 0) == (fault != SLOW), "workers that end are replaced, and the sampler reports it"
     assert slow > 0 or fault != SLOW, "a slow one rests, and the sampler reports it"
     rate = found.steps_per_s / scored_alone(folder, WORLDS[world])
+    print(f"scoring worker, {world}, {fault}: {rate:.3f}")
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
