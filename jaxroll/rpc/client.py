@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
@@ -33,6 +34,8 @@ from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.protocol import Envelope, error_of
 from jaxroll.rpc.tls import Material
 
+_LOG = logging.getLogger(__name__)
+SILENT_S = 5.0  # without an answer to any call: the log says so, once for each such time
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.5)
 _DIAGNOSE_EVERY_S = 5.0
 _DOUBT_AFTER = 5  # failures in a row after an answered call: a restart is no reason to check certificates
@@ -107,6 +110,7 @@ class RawClient:
         self._config_digest = config_digest
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
         self._answered_s = float("-inf")  # time of the last reply
+        self._is_silent = False  # the server, and the log says so
         self.run_id = ""
         self.position = 0
 
@@ -127,9 +131,13 @@ class RawClient:
                 lost = broke_off or isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
                 since = min(max(started, self._answered_s), started + _MAX_PATIENCES * patience_s) if lost else started
                 self._raise_if_final(method, error, is_over=now_s() >= since + patience_s)
+                self._note_silence(now_s() - max(started, self._answered_s), error)
             self._transport.refresh()
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
+        if self._is_silent:
+            self._is_silent = False
+            _LOG.warning("%s: %s at %s answers again", self._name, self._service, self._transport.target)
         self._failures_before_doubt, self._answered_s = _DOUBT_AFTER, now_s()
         self.position = max(self.position, envelope.position)
         if envelope.refusal is not None:
@@ -160,6 +168,14 @@ class RawClient:
         }
         metadata = [(f"jaxroll-{key}", value) for key, value in fields.items()]
         return (*metadata, *self._proof)
+
+    def _note_silence(self, seconds: float, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
+        if seconds < SILENT_S or self._is_silent:
+            return
+        self._is_silent = True
+        why = "no address" if isinstance(error, FileNotFoundError) else error.code().name
+        text = "%s: no answer from %s at %s for %.0f s (%s); trying again"
+        _LOG.warning(text, self._name, self._service, self._transport.target, seconds, why)
 
     async def _raise_if_tls_mismatch(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
         """Raise Unauthorized if the TLS settings of the two ends do not match, which waiting does not fix."""

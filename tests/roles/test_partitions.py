@@ -72,7 +72,14 @@ def test_a_run_trains_all_its_steps_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("who", ["sampler-0", "learner"])
-def test_a_partition_longer_than_a_lease_is_named_and_heals(tmp_path: Path, who: str, direction: str) -> None:
+def test_a_partition_longer_than_a_lease_is_named_and_heals(
+    tmp_path: Path, who: str, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store names the role that it waits for; the role's log says that the store is silent, and when it is back."""
+
+    def told(what: str) -> list[str]:
+        return [record.getMessage() for record in caplog.records if what in record.getMessage()]
+
     async def job() -> None:
         async with VirtualRun(small(), tmp_path) as at:
             at.sampler()
@@ -83,8 +90,12 @@ def test_a_partition_longer_than_a_lease_is_named_and_heals(tmp_path: Path, who:
             stuck_at = at.store.keeper.state.acked
             assert stuck_at <= 6, "the run goes on without the peer"
             assert any(name.startswith(who.partition("-")[0]) for name in at.store.status()["waits"])
+            silent = told("no answer from jaxroll.Store")
+            assert len(silent) == 1 and silent[0].startswith(f"{who}: "), "once, and no other role"
+            assert not told("answers again")
             at.network.heal(who)
             await until_acked(at, stuck_at + 1, limit_s=15.0)
+            assert len(told(f"{who}: jaxroll.Store")) == len(told("answers again")) == 1
             assert await training == 0
             assert_sound(at, 40, 1)
 
