@@ -67,6 +67,22 @@ hypothesis.settings.register_profile("soak", deadline=None, max_examples=1000, s
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
+# In these tests an array of lower rank is never broadcast to a higher one, which may hide a wrong shape.
+_SAME_RANK = {"algorithms", "engine", "kernels", "models"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_rank_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An operand of lower rank raises an error in the tests of `_SAME_RANK`."""
+    if request.path.relative_to(_ROOT / "tests").parts[0] in _SAME_RANK:
+        import jax
+
+        with jax.numpy_rank_promotion("raise"):
+            yield
+    else:
+        yield
+
+
 @pytest.fixture
 def free_run_dir(tmp_path: Path) -> Path:
     """A path for a run's directory that does not exist yet."""

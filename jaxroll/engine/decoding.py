@@ -197,7 +197,7 @@ def drafts(
 
     If they reach the end of the text, they go on with the drafted tokens themselves, as text that repeats.
     """
-    at = jnp.arange(text.shape[1])
+    at = jnp.arange(text.shape[1])[None]
     equal, run = at < positions[:, None], jnp.zeros(text.shape, jnp.int32)
     for back in range(LONGEST_RUN):
         before = jnp.pad(text, ((0, 0), (back, 0)))[:, : text.shape[1]]  # the token `back` before each position
@@ -207,7 +207,7 @@ def drafts(
     best = jnp.max(jnp.where(run >= SHORTEST_RUN, run * text.shape[1] + at, -1), axis=1)
     end = best % text.shape[1]
     period = jnp.maximum(positions - end, 1)
-    copied = end[:, None] + 1 + jnp.arange(most) % period[:, None]
+    copied = end[:, None] + 1 + jnp.arange(most)[None] % period[:, None]
     return jnp.take_along_axis(text, jnp.minimum(copied, text.shape[1] - 1), axis=1), best >= 0
 
 
@@ -230,7 +230,7 @@ def _drafted(state: DecodeState, most: int) -> _Draft:
     # All tokens of a step fit behind the prompt, so no write goes beyond the slot's pages.
     lengths = jnp.where(found, jnp.minimum(most, column[inputs.MAX_TOKENS] - state.counts - 1), 0)
     chain = jnp.cumprod(jnp.broadcast_to(state.chances[:, None], tokens.shape), axis=1)
-    right = jnp.sum(jnp.where(jnp.arange(most) < lengths[:, None], chain, 0.0))
+    right = jnp.sum(jnp.where(jnp.arange(most)[None] < lengths[:, None], chain, 0.0))
     return _Draft(tokens, lengths, jnp.any(lengths > 0) & (right >= WORTH * jnp.sum(running)))
 
 
@@ -270,18 +270,18 @@ def _verified(
         tables,
         last,
     )
-    ahead = state.positions[:, None] + 1 + jnp.arange(T)
+    ahead = state.positions[:, None] + 1 + jnp.arange(T)[None]
     # Penalties see the drafted tokens before each position.
     text = state.text.at[slots, ahead[:, :-1]].set(drafted, mode="drop") if by.penalties else state.text[:, :0]
     text, allowed = (jnp.repeat(x, T, axis=0) for x in (text, state.allowed))
     drawn = draw(by, logits.reshape(S * T, -1), ahead.reshape(-1), text, allowed, K)
     stops = inputs.is_stop(drawn[0], by.requests).reshape(S, T)
     tokens, logprobs, support = (x.reshape(S, T, *x.shape[1:]) for x in drawn)
-    agree = (tokens[:, :-1] == drafted) & (jnp.arange(most) < lengths[:, None])
+    agree = (tokens[:, :-1] == drafted) & (jnp.arange(most)[None] < lengths[:, None])
     kept = 1 + jnp.sum(jnp.cumprod(agree, axis=1), axis=1)
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, T)
     new = jnp.where(running, jnp.minimum(kept, until_stop), 0)
-    counts, valid = state.counts + new, jnp.arange(T) < new[:, None]
+    counts, valid = state.counts + new, jnp.arange(T)[None] < new[:, None]
 
     def final(x: jax.Array, old: jax.Array) -> jax.Array:
         found = x[jnp.arange(S), jnp.maximum(new - 1, 0)]
@@ -328,8 +328,8 @@ def _logits_after(
     count = blocks(len(tokens) // cache.shards, layout) if side is None else 1
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, lengths, tables = (transformer.ordered(x, order) for x in (tokens, positions, lengths, tables))
-    each, starts = positions[:, None] + jnp.arange(T), split(positions)
-    where = jnp.where(jnp.arange(T) < lengths[:, None], each, -1)
+    each, starts = positions[:, None] + jnp.arange(T)[None], split(positions)
+    where = jnp.where(jnp.arange(T)[None] < lengths[:, None], each, -1)
     at_each, U = split(where.reshape(-1)), cache.page_tokens
     own = {window: cache.tables(window, split(tables)) for window in set(spec.each_window)}
     near = {window: within(pages, starts, window, T, U) for window, pages in own.items()}
@@ -408,7 +408,7 @@ def decode(
         right = (made.tokens[:, 0] == draft.tokens[:, 0]).astype(jnp.float32)
         chances = jnp.where(draft.lengths > 0, state.chances + RATE * (right - state.chances), state.chances)
         after = replace(after, chances=chances)
-        ahead = jnp.arange(made.tokens.shape[1])
+        ahead = jnp.arange(made.tokens.shape[1])[None]
         at = jnp.where(ahead < made.counts[:, None], row[:, None] + ahead, sizes.dispatch_tokens)
         put = lambda old, new: old.at[at, jnp.arange(slots)[:, None]].set(new, mode="drop")  # noqa: E731
         rows = (put(row, new) for row, new in zip(rows, (made.tokens, made.logprobs, made.support), strict=True))

@@ -101,7 +101,7 @@ def visible(tokens: int, segments: Int[Array, "B T"] | None = None, window: int 
     if segments is None:
         return causal[None]
     same = segments[:, :, None] == segments[:, None, :]
-    return same & (segments > 0)[:, None, :] & causal
+    return same & (segments > 0)[:, None, :] & causal[None]
 
 
 def lengthened(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B T1 *rest"]:
@@ -235,8 +235,8 @@ def _block(
     K, R, G, T, H = wide.shape
     pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
     C = pages * keys.shape[2]
-    queries = wide.reshape(K, R, G * T, H)
-    positions = jnp.broadcast_to((starts[:, None] + jnp.arange(T))[:, None], (R, G, T)).reshape(R, G * T)
+    queries, offsets = wide.reshape(K, R, G * T, H), jnp.arange(C)[None, None]
+    positions = jnp.broadcast_to((starts[:, None] + jnp.arange(T)[None])[:, None], (R, G, T)).reshape(R, G * T)
 
     def chunk(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
@@ -245,7 +245,7 @@ def _block(
         # Keys are the left operand: as the right one, the CPU backend would first transpose every page.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
         # At the first key inside the window, the sums over keys before it are multiplied by an exact zero.
-        scores = jnp.where(_seen(j * C + jnp.arange(C), positions[..., None], window), scores * H**-0.5, _MASKED)
+        scores = jnp.where(_seen(j * C + offsets, positions[..., None], window), scores * H**-0.5, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
         weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
         gained = jnp.einsum(
@@ -259,7 +259,7 @@ def _block(
     return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
 
 
-def _seen(keys: Int[Array, " C"], queries: Int[Array, "*B 1"], window: int) -> Bool[Array, "*B C"]:
+def _seen(keys: Int[Array, "#*B C"], queries: Int[Array, "*B 1"], window: int) -> Bool[Array, "*B C"]:
     """True where a query at one position sees a key at another."""
     seen = keys <= queries
     return seen & (keys > queries - window) if window else seen
@@ -297,7 +297,7 @@ def within(
     if count >= tables.shape[-1]:
         return tables, starts
     first = jnp.maximum(starts - window + 1, 0) // page_tokens
-    seen = jnp.minimum(first[..., None] + jnp.arange(count), tables.shape[-1] - 1)
+    seen = jnp.minimum(first[..., None] + jnp.arange(count).reshape((1,) * first.ndim + (-1,)), tables.shape[-1] - 1)
     return jnp.take_along_axis(tables, seen, axis=-1), starts - first * page_tokens
 
 
@@ -355,14 +355,14 @@ def dense(
     K = keys[0].shape[1]
     G = N // K
     wide = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    at = positions[:, None] + jnp.arange(T)
+    at = positions[:, None] + jnp.arange(T)[None]
     if T > 1:  # one query has the same position in all heads
         at = jnp.broadcast_to(at[:, None], (B, G, T)).reshape(B, G * T)
     each = wide.shape[:-1]
     sums: Sums = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros(wide.shape, jnp.float32)
     begin = 0
     for k, v in zip(keys, values, strict=True):
-        unseen = jnp.where(_seen(begin + jnp.arange(v.shape[2]), at[..., None], window), 0.0, _MASKED)
+        unseen = jnp.where(_seen((begin + jnp.arange(v.shape[2]))[None, None], at[..., None], window), 0.0, _MASKED)
         if begin:
             sums = jax.lax.cond(last >= begin, _level, lambda sums, *_: sums, sums, wide, k, v, unseen)
         else:

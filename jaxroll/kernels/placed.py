@@ -248,7 +248,8 @@ def separate_padding(segments: Int[Array, "*rows T"], block: int) -> Int[Array, 
 
     It then costs one block of queries and keys, and has a maximum, so its outputs are finite.
     """
-    return jnp.where(segments > 0, segments, _PADDING + jnp.arange(segments.shape[-1], dtype=jnp.int32) // block)
+    padding = _PADDING + jnp.arange(segments.shape[-1], dtype=jnp.int32) // block
+    return jnp.where(segments > 0, segments, jnp.broadcast_to(padding, segments.shape))
 
 
 def sparse(kernel: Any, ids: Int[Array, " T"], block: int, keys: int) -> Any:

@@ -62,7 +62,8 @@ def of_columns(stored: Array | Quantised, dtype: jnp.dtype) -> Float[Array, "*ax
     """The numbers that `columns` stored, if the inputs are the first axes; a weight that is not quantised as it is."""
     if not isinstance(stored, Quantised):
         return stored.astype(dtype)
-    return (stored.values.astype(jnp.float32) * stored.scales).astype(dtype)
+    inputs = range(stored.values.ndim - stored.scales.ndim)
+    return (stored.values.astype(jnp.float32) * jnp.expand_dims(stored.scales, tuple(inputs))).astype(dtype)
 
 
 def _stored(x: Array, dtype: str, axes: tuple[int, ...]) -> tuple[Array, Array]:

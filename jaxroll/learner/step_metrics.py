@@ -78,7 +78,7 @@ def of_batch(
     }
     largest = {"ratio_max": rho, "mismatch_max": jnp.where(fresh, delta, 0.0)}
     age = jnp.clip(streams["ages"], 0, age_buckets - 1)
-    of_age = (age[..., None] == jnp.arange(age_buckets)) & streams["mask"][..., None]  # [R, T, A]
+    of_age = (age[..., None] == jnp.arange(age_buckets)[None, None]) & streams["mask"][..., None]  # [R, T, A]
     by_age = {name: _spread(value, of_age).sum((0, 1)) for name, value in summed.items()}
     return by_age | {name: _spread(value, of_age).max((0, 1)) for name, value in largest.items()}
 

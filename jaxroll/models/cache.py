@@ -82,8 +82,9 @@ class KVCache:
         """The pages of the layers with this window, relative to the first page of a layer."""
         if not self.ring:
             return tables
-        ring, pages = tables[..., -1:], tables.shape[-1] - 1
-        return ring * self.ring + jnp.arange(pages) % self.ring if window else tables[..., :-1]
+        ring, full = tables[..., -1:], tables[..., :-1]
+        pages = jnp.broadcast_to(jnp.arange(full.shape[-1]) % self.ring, full.shape)
+        return ring * self.ring + pages if window else full
 
     def of(self, layer: int | Array, window: int) -> LayerPools:
         """The pools of a layer, which has this window."""
@@ -216,7 +217,7 @@ def filled(
     With a `ring`, tokens that later ones would overwrite are dropped, too.
     """
     (K, P, U), J, T = pool.shape[1:4], tables.shape[1], new.shape[1]
-    positions = starts[:, None] + jnp.arange(T)
+    positions = starts[:, None] + jnp.arange(T)[None]
     place = jnp.minimum(positions // U, J - 1)
     written = lasting(T, lengths, ring * U) & (positions < J * U)
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
@@ -255,7 +256,7 @@ def lasting(count: int, used: Int[Array, " R"], places: int) -> Bool[Array, "R c
 
     The others may not be written: which of two writes to one place remains is undefined.
     """
-    each, used = jnp.arange(count), used[:, None]
+    each, used = jnp.arange(count)[None], used[:, None]
     return (each < used) & (each >= used - places) if places else each < used
 
 
@@ -307,8 +308,8 @@ def ring_copied(cache: KVCache, shard: Int[Array, ""], source: Int[Array, ""], t
 def of_every_layer(pool: Shaped[Array, "D K P U *H"], layers: int, pages: Int[Array, " R"]) -> Int[Array, " LR"]:
     """The numbers of `pages` in a pool of several layers; those out of range stay so."""
     count = pool.shape[2] // layers
-    every = pages + count * jnp.arange(layers)[:, None]
-    return jnp.where(pages < count, every, pool.shape[2]).reshape(-1)
+    every = pages[None] + count * jnp.arange(layers)[:, None]
+    return jnp.where((pages < count)[None], every, pool.shape[2]).reshape(-1)
 
 
 def constrained(cache: KVCache, layout: Layout | None) -> KVCache:
@@ -419,7 +420,7 @@ def _gathered(
     def found() -> Array:
         pages = tables[:, :, begin // U : (begin + tokens) // U]
         held = jax.vmap(lambda pool, pages: pool[:, pages].swapaxes(0, 1))(pool, pages).reshape(shape)
-        there = begin + jnp.arange(tokens) < known[:, :, None]
+        there = (begin + jnp.arange(tokens))[None, None] < known[:, :, None]
         return jnp.where(there[:, :, None, :, None], held, jnp.zeros((), pool.dtype))
 
     return jax.lax.cond(far > begin, found, lambda: jnp.zeros(shape, pool.dtype))

@@ -66,6 +66,11 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
 _product.defvjp(_product_forward, _product_backward)
 
 
+def with_rank(x: Array, rank: int) -> Array:
+    """`x` with axes of length 1 in front, `rank` in all. Tests forbid JAX to add them, which may hide a wrong shape."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
 def rotation(
     positions: Int[Array, "*rows"], head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> Rotation:
@@ -74,7 +79,7 @@ def rotation(
     if scaling is not None:
         kept = _kept(scaling, frequency, theta)
         frequency = frequency * (kept + (1 - kept) / scaling.factor)
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = positions[..., None].astype(jnp.float32) * with_rank(frequency, positions.ndim + 1)
     angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
     factor = 1.0 if scaling is None else scaling.attention_factor
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -120,8 +125,8 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.offset:  # as in Gemma, the product is in float32, too
-            return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
-        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+            return (wide * with_rank(1 + self.scale[...].astype(jnp.float32), x.ndim)).astype(x.dtype)
+        return wide.astype(x.dtype) * with_rank(self.scale[...].astype(x.dtype), x.ndim)
 
 
 class Attention(nnx.Module):
@@ -147,7 +152,8 @@ class Attention(nnx.Module):
         q, k, v = (project(x, weight) for weight in (self.q, self.k, self.v))
         if self.bias:
             q, k, v = (
-                x + bias[...].astype(x.dtype) for x, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+                x + with_rank(bias[...].astype(x.dtype), x.ndim)
+                for x, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
             )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -190,7 +196,9 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"], routing: Routing) -> Float[Array, "*rows D"]:
         logits = moe.router_logits(x, self.router[...])
-        chosen = routing.choose(logits, logits if self.router_bias is None else logits + self.router_bias[...])
+        chosen = routing.choose(
+            logits, logits if self.router_bias is None else logits + with_rank(self.router_bias[...], x.ndim)
+        )
         weights = moe.gates(logits, chosen, self.normalized)
         experts = moe.Weights(self.experts.gate[...], self.experts.up[...], self.experts.down[...])
         return moe.mixed(x, chosen, weights, experts, routing.layout)

@@ -301,7 +301,7 @@ def extend(
         everywhere = tables + first + pages.shards[:, None] * keys.shape[2]
         return paged(q, _one_pool(keys), _one_pool(values), everywhere, starts, far, window), held
 
-    positions = pages.starts[:, None] + jnp.arange(T)
+    positions = pages.starts[:, None] + jnp.arange(T)[None]
     start = _pinned(decoder.embedded(tokens), layout)
     x, held, chosen = through(spec, params, decoder, start, positions, cache, attend, layout)
     if held.experts is not None and chosen is not None:

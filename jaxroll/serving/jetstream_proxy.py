@@ -336,7 +336,8 @@ class SlotPrograms:
 
     def _table(self, own: Int[Array, "*S"]) -> Int[Array, "*S J"]:
         """The pages of the slots with the indices `own` in their shard."""
-        return own[..., None] * self.serving.table + jnp.arange(self.serving.table)
+        pages = jnp.broadcast_to(jnp.arange(self.serving.table), (*own.shape, self.serving.table))
+        return own[..., None] * self.serving.table + pages
 
     def _sample(
         self, logits: Float[Array, "S V"], identities: Int[Array, "S 3"], positions: Int[Array, " S"]

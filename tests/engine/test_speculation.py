@@ -104,7 +104,7 @@ def test_a_stop_token_within_an_accepted_draft_ends_the_answer(bench, monkeypatc
     answer = bench(**SIZES).run([whole])[0].completion.tokens
 
     def oracle(text, positions, most):
-        after = positions[:, None] + 1 - len(prompt) + jax.numpy.arange(most)
+        after = positions[:, None] + 1 - len(prompt) + jax.numpy.arange(most)[None]
         return jax.numpy.asarray(answer)[jax.numpy.clip(after, 0, 29)], positions >= 0
 
     monkeypatch.setattr(decoding, "drafts", oracle)

@@ -34,7 +34,7 @@ def by_levels(q: jax.Array, k: jax.Array, v: jax.Array, positions: np.ndarray, l
 def test_equals_attention_in_one_piece(longest: int) -> None:
     q, k, v = problem(6)
     positions = np.array([longest, 0, longest // 2, longest // 3, longest, 1 if longest else 0], np.int32)
-    mask = jnp.arange(TOKENS) <= positions[:, None, None]
+    mask = jnp.arange(TOKENS)[None, None] <= positions[:, None, None]
     wanted = np.asarray(attention.grouped(q, k, v, mask))
     np.testing.assert_allclose(by_levels(q, k, v, positions), wanted, atol=2e-6)
 
@@ -59,7 +59,7 @@ def test_bfloat16_loses_little_more_than_the_rounding_of_its_output(form: str, N
         pool = lambda x: x.transpose(2, 0, 1, 3)  # noqa: E731  (each row a page of its own)
         got = paged(q, pool(k), pool(v), jnp.arange(8, dtype=jnp.int32)[:, None], positions, jnp.ones(1, jnp.int32))
     else:
-        got = attention.grouped(q, k, v, jnp.arange(64) <= positions[:, None, None])
+        got = attention.grouped(q, k, v, jnp.arange(64)[None, None] <= positions[:, None, None])
     lost = lambda x: np.sqrt(np.mean((np.asarray(x, np.float64) - wanted) ** 2))  # noqa: E731
     assert lost(got) < 2 * lost(jnp.asarray(wanted, jnp.bfloat16))
 

@@ -37,7 +37,7 @@ def at_once(given: dict[str, jax.Array], starts: np.ndarray) -> np.ndarray:
     """The same with every row's pages laid out in one piece."""
     unrolled = lambda pool: pool[:, given["tables"]].transpose(1, 2, 3, 0, 4).reshape(len(starts), J * U, K, H)  # noqa: E731
     positions = starts[:, None] + np.arange(given["q"].shape[1])
-    mask = jnp.arange(J * U) <= positions[..., None]
+    mask = jnp.arange(J * U).reshape((1,) * positions.ndim + (-1,)) <= positions[..., None]
     return np.asarray(attention.grouped(given["q"], unrolled(given["keys"]), unrolled(given["values"]), mask))
 
 

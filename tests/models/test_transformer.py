@@ -146,7 +146,7 @@ def test_prefill_then_decode_equals_forward(variant):
     spec, values = VARIANTS[variant], initialised(VARIANTS[variant])
     tokens, lengths, length = random_tokens(4, 14), jnp.array([5, 1, 8, 3], jnp.int32), 14
     expected = forward_logits(spec, values, *whole_rows(tokens))
-    padded = np.where(np.arange(8) < lengths[:, None], tokens[:, :8], 63)
+    padded = np.where(np.arange(8)[None] < lengths[:, None], tokens[:, :8], 63)
     logits, keys, values_ = prefill(spec, values, padded, lengths)
     np.testing.assert_allclose(logits, expected[np.arange(4), lengths - 1], atol=1e-4)
     slots, tables = np.array([2, 5, 0, 3], np.int32), scattered_tables(6, 3)
