@@ -41,7 +41,7 @@ from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.kernels import choice
 from jaxroll.learner import peft
 from jaxroll.models import families, folders
@@ -92,7 +92,7 @@ OPTIONAL = (
     Optional("jinja2", _module("jinja2"), "chat templates of Hugging Face folders", "pip install 'jaxroll[hf]'"),
     Optional("libtpu", _module("libtpu"), "TPUs, and compiling for them ahead of time (Linux x86-64)",
              "pip install 'jaxroll[tpu]'"),
-    Optional("CUDA plugin", lambda: any(map(_module_found, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), "NVIDIA GPUs",
+    Optional("CUDA plugin", lambda: any(_module(f"jax_cuda{n}_plugin")() for n in (12, 13)), "NVIDIA GPUs",
              "pip install 'jaxroll[gpu]', or 'jaxroll[gpu-cuda12]' for older drivers"),
     Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
     Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
@@ -103,10 +103,6 @@ OPTIONAL = (
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
     Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),
 )  # fmt: skip
-
-
-def _module_found(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def main() -> int:
@@ -142,9 +138,12 @@ def certificate_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Problems, present or near, of the certificates that JAXROLL_TLS names."""
     if not (folder := environment.get(tls.TLS_VARIABLE, "").strip()):
         return []
+    material = tls.Material(Path(folder))
     try:
-        (material := tls.Material(Path(folder))).client_context()
-    except ConfigError as error:
+        material.client_context()
+        if (material.folder / tls.CERT).exists() or (material.folder / tls.KEY).exists():
+            material.server_context(mutual=False)
+    except (ConfigError, InfraError, OSError) as error:
         return [str(error)]
     return material.warnings(time.time()) or [f"{folder}: in order"]
 

@@ -128,10 +128,12 @@ class RawClient:
                     await self._raise_if_tls_mismatch(method, error)
                 broke_off = _broke_off(error)
                 asks_first = asks_first or broke_off
-                lost = broke_off or isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
+                code = None if isinstance(error, FileNotFoundError) else error.code()
+                lost = broke_off or code in (None, grpc.StatusCode.UNAVAILABLE)
                 since = min(max(started, self._answered_s), started + _MAX_PATIENCES * patience_s) if lost else started
                 self._raise_if_final(method, error, is_over=now_s() >= since + patience_s)
-                self._note_silence(now_s() - max(started, self._answered_s), error)
+                if lost or code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._note_silence(now_s() - max(started, self._answered_s), error)
             self._transport.refresh()
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1

@@ -318,12 +318,7 @@ def lines(name: str, found: Mapping[str, Any]) -> list[str]:
 
 def serve(args: RoleArgs, options: argparse.Namespace) -> int:
     """Serve until a stop signal and return 0. `options` are those of the command line."""
-    with http.listen(options.host, options.port, insecure=options.insecure) as listening:
-        return _serve(args, options, listening)
-
-
-def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket) -> int:
-    config, paths = args.config, args.paths
+    paths = args.paths
     of_run = paths.run_file.exists()
     secret = protocol.load_secret(args.run_dir) if of_run else None
     token_file = (
@@ -332,6 +327,12 @@ def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket
         else (paths.http_token if of_run else http.user_token_file(paths.http_token.name))
     )
     token = http.token(None if options.token_file else secret, token_file)
+    with http.listen(options.host, options.port, insecure=options.insecure) as listening:
+        return _serve(args, options, listening, token, token_file)
+
+
+def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket, token: str, token_file: Path) -> int:
+    config = args.config
     context = request_tokens(config) if options.context is None else options.context
     model = load(config, args.run_dir, slots=options.slots, max_tokens=context - longest_prompt(config))
     engine = model.host.engine

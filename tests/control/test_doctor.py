@@ -14,6 +14,11 @@ from tests.control.test_bad_files import cut
 from tests.control.test_inputs_of_commands import BINARY, CLASSES, NOT_LOCKED, OTHERS, damaged, forbidden, gone
 from tests.harness.damages import Damage, folder, too_large, writes
 
+KEYS: list[tuple[str, Damage]] = [
+    ("key.pem is gone", gone("tls/key.pem")),
+    ("key.pem is another one", writes("tls/key.pem", BINARY)),
+    ("a folder that may not be entered", forbidden("tls")),
+]
 CERTIFICATES: dict[str, Damage | str] = {
     "missing": gone("tls/ca.pem"),
     "unreadable": forbidden("tls/ca.pem"),
@@ -63,6 +68,18 @@ def test_certificates_with_damage_are_named_with_the_remedy(kind: str, monkeypat
         with damaged(home, kind, damage):
             (line,) = preflight.certificate_lines(environment)
     assert line.startswith(str(home / "tls")) and "jaxroll tls RUN" in line and "in order" not in line
+
+
+@pytest.mark.parametrize(("what", "damage"), KEYS, ids=[what for what, _ in KEYS])
+def test_files_of_a_server_count_too(what: str, damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "_PROBE_PAUSE_S", 0.0)
+    with tempfile.TemporaryDirectory() as made:
+        home = Path(made) / "home"
+        home.parent.chmod(0o777)
+        tls.make_certificates(home, [], 30)
+        with damaged(home, "unreadable" if "may not" in what else "corrupt", damage):
+            (line,) = preflight.certificate_lines({tls.TLS_VARIABLE: str(home / "tls")})
+    assert str(home / "tls") in line and "in order" not in line
 
 
 @pytest.mark.process

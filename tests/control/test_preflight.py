@@ -356,6 +356,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/state.py::_on_devices": HERE,
     "transfer/channel_shm.py::SharedSegments.__init__": HERE,  # a system without memfd
     "transfer/channel_tensorstore.py::url_of": HERE,
+    "learner/weights.py::blaming": HERE,
     "learner/weights.py::load": HERE,
     "learner/weights.py::initial_of_role": HERE,
     "learner/weights.py::model_spec": HERE,

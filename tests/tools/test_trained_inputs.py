@@ -195,6 +195,21 @@ def test_trained_weights_with_damage(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [folder("own.token"), writes("own.token", b"\xff\xfe"), writes("own.token", OTHERS), too_large("own.token")],
+)
+def test_serve_with_a_bad_token_file_takes_no_port(
+    damage: Damage, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(base, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setattr(generate.http, "listen", lambda *_, **__: pytest.fail("it took a port"))
+    damage(tmp_path / "home")
+    code, err = answered("serve run --token-file=own.token", capsys)
+    assert code == EXIT_CONFIG and "own.token" in err and REMEDY.search(err) and err.count("\n") == 1, err
+
+
 def objections(file: str, code: int, err: str) -> list[str]:
     """Sentences that say what is wrong with the outcome."""
     found = [] if code in (EXIT_FAILURE, EXIT_CONFIG) else [f"ended with {code}"]
