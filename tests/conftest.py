@@ -74,13 +74,16 @@ _SAME_RANK = {"algorithms", "engine", "kernels", "models"}
 @pytest.fixture(autouse=True, scope="module")
 def no_rank_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
     """An operand of lower rank raises an error in the tests of `_SAME_RANK`."""
-    if request.path.relative_to(_ROOT / "tests").parts[0] in _SAME_RANK:
-        import jax
-
-        with jax.numpy_rank_promotion("raise"):
-            yield
-    else:
+    if request.path.relative_to(_ROOT / "tests").parts[0] not in _SAME_RANK:
         yield
+        return
+    import jax
+
+    # For all threads: an engine's own would otherwise compile its programs again.
+    before = jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", before)
 
 
 @pytest.fixture

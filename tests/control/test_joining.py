@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of the store, and then the words of the process that replaces this one."""
     found: list[Any] = []
 
-    async def joined(address: str, folder: Path | None) -> Joined:
+    async def joined(address: str, folder: Path | None, wait: object) -> Joined:
         found.append((address, folder))
         return Joined("run-1", json.dumps(configs.to_dict(CONFIG)).encode(), 4)
 
