@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -102,6 +103,7 @@ def about(path: Path) -> dict[str, Any]:
             if np.dtype(dtype).hasobject:
                 raise DataError(f"an array of {dtype}")
     except (OSError, DataError, ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
+        _raise_if_transient(error)
         raise CheckpointDamaged(one_line(f"{file} cannot be read ({error})")) from error
     return found
 
@@ -128,10 +130,17 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
     except CheckpointDamaged as error:
         problem = str(error)
     if verify:
-        problem = damage(path) or unreadable(path, every_byte=True)
+        problem = _verified(path)
     summed = (path / SUMS).exists()  # before the walk below, which fails if the run removes the checkpoint meanwhile
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)
+
+
+def _verified(path: Path) -> str:
+    try:
+        return damage(path) or unreadable(path, every_byte=True)
+    except PermissionError as error:
+        return one_line(str(error))
 
 
 # --- readability: every array can be opened, without JAX and without loading it
@@ -196,20 +205,18 @@ def write(folder: Path) -> None:
 def damage(folder: Path, *, durable: bool = False) -> str:
     """The first difference between the files of `folder` and their checksums, as a message; empty when there is none.
 
-    Missing checksums count as damage only for a checkpoint that is known to be `durable`.
+    Missing checksums count as damage only for a checkpoint that is known to be `durable`. OSError if a file or folder
+    cannot be read now, by its permissions or for lack of descriptors: that is no damage, for which a learner would
+    resume from an older checkpoint.
     """
     try:
         expected = msgspec.convert(disk.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files
     except FileNotFoundError:
         return f"{SUMS} is gone: it was written before the checkpoint was durable" if durable else ""
     except (OSError, DataError, msgspec.ValidationError) as error:  # not JSON, or JSON that `write` does not write
+        _raise_if_transient(error)
         return one_line(f"{SUMS} is damaged: {error}")
-    try:
-        found = _sums(folder)
-    except FileNotFoundError:  # the run removes it meanwhile
-        raise
-    except OSError as error:  # not a file that is gone: one that may not be read
-        return one_line(str(error))
+    found = _sums(folder)
     for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
             return one_line(f"{one_line(name, 300)} is {'not what was written' if name in found else 'gone'}")
@@ -224,6 +231,12 @@ def _sums(folder: Path) -> dict[str, str]:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def _raise_if_transient(error: Exception) -> None:
+    """Raise `error` if it is about this process and not about the file."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise error
 
 
 def _is_of_sums(name: str) -> bool:

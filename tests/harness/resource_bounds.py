@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import tracemalloc
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> 
     """Fail if the block takes more memory (allocated by Python and numpy) or more time than these bounds.
 
     Counting memory makes Python several times slower; None does not count it. The process, which SQLite and the
-    tokenizers in Rust are part of, may grow by `OTHERS_BYTES` more at its peak.
+    tokenizers in Rust are part of, may grow by `OTHERS_BYTES` more at its peak (Linux).
     """
 
     def late(*_: object) -> NoReturn:
@@ -45,13 +46,16 @@ def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> 
     assert memory_bytes is None or peak <= memory_bytes, (
         f"{peak / 2**20:.0f} MiB at the peak, {(memory_bytes or 0) / 2**20:.0f} are allowed"
     )
-    grown = _memory("VmHWM") - resident
+    grown = _memory("VmHWM") - resident if resident < math.inf else 0
     assert grown <= (memory_bytes or MEMORY_BYTES) + OTHERS_BYTES, f"the process grew by {grown / 2**20:.0f} MiB"
 
 
-def _reset_peak() -> int:
-    """Let the kernel count the peak of this process from now on; return its resident bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
+def _reset_peak() -> float:
+    """Let the kernel count the peak of this process from now on; return its resident bytes, inf where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return math.inf
     return _memory("VmRSS")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll import disk
 from jaxroll.config import MeshConfig
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner import checkpoint_files
@@ -268,6 +271,27 @@ def test_one_flipped_bit_is_found_wherever_it_is(folder, trainer, kind):
     with pytest.raises(CheckpointDamaged, match=r"0000\.00000002 cannot be read"):
         checkpoints.restore(Version(0, 2), trainer.abstract_state())
     assert checkpoints.latest() == Version(0, 1) and checkpoints.damaged == {Version(0, 2)}
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("file", ["sums.json", "metadata", "d"], ids=["sums", "metadata", "arrays"])
+def test_a_lack_of_descriptors_is_no_damage(folder, trainer, monkeypatch, file):
+    """Otherwise the learner would resume from an older checkpoint, and train durable steps again."""
+    checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
+
+    def refusing(opened):
+        def refused(path, *of, **how):
+            if file in (path.name, path.parent.name):
+                raise OSError(errno.EMFILE, "Too many open files", str(path))
+            return opened(path, *of, **how)
+
+        return refused
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
+        where, name = (Path, "open") if file == "d" else (disk, "opened")
+        patch.setattr(where, name, refusing(getattr(where, name)))
+        checkpoints.restore(Version(0, 2), trainer.abstract_state())
+    assert not checkpoints.damaged and checkpoints.latest() == Version(0, 2)
     checkpoints.close()
 
 

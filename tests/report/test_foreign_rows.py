@@ -117,21 +117,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lines: list[bytes], alone: bool) -> None:
     path, own = made
     (path / "metrics.jsonl").write_bytes((b"" if alone else own) + b"\n".join(lines))
-    with bounded(None):
-        read_by_all(path)
-
-
-def read_by_all(path: Path) -> None:
-    for words in (["report", str(path)], ["report", str(path), "--json"], ["list", str(path.parent)]):
-        assert cli.main(words) == 0
-    rows = metrics.Follower(path / "metrics.jsonl").rows(closed=True)
     processes = [ProcessView("learner", "running", 1.0)]
-    plain = PlainView(path, 6, out=io.StringIO())
-    table = TableView(path, 6, console=Console(file=io.StringIO(), force_terminal=True, width=100))
-    for view in (plain, table):
-        view.rows(rows)
-        view.tick(processes)
-        view.close()
+    with bounded(None):
+        for words in (["report", str(path)], ["report", str(path), "--json"], ["list", str(path.parent)]):
+            assert cli.main(words) == 0
+        rows = metrics.Follower(path / "metrics.jsonl").rows(closed=True)
+        plain = PlainView(path, 6, out=io.StringIO())
+        table = TableView(path, 6, console=Console(file=io.StringIO(), force_terminal=True, width=100))
+        for view in (plain, table):
+            view.rows(rows)
+            view.tick(processes)
+            view.close()
 
 
 @given(row=ROWS)
