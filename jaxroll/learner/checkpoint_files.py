@@ -206,8 +206,8 @@ def damage(folder: Path, *, durable: bool = False) -> str:
     """The first difference between the files of `folder` and their checksums, as a message; empty when there is none.
 
     Missing checksums count as damage only for a checkpoint that is known to be `durable`. OSError if a file or folder
-    cannot be read now, by its permissions or for lack of descriptors: that is no damage, for which a learner would
-    resume from an older checkpoint.
+    cannot be read now, by its permissions or for lack of descriptors: a learner must not resume from an older
+    checkpoint because of it.
     """
     try:
         expected = msgspec.convert(disk.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files

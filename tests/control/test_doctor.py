@@ -14,7 +14,15 @@ from tests.control.test_bad_files import cut
 from tests.control.test_inputs_of_commands import BINARY, CLASSES, NOT_LOCKED, OTHERS, damaged, forbidden, gone
 from tests.harness.damages import Damage, folder, too_large, writes
 
+
+def of_a_client(home: Path) -> None:
+    """The files of a host that does not serve, without the one that it verifies the store with."""
+    for name in ("cert.pem", "key.pem", "ca.pem"):
+        (home / "tls" / name).unlink()
+
+
 KEYS: list[tuple[str, Damage]] = [
+    ("a client without ca.pem", of_a_client),
     ("key.pem is gone", gone("tls/key.pem")),
     ("key.pem is another one", writes("tls/key.pem", BINARY)),
     ("a folder that may not be entered", forbidden("tls")),
@@ -71,7 +79,7 @@ def test_certificates_with_damage_are_named_with_the_remedy(kind: str, monkeypat
 
 
 @pytest.mark.parametrize(("what", "damage"), KEYS, ids=[what for what, _ in KEYS])
-def test_files_of_a_server_count_too(what: str, damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_servers_and_of_clients_count(what: str, damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "_PROBE_PAUSE_S", 0.0)
     with tempfile.TemporaryDirectory() as made:
         home = Path(made) / "home"
