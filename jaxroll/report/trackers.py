@@ -117,6 +117,9 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it refuses a folder otherwise
         mlflow = importlib.import_module("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or RunPaths(folder).mlflow.resolve().as_uri()
+        for file in RunPaths(folder).mlflow.glob("*/*/metrics/**/*"):
+            if file.is_file() and not file.stat().st_size:  # a full disk left it, and MLflow refuses the whole run
+                file.unlink()
         self._entities = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)

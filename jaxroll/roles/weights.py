@@ -348,9 +348,6 @@ class UpdateBarrier:
             await asyncio.sleep(UPDATE_POLL_S)
 
 
-# --- Progress messages of a role
-
-
 class Progress:
     """Reports the phases of a role: one line in its log and one metric row, at the start and at the end."""
 
@@ -390,7 +387,8 @@ class Progress:
 
 # --- Profiles of a role: `jaxroll profile`
 
-FREE_BYTES = 2**30  # of the disk, below which no profile begins
+FREE_MB = 1024  # on the disk, below which no profile begins
+_unwritten: list[Path] = []  # the trace that JAX could not write, in this process: before it does, it begins no other
 
 
 class Profiler:
@@ -415,20 +413,17 @@ class Profiler:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if order.withdrawn:
-                self._withdraw(order)
+            if order.withdrawn and (self.order is None or self.order.request != order.request):
+                return
+            if order.withdrawn and self._began_s is None:
+                self.order = None
+            elif order.withdrawn:  # writing a trace takes long, and this may be the thread of a loop
+                threading.Thread(target=self.close, args=(order.request,), daemon=True).start()
             elif order.request != self._known and self._began_s is None:
                 self._known, self.order, self._left = order.request, order, order.steps
                 self._until_s = time.monotonic() + order.limit_s
         finally:
             self._lock.release()
-
-    def _withdraw(self, order: ProfileOrder) -> None:
-        if self.order is not None and self.order.request == order.request:
-            if self._began_s is None:
-                self.order = None
-            else:  # writing a trace takes long, and this may be the thread of a loop
-                threading.Thread(target=self.close, args=(order.request,), daemon=True).start()
 
     def step(self) -> None:
         """Note that a step begins; call it on the thread that uses JAX."""
@@ -460,12 +455,16 @@ class Profiler:
         self._trace = self._folder / f"{self._role}-{time.strftime('%Y%m%d-%H%M%S')}-{order.request[:8]}"
         try:
             self._trace.mkdir(parents=True)
-            if (free := shutil.disk_usage(self._trace).free) < FREE_BYTES:
-                free_mb, wanted_mb = free >> 20, FREE_BYTES >> 20
-                raise InfraError(f"{free_mb} MB are free at {self._folder}, a profile needs {wanted_mb} MB: make room")
+            if (free_mb := shutil.disk_usage(self._trace).free >> 20) < FREE_MB:
+                raise InfraError(f"{free_mb} MB are free at {self._folder}, a profile needs {FREE_MB} MB: make room")
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = int(order.python)
+            if _unwritten:
+                with contextlib.suppress(RuntimeError):  # newer versions of JAX keep none
+                    jax.profiler.stop_trace()
             jax.profiler.start_trace(self._trace, profiler_options=options)
+            while _unwritten:
+                shutil.rmtree(_unwritten.pop(), ignore_errors=True)
         except Exception as error:  # noqa: BLE001 - the role goes on without a profile
             self._refuse(order, error)
             return
@@ -486,6 +485,7 @@ class Profiler:
             jax.profiler.stop_trace()
         except Exception as error:  # noqa: BLE001 - the role goes on
             self._refuse(order, error)
+            _unwritten.append(self._trace)
             return
         self._row(order, "ended", steps=done, seconds=seconds)
 

@@ -315,16 +315,16 @@ def create(run_dir: Path) -> str:
         return kept
     secret = secrets.token_hex(32)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(secret + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # after a power failure an unsynced file may be empty, which would end the run
     try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secret + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # after a power failure an unsynced file may be empty, which would end the run
         os.link(draft, path)  # atomic, and never replaces the file of another process
     except FileExistsError:
         return create(run_dir)
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return secret
 
 

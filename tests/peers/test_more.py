@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from tests.harness.cluster import disks
 
 pytestmark = [pytest.mark.soak, pytest.mark.process]
 KEPT = {"same": True, "worked": True, "violations": []}
@@ -34,3 +38,15 @@ def test_a_tracker_has_the_rows_of_the_run_and_of_its_continuation_in_one_run(ki
     found = peer("more", "adapters.py", kind)
     assert found["lost"] == 0 and found["messages"] == [] and found["leaked"] == []
     assert found["values"] == [[1, 1.0], [2, 0.5], [2, 0.5], [3, pytest.approx(1 / 3)]]
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("wandb", "wandb"), ("mlflow", "mlruns"), ("trackio", "trackio")])
+def test_a_full_disk_costs_a_tracker_its_rows_alone(kind: str, folder: str, tmp_path: Path, peer) -> None:
+    """The run neither waits nor fails, and with room the continuation goes on in the same run of the tracker."""
+    with disks.small_disk(tmp_path / "run-1" / folder, 16):
+        found = peer("more", "adapters.py", "full", kind, str(tmp_path))
+    assert found["took_s"] < 1.0 and found["closed_s"] < 30.0
+    assert found["steps"][-1] == 4 and found["lost"][1] == 0
+    assert found["steps"][0] == (4 if kind == "wandb" else 1), "wandb writes rows late"
+    if kind == "mlflow":  # the others write in threads and processes of their own, and say on stderr what they lost
+        assert found["lost"][0] > 0 and "No space left on device. Metrics are lost there" in found["messages"][0]

@@ -86,7 +86,7 @@ def test_a_role_goes_on_when_it_cannot_record(tmp_path: Path, monkeypatch: pytes
     finally:
         jax.profiler.stop_trace()
     assert rows.states == [("failed", 0)] and "one profile" in rows[-1]["reason"].lower()
-    full = SimpleNamespace(free=weights.FREE_BYTES - 1)
+    full = SimpleNamespace(free=weights.FREE_MB * 2**20 - 1)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: full)
         profiler.ask(ProfileOrder("sampler-0", "second", 4, 600.0))

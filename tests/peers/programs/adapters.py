@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,28 +122,68 @@ def textworld(folder: str) -> dict[str, Any]:
     return {**contract("textworld_home", folder=folder), "reward": last.reward, "parts": last.reward_parts}
 
 
+def started(kind: str, run: Path) -> Config:
+    """The config of a new run with the tracker `kind`."""
+    os.environ["WANDB_MODE"] = "offline"
+    config = configs.parse({**configs.to_dict(Config()), "run": {"trackers": [kind], "metric_names": "verl"}})
+    with run_dir.new_run(run, config, ["train"]):
+        pass
+    return config
+
+
+def logged(tracker: trackers.Background, run: Path, step: int, **more: float) -> float:
+    """Log the row of a step, as a run does; the seconds that the tracker took."""
+    row = {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, **more}
+    began_s = time.monotonic()
+    tracker.log(row)
+    took_s = time.monotonic() - began_s
+    with (run / "metrics.jsonl").open("a") as file:
+        print(json.dumps(row), file=file)
+    return took_s
+
+
 def tracked(kind: str, folder: str) -> dict[str, Any]:
     """Rows of a run, and of its continuation with more steps, in the tracker `kind`; the values that its own package
     reads back as those of one run, and whether files of the tracker hold the credentials."""
     os.environ |= dict.fromkeys(("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN"), SECRET)
-    os.environ["WANDB_MODE"] = "offline"
     run, messages, lost = Path(folder) / "run-1", list[str](), 0
-    config = configs.parse({**configs.to_dict(Config()), "run": {"trackers": [kind], "metric_names": "verl"}})
-    with run_dir.new_run(run, config, ["train"]):
-        pass
+    config = started(kind, run)
     for steps in (range(1, 3), range(2, 4)):  # the second step is trained again
         longer = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, steps=100 + steps[0]))
         (tracker,) = trackers.opened(longer, run, messages.append)
         for step in steps:
-            row = {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, "age_mean": 0.5}
-            tracker.log(row)
-            with (run / "metrics.jsonl").open("a") as file:
-                print(json.dumps(row), file=file)
+            logged(tracker, run, step, age_mean=0.5)
             tracker.log({"role": "learner", "kind": "span", "t": 1e9, "t0": 1.0, "t1": 2.0})
         tracker.close()
         lost += tracker.lost
     leaked = [str(path) for path in run.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     return {"lost": lost, "messages": messages, "values": READERS[kind](run), "leaked": leaked}
+
+
+def on_a_full_disk(kind: str, folder: str) -> dict[str, Any]:
+    """The tracker `kind` whose folder in the run is a disk that is full from the second row of three on to the end, and a
+    continuation with a fourth row when there is room: rows that are lost, messages, the steps that the package reads
+    back, and the most seconds that a row and an end took."""
+    run, messages = Path(folder) / "run-1", list[str]()
+    filler = run / FOLDERS[kind] / ".filler"
+    config = started(kind, run)
+    took_s, closed_s, lost = list[float](), list[float](), list[int]()
+    for steps in ((1, 2, 3), (4,)):
+        (tracker,) = trackers.opened(config, run, messages.append)
+        for step in steps:
+            if step == 2:
+                with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(256))
+            took_s.append(logged(tracker, run, step, **({"grad_norm": 1.0} if step > 1 else {})))
+            time.sleep(3.0)  # the packages write in threads and processes of their own
+        began_s = time.monotonic()
+        tracker.close()
+        closed_s.append(time.monotonic() - began_s)
+        lost.append(tracker.lost)
+        filler.unlink(missing_ok=True)
+    steps = [round(1 / loss) for _, loss in READERS[kind](run)]
+    return {"lost": lost, "messages": messages, "steps": steps, "took_s": max(took_s), "closed_s": max(closed_s)}
 
 
 def _mlflow(run: Path) -> list[Any]:
@@ -182,13 +223,17 @@ def _log_records(log: bytes) -> Iterator[bytes]:
 
 
 def _wandb(run: Path) -> list[Any]:
+    from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     found, numbers, ids = list[Any](), list[int](), set[str]()
     for file in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in _log_records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+            try:
+                record.ParseFromString(data)
+            except DecodeError:  # a full disk cut the file here
+                break
             ids |= {record.run.run_id} - {""}
             items = {
                 (item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item
@@ -200,13 +245,16 @@ def _wandb(run: Path) -> list[Any]:
     return found
 
 
+FOLDERS = {"mlflow": "mlruns", "trackio": "trackio", "wandb": "wandb"}
 READERS = {"mlflow": _mlflow, "trackio": _trackio, "wandb": _wandb}
 
 
 def main() -> None:
     what = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        if what in READERS:
+        if what == "full":
+            found = on_a_full_disk(*sys.argv[2:])
+        elif what in READERS:
             found = tracked(what, folder)
         else:
             found = {"textarena": textarena, "pettingzoo": pettingzoo, "textworld": lambda: textworld(folder)}[what]()
