@@ -6,6 +6,7 @@ its processes is here, too.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -274,3 +275,11 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
     return code if code >= 0 else 128 - code
+
+
+def check_token_file(options: argparse.Namespace) -> None:
+    """Raise ConfigError if `--token-file` names no file for a token: the child would, after it has loaded JAX."""
+    if getattr(options, "token_file", None):
+        from jaxroll.rpc import http
+
+        http.token(None, Path(options.token_file))

@@ -22,7 +22,7 @@ from jaxroll import disk, lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
-from jaxroll.control.child import config_environment, given_config, run_foreground
+from jaxroll.control.child import check_token_file, config_environment, given_config, run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
@@ -124,8 +124,8 @@ def run_offline(options: argparse.Namespace) -> int:
         if not code:
             args.paths.warm_start_done.touch()
         return code
-    inventory = program.find_inventory(config)
-    cache_dir = program.default_cache_dir(path, os.environ)
+    check_token_file(options)
+    inventory, cache_dir = program.find_inventory(config), program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     held = run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext()  # it replaces the warm start

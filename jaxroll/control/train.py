@@ -381,6 +381,7 @@ def run_tinker(config: Config, path: Path, options: argparse.Namespace, *, of_mo
         )
     if options.child:
         return _tinker_part(config, path, options)
+    child.check_token_file(options)
     if of_model:
         path = run_dir.shared(Path("runs") / f"tinker-{path.name}", config, options.words)
     return _serve_tinker(config, path, options)

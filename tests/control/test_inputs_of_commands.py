@@ -312,8 +312,16 @@ LINES: dict[str, tuple[Line, ...] | str] = {
             ("config", "model"),
         ),
     ),
-    "serve": (Line("serve run", ("run", "trained")), Line("serve model", ("model",))),
-    "tinker-serve": (Line("tinker-serve run", ("run",)), Line("tinker-serve model", ("model",))),
+    "serve": (
+        Line("serve run", ("run", "trained")),
+        Line("serve model", ("model",)),
+        Line("serve run --token-file=own.token", ("client token",)),
+    ),
+    "tinker-serve": (
+        Line("tinker-serve run", ("run",)),
+        Line("tinker-serve model", ("model",)),
+        Line("tinker-serve run --port=0 --token-file=own.token", ("client token",)),
+    ),
     "weights": (
         Line("weights export run out", ("trained",)),
         Line("weights export run out ", ("run",), 64),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import mmap
 import signal
 import struct
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +17,6 @@ from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sou
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 LEASE_S = 4.0
-PROGRAMS = Path(__file__).parents[1] / "harness" / "programs"
 WORDS = (*UNEQUAL_MESHES, "--config.sft.steps=0", "--config.evaluator.every=5", "--config.schedule.steps=100000",
          "--config.learner.checkpoint_every=4", f"--config.store.lease_s={LEASE_S:g}",
          "--config.store.rpc_deadline_s=3", "--config.supervisor.backoff_s=0.1")  # fmt: skip
@@ -60,19 +57,6 @@ def test_every_process_may_be_stopped_for_longer_than_its_lease(
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
         assert train.report()["restarts"] == 0
-
-
-@pytest.fixture
-def wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mmap.mmap]:
-    """Two integers: seconds by which the wall clock of each process is off, and the number of readings that were."""
-    library, jump = tmp_path / "wall_clock.so", tmp_path / "jump"
-    words = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(PROGRAMS / "wall_clock.c"), "-ldl", "-lpthread"]
-    subprocess.run(words, check=True)  # without a compiler this fails
-    jump.write_bytes(bytes(16))
-    monkeypatch.setenv("JUMP_FILE", str(jump))
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    with jump.open("r+b") as file, mmap.mmap(file.fileno(), 16) as shared:
-        yield shared
 
 
 def test_the_wall_clock_may_jump_by_hours(tmp_path: Path, wall_clock: mmap.mmap) -> None:

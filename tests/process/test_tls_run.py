@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import mmap
 import shutil
 import signal
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,47 +83,45 @@ def test_a_run_over_tls_outlives_its_certificates(
         assert_sound(second, steps=steps, alpha=1)
 
 
-DAY_S = 25 * 3600.0
-CLOCK = """
-import os, sys, time
-_time, _time_ns, _by_s = time.time, time.time_ns, float(os.environ["WRONG_BY_S"])
-
-
-def _offset_s():  # gRPC turns deadlines into monotonic ones at once, in C, with the true clock
-    return 0.0 if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc") else _by_s
-
-
-if sys.orig_argv[1:4] == ["-m", "jaxroll", os.environ["WRONG_ROLE"]]:
-    time.time = lambda: _time() + _offset_s()
-    time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
-"""
+HOUR_S = 3600
 
 
 @pytest.mark.parametrize(
-    ("role", "by_s", "warning"), [("learner", DAY_S, "expired at"), ("sampler", -DAY_S, "is not valid before")]
+    ("role", "hours", "cause"),
+    [("learner", 25, "has expired"), ("sampler", -25, "is not yet valid"), ("store", 12, "")],
 )
-def test_a_role_whose_clock_is_off_by_a_day_warns_and_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, by_s: float, warning: str
+def test_a_role_whose_clock_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_clock: mmap.mmap, role: str, hours: int, cause: str
 ) -> None:
-    """The role's Python has another time, which JaxRoll's messages about certificates, rows and durations use.
+    """Off by more than the certificates are valid: the run ends, names the clocks, and continues when they are set.
 
-    OpenSSL and gRPC read the machine's clock; the test above shows with real certificates how they refuse expired ones.
+    Off by less: the run works, and no duration is wrong. The clock is that of all code in the role's processes, OpenSSL
+    among it.
     """
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("WRONG_ROLE", role)
-    monkeypatch.setenv("WRONG_BY_S", str(by_s))
+    monkeypatch.setenv("JUMP_ROLE", role)
+    wall_clock[:16] = struct.pack("qq", hours * HOUR_S, 0)
     tls.make_certificates(tmp_path / "run", [], 1)
     with Train(tmp_path / "run", *WORDS) as train:
-        train.until_step(8)
-        train.interrupt()
-        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        if not cause:
+            train.until_step(8)
+            train.interrupt()
+        code = train.finish()
+        output = train.output.read_text()
+        assert struct.unpack("qq", wall_clock[:16])[1] > 30, "few readings were shifted, so the test shows nothing"
+    if cause:
+        assert code == EXIT_CONFIG, train.logs()
+        assert "Traceback" not in output and cause in output and "check the clocks" in output, output
+        assert f"The run ends: {role}" in output and "refused its configuration" in output, output
+        assert last_step(train.rows) == 0
+    else:
+        assert code == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
-        report = train.report()
-        assert report["restarts"] == 0
-        warned = [path.stem for path in (train.run_dir / "logs").glob("*.log") if warning in path.read_text()]
-        said = {row["role"] for row in train.rows if row["kind"] == "event" and warning in row["text"]}
-        assert {name.partition("-")[0] for name in (*warned, *said)} == {role}, (warned, said)
+        assert train.report()["restarts"] == 0
         steps = [row for row in train.rows if row["kind"] == "step"]
         assert all(0 <= row[key] <= START_S for row in steps for key in ("train_s", "wait_s", "publish_s"))
+    wall_clock[:16] = bytes(16)
+    steps = last_step(train.rows) + 3
+    with Train(tmp_path / "run", f"--config.schedule.steps={steps}", resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        second.rows = train.rows + second.rows
+        assert_sound(second, steps=steps, alpha=1)

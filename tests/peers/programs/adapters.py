@@ -161,9 +161,9 @@ def tracked(kind: str, folder: str) -> dict[str, Any]:
 
 
 def on_a_full_disk(kind: str, folder: str) -> dict[str, Any]:
-    """The tracker `kind` whose folder in the run is a disk that is full from the second row of three on to the end, and a
-    continuation with a fourth row when there is room: rows that are lost, messages, the steps that the package reads
-    back, and the most seconds that a row and an end took."""
+    """The tracker `kind`, whose folder in the run is a disk that is full from the second row of three on, and with room
+    a continuation with a fourth row: rows that are lost, messages, the steps that the package reads back, and the most
+    seconds that a row and an end took."""
     run, messages = Path(folder) / "run-1", list[str]()
     filler = run / FOLDERS[kind] / ".filler"
     config = started(kind, run)
