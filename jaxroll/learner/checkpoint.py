@@ -34,6 +34,8 @@ from jaxroll.policy import selection
 from jaxroll.records import LogStart, Version
 
 FORMAT = 1
+# Orbax measures its limit by the wall clock: one that is set forward by more ends the write. In ms it has 31 bits.
+WRITE_LIMIT_S = 20 * 86400
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # orbax and tensorstore raise all of them
 
 
@@ -70,7 +72,7 @@ class Checkpoints:
 
     def write(self, version: Version, position: int, state: TrainState, base: str, log: LogStart | None = None) -> None:
         """Start writing this process's shards of `state`; the checkpoint is whole once all processes have written."""
-        self._writer = self._writer or ocp.AsyncCheckpointer(_handler())
+        self._writer = self._writer or ocp.AsyncCheckpointer(_handler(), timeout_secs=WRITE_LIMIT_S)
         arrays = _flat(state)
         about = {
             "format": FORMAT,

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -183,7 +184,12 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
 
 
 def run(
-    run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool], role: Play = play
+    run_dir: Path,
+    config: Config,
+    feed: Feed,
+    over: Callable[[dict[str, Any]], bool],
+    role: Play = play,
+    limit_s: float = DEADLINE_S,
 ) -> tuple[dict, dict]:
     """The facts of `jaxroll inspect --json` and the sampler's counts once `over` is true of the store's status."""
     store_thread, role_thread = LoopThread("store"), LoopThread("role", hand_over_s=0.4)
@@ -191,7 +197,7 @@ def run(
     args = RoleArgs(config, run_dir, None, 0)
 
     async def whole() -> None:
-        async with store_of(run_dir, config, feed) as learner, asyncio.timeout(DEADLINE_S):
+        async with store_of(run_dir, config, feed) as learner, asyncio.timeout(limit_s):
             playing = role_thread.start(role(args, role_thread.loop, seen))
             while not over(await learner.status()):
                 await asyncio.sleep(0.05)
@@ -202,7 +208,7 @@ def run(
             await asyncio.wrap_future(playing)
 
     try:
-        store_thread.start(whole()).result(DEADLINE_S)
+        store_thread.start(whole()).result(limit_s)
     finally:
         for thread in (role_thread, store_thread):
             thread.close()
@@ -372,3 +378,26 @@ def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way
     found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]))
     assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
     assert 10 <= states(found)["DEAD"] <= 40, "the run used up too few or too many prompts"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["infra", "raises"])
+def test_a_run_with_the_default_retries_ends_too(tmp_path: Path, way: str) -> None:
+    """Each INFRA failure of a member doubles its rest, so that a short outage costs no prompt; a long one ends the run.
+
+    A group that has used up its retries has rested for 0.5 + 1 + 2 + 4 + 8 s.
+    """
+    defaults, groups = StoreConfig(), 8
+    limits = {name: getattr(defaults, name) for name in ("data_retries", "infra_retries", "dead_limit")}
+    config = configured(NAME.format("misbehaving"), groups, **limits)
+    began_s = time.monotonic()
+    feed = Feed(NAME.format("misbehaving"), [way], endless=True)
+    found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]), limit_s=600.0)
+    took_s = time.monotonic() - began_s
+    dead = states(found)["DEAD"]
+    assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
+    assert defaults.dead_limit <= dead <= defaults.dead_limit + 2 * groups
+    rounds = dead / groups
+    print(way, took_s, dead)
+    assert took_s < (1.5 * 15.5 * rounds if way == "infra" else 120.0), (took_s, dead)

@@ -67,6 +67,15 @@ def test_a_restored_state_equals_the_saved_one(folder, trainer):
     checkpoints.close()
 
 
+@pytest.mark.parametrize("by_s", [18_000, -18_000])
+def test_a_wall_clock_that_is_set_while_a_checkpoint_is_written(folder, trainer, monkeypatch, by_s):
+    checkpoints, wall_s = Checkpoints(folder, 3), time.time
+    checkpoints.save(Version(0, 7), 100, trainer.state)
+    monkeypatch.setattr(time, "time", lambda: wall_s() + by_s)
+    assert checkpoints.wait() == [Version(0, 7)]
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_onto_another_mesh(folder, trainer, small_config, make_trainer, mesh):
     checkpoints = saved(folder, trainer, Version(0, 7))

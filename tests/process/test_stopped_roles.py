@@ -13,7 +13,15 @@ import psutil
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step, violated_invariants
+from tests.harness.train_process import (
+    SMALL,
+    START_S,
+    UNEQUAL_MESHES,
+    Train,
+    assert_sound,
+    last_step,
+    violated_invariants,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 LEASE_S = 4.0
@@ -59,8 +67,18 @@ def test_every_process_may_be_stopped_for_longer_than_its_lease(
         assert train.report()["restarts"] == 0
 
 
+def wait_for_a_write(checkpoints: Path) -> None:
+    """Return while a checkpoint is being written, which takes some milliseconds."""
+    deadline_s = time.monotonic() + START_S
+    while not any("tmp" in path.name for path in checkpoints.iterdir()):
+        assert time.monotonic() < deadline_s, "no checkpoint was written"
+        time.sleep(0.0005)
+
+
 def test_the_wall_clock_may_jump_by_hours(tmp_path: Path, wall_clock: mmap.mmap) -> None:
-    """Forward five hours, then back ten, with a role that starts in between: durations remain correct.
+    """Forward five hours, then back ten, each while a checkpoint is written, with a role that starts in between.
+
+    Durations remain correct.
 
     It is off for all code, in Python and in C, but for waits until a wall time, which end as they would have.
     """
@@ -70,6 +88,7 @@ def test_the_wall_clock_may_jump_by_hours(tmp_path: Path, wall_clock: mmap.mmap)
         began_s = time.monotonic()
         train.until_step(4)
         for by_s in jumps:
+            wait_for_a_write(tmp_path / "run" / "checkpoints")
             wall_clock[:16] = struct.pack("qq", by_s, 0)
             at = last_step(train.rows)
             train.until(lambda rows, at=at: last_step(rows) >= at + 8, f"steps at a clock that is off by {by_s} s")
