@@ -117,7 +117,7 @@ EXIT_WORN = 75  # restart this process, without a limit on restarts
 EXIT_INTERRUPTED = 130  # the user stopped it
 
 
-def exit_code(error: JaxRollError) -> int:
+def exit_code(error: Exception) -> int:
     """The exit code that tells the supervisor which kind of `error` ended a process."""
     if isinstance(error, (ConfigError, Unauthorized)):
         return EXIT_CONFIG

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import io
 import locale
 import os
@@ -32,6 +33,7 @@ CONNECTION = "connection"  # value of PARENT_ENV: the process lives as long as t
 POLL_S = 0.5
 DISCONNECTED_S = 20.0  # after its connection broke a process may work on this long, to stop in order
 ENDING_S = 10.0  # longer than well-behaved threads take to end
+CLOSING_S = 300.0  # after a failure: longer than a checkpoint that is being written takes
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -167,6 +169,36 @@ def ending(patience_s: float = ENDING_S) -> Iterator[None]:
         except RuntimeError:  # no thread can be started: a signal ends the process, unless it exits by itself before
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(patience_s, 1e-3))
+
+
+class ClosingLimit:
+    """Ends the process with `code` if it has not closed what it uses `limit_s` after a failure; a context manager.
+
+    `failed` starts the time, the end of the block stops it. The failure and the stacks of all threads are printed.
+    """
+
+    def __init__(self, limit_s: float = CLOSING_S) -> None:
+        self._limit_s, self._timer = limit_s, threading.Timer(0.0, lambda: None)
+
+    def __enter__(self) -> ClosingLimit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def failed(self, text: str, code: int) -> None:
+        """Start the time; `text` describes the failure."""
+        self._timer = threading.Timer(self._limit_s, self._give_up, (text, code))
+        self._timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            self._timer.start()
+
+    def _give_up(self, text: str, code: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(sys.stderr)
+            why = f"ended, as closing took longer than {self._limit_s:g} s"
+            print(f"error: {text} ({why})", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 def _end(code: int) -> None:

@@ -43,6 +43,18 @@ def test_a_process_without_such_threads_ends_at_once() -> None:
     assert (done.returncode, done.stderr) == (7, "") and time.monotonic() - began < LIMIT_S / 2
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(("limit_s", "code"), [(0.2, 7), (LIMIT_S, 0)])
+def test_a_process_that_failed_has_limited_time_to_close_what_it_uses(limit_s: float, code: int) -> None:
+    last = f"""
+    with lifeline.ClosingLimit({limit_s}) as limit:
+        limit.failed("InfraError: a write failed", 7)
+        threading.Event().wait(1.0)"""
+    done = _ended(thread=False, patience=LIMIT_S / 2, last=last)
+    assert done.returncode == code
+    assert ("InfraError: a write failed" in done.stderr) == ("in wait" in done.stderr) == (code == 7), done.stderr
+
+
 def _ended(*, thread: bool, patience: float, last: str) -> subprocess.CompletedProcess[str]:
     code = WAITING.format(thread=thread, patience=patience, last=last)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)

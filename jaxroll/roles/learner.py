@@ -41,6 +41,8 @@ from jaxroll.errors import (
     JaxRollError,
     NotReady,
     StaleClient,
+    described,
+    exit_code,
 )
 from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.models import folders
@@ -137,6 +139,7 @@ async def _run(
         patience_s=STORE_PATIENCE_S, call_s=args.config.store.rpc_deadline_s, run_dir=args.run_dir,
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as ends:
+        limit = ends.enter_context(lifeline.ClosingLimit())
         ends.push_async_callback(store.aclose)
         folder, kept = args.paths.checkpoints, args.config.learner.checkpoints_kept
         checkpoints = await device(lambda: multihost.checkpoints(folder, kept, leader))
@@ -149,7 +152,11 @@ async def _run(
             on_thread=asyncio.to_thread, published=hooks.published,
         )  # fmt: skip
         ends.push_async_callback(session.close)
-        return await session.run()
+        try:
+            return await session.run()
+        except Exception as error:
+            limit.failed(described(error), exit_code(error))
+            raise
 
 
 def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:

@@ -92,6 +92,48 @@ def test_a_store_killed_in_each_of_its_compactions(tmp_path: Path, monkeypatch: 
         assert train.report()["restarts"] >= 4
 
 
+def test_a_learner_that_fails_and_cannot_close_what_it_uses_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that waits forever after a failed write: the role ends with the cause, and the next one goes on."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(STUCK)
+    monkeypatch.setenv("STUCK_ONCE", str(tmp_path / "once"))
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{Path(__file__).resolve().parents[2]}")
+    with Train(tmp_path / "run", *LEARNING, *WORDS) as train:
+        assert train.finish() == 0, train.logs()
+        assert differing(trained_again(train.rows)) == {}
+        assert_sound(train, steps=STEPS, alpha=1)
+        assert train.report()["restarts"] == 1
+        log = (tmp_path / "run" / "logs" / "learner.log").read_text()
+        assert "a planted failure (ended, as closing took longer than 2 s)" in log and "stuck_in_close" in log, log
+
+
+STUCK = '''
+"""The first learner fails at a checkpoint, and the close of its checkpoints never returns."""
+import os, sys, threading
+
+if sys.orig_argv[1:4] == ["-m", "jaxroll", "learner"] and not os.path.exists(os.environ["STUCK_ONCE"]):
+    from jaxroll import lifeline
+    from jaxroll.errors import InfraError
+    from jaxroll.learner.checkpoint import Checkpoints
+
+    finished, lifeline.ClosingLimit.__init__.__defaults__ = Checkpoints.finished, (2.0,)
+
+    def fails(self, *, wait):
+        found = finished(self, wait=wait)
+        if found and found[-1].step >= 6:
+            open(os.environ["STUCK_ONCE"], "w").close()
+            raise InfraError("a planted failure")
+        return found
+
+    def stuck_in_close(self):
+        threading.Event().wait()
+
+    Checkpoints.finished, Checkpoints.close = fails, stuck_in_close
+'''
+
 OFTEN = '''
 """A store that compacts its log after every 60 records and makes a file when each compaction begins."""
 import os, sys
