@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, one_line
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = frozenset({errno.EROFS, errno.EIO})
@@ -341,6 +341,16 @@ def parquet_page_sizes(file: BinaryIO, first: int, size: int) -> Iterator[int]:
         at += body + sizes[1]
 
 
+def parquet_chunk_bytes(file: BinaryIO, chunk: Any, limit: int) -> int:
+    """The uncompressed bytes of a column chunk by its pages' own headers, counted up to `limit`."""
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)  # the first is 0 or None if there is none
+    total = 0
+    for size in parquet_page_sizes(file, min(filter(None, offsets), default=0), chunk.total_compressed_size):
+        if (total := total + size) > limit:
+            break
+    return total
+
+
 def _compact_struct(data: bytes, at: int, deepest: int) -> tuple[dict[int, int], int]:
     """The integer fields of the struct at `data[at]`, by number, and the offset behind it; IndexError if it is cut."""
     fields, number = dict[int, int](), 0
@@ -376,3 +386,62 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _zigzag(data: bytes, at: int) -> tuple[int, int]:
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at
+
+
+# --- Arrow: metadata of a message (a flatbuffer of the table Message, format/Message.fbs), and values that rows share
+
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # types of a message's header
+
+
+def arrow_is_compressed(message: bytes) -> bool:
+    """True if the buffers after an Arrow message are compressed. `message` is its metadata, a valid flatbuffer."""
+    table = int.from_bytes(message[:4], "little")
+    kind_at, header_at = _flat_field(message, table, 1), _flat_field(message, table, 2)
+    if not kind_at or message[kind_at] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
+        return False
+    batch = _flat_target(message, header_at)
+    if message[kind_at] == _DICTIONARY_BATCH:
+        batch = _flat_target(message, _flat_field(message, batch, 1))
+    return _flat_field(message, batch, 3) != 0
+
+
+def _flat_field(data: bytes, table: int, number: int) -> int:
+    """The place of a field in the table at `table`; 0 if it is not set."""
+    rows = table - int.from_bytes(data[table : table + 4], "little", signed=True)
+    entry = rows + 4 + 2 * number
+    if entry >= rows + int.from_bytes(data[rows : rows + 2], "little"):
+        return 0
+    offset = int.from_bytes(data[entry : entry + 2], "little")
+    return offset and table + offset
+
+
+def _flat_target(data: bytes, at: int) -> int:
+    return at + int.from_bytes(data[at : at + 4], "little")
+
+
+def arrow_bytes(column: Any) -> int:
+    """At most so many bytes an Arrow array has if each row has its own copy of its values, as in Python.
+
+    DataError for views of lists, run lengths and unions, which are not read.
+    """
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind = column.type
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return arrow_bytes(column.storage)
+    if types.is_dictionary(kind):
+        if types.is_string(kind.value_type) or types.is_large_string(kind.value_type):
+            lengths = compute.call_function("binary_length", [column.dictionary]).take(column.indices)
+            return compute.call_function("sum", [lengths]).as_py() or 0
+        return len(column) * arrow_bytes(column.dictionary)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        return column.nbytes + arrow_bytes(column.flatten())
+    if types.is_struct(kind):
+        return sum(map(arrow_bytes, column.flatten()))
+    if types.is_string_view(kind) or types.is_binary_view(kind):  # each view of 16 bytes begins with its length
+        views = memoryview(column.buffers()[1]).cast("B")[16 * column.offset : 16 * (column.offset + len(column))]
+        return sum(views.cast("i")[::4]) + column.nbytes
+    if types.is_nested(kind) or types.is_run_end_encoded(kind):
+        raise DataError(f"it has a column of the type {one_line(str(kind), 60)}, which is not read")
+    return column.nbytes

@@ -306,6 +306,8 @@ class TableSource(abc.ABC):
         survey, batches, count = _Survey(cfg), [], 0
         with self._reading():
             for batch, limit in self._batches():
+                if sum(map(disk.arrow_bytes, batch.columns)) > limit:
+                    raise self._too_much(limit)
                 for offset, row in enumerate(batch.to_pylist()):
                     item = _table_item(row, f"{self._path} row {count + offset}", cfg)
                     survey.add(row, item)
@@ -374,7 +376,7 @@ class ParquetSource(TableSource):
             limit = _limit(os.fstat(file.fileno()).st_size)
             groups = (parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups))
             chunks = [group.column(number) for group in groups for number in range(parquet.metadata.num_columns)]
-            sizes = [max(chunk.total_uncompressed_size, _page_bytes(file, chunk, limit)) for chunk in chunks]
+            sizes = [max(each.total_uncompressed_size, disk.parquet_chunk_bytes(file, each, limit)) for each in chunks]
             if sum(sizes) > limit:
                 raise self._too_much(limit)
             # A value may be as long as its column chunk, and all rows of a batch may refer to the longest value.
@@ -384,16 +386,6 @@ class ParquetSource(TableSource):
                 if held > limit:
                     raise self._too_much(limit)
                 yield batch, limit
-
-
-def _page_bytes(file: BinaryIO, chunk: Any, limit: int) -> int:
-    """The uncompressed bytes of a Parquet file's column chunk by its pages' own headers, counted up to `limit`."""
-    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)  # the first is 0 or None if there is none
-    total = 0
-    for size in disk.parquet_page_sizes(file, min(filter(None, offsets), default=0), chunk.total_compressed_size):
-        if (total := total + size) > limit:
-            break
-    return total
 
 
 class DatasetSource(TableSource):
@@ -413,6 +405,9 @@ class DatasetSource(TableSource):
         for path in self._files():
             with disk.opened(path) as file:
                 limit = _limit(os.fstat(file.fileno()).st_size)
+            for message in pyarrow.ipc.MessageReader.open_stream(pyarrow.memory_map(str(path))):
+                if disk.arrow_is_compressed(message.metadata.to_pybytes()):  # it would expand before it can be checked
+                    raise self._refused("its batches are compressed", "Save it without compression, or as Parquet.")
             held, reader = 0, pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
             self._check_columns(reader.schema.names)
             for batch in reader:

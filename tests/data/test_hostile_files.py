@@ -259,6 +259,77 @@ def test_a_page_whose_header_lies_about_its_size_is_refused_before_it_takes_memo
     assert arrow.default_memory_pool().max_memory() <= max(before, 256 << 20)
 
 
+# --- Datasets that Hugging Face saved
+
+
+def check_saved_refused(folder: Path, arrow: Any, table: Any, *words: str, codec: str | None = None) -> None:
+    """Save `table` as one batch, with this compression, and check that it is refused within bounds."""
+    from pyarrow import ipc
+
+    folder.mkdir()
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "rows.arrow"}]}')
+    options = ipc.IpcWriteOptions(compression=codec, unify_dictionaries=False)
+    with ipc.new_stream(str(folder / "rows.arrow"), table.schema, options=options) as writer:
+        for batch in table.to_batches():
+            writer.write_batch(batch)
+    assert (folder / "rows.arrow").stat().st_size < 2 << 20
+    before = arrow.default_memory_pool().max_memory()
+    with bounded(256 << 20), pytest.raises(ConfigError) as refused:
+        sources.open_source(TaskConfig(source="hf_dataset", path=str(folder)))
+    check_refusal(refused.value, "task.path", folder, *words)
+    assert arrow.default_memory_pool().max_memory() <= max(before, 256 << 20)
+
+
+def viewed(pa: Any, text: Any) -> list[Any]:
+    """The buffers of an array of views: validity, views of 16 bytes, text."""
+    return text.cast(pa.string_view()).buffers()
+
+
+SHARED: dict[str, Callable[[Any, Any, int], Any]] = {
+    "dictionary": lambda pa, text, rows: pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), text),
+    "dictionary of lists": lambda pa, text, rows: pa.DictionaryArray.from_arrays(
+        pa.array([0] * rows, pa.int32()), pa.ListArray.from_arrays([0, 1], text)
+    ),
+    "lists of a dictionary": lambda pa, text, rows: pa.ListArray.from_arrays(
+        [0, *[rows] * rows], pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), text)
+    ),
+    "structs of a dictionary": lambda pa, text, rows: pa.StructArray.from_arrays(
+        [pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), text)], ["a"]
+    ),
+    "views": lambda pa, text, rows: pa.Array.from_buffers(
+        pa.string_view(), rows, [None, pa.py_buffer(bytes(viewed(pa, text)[1])[:16] * rows), viewed(pa, text)[2]]
+    ),
+    "run lengths": lambda pa, text, rows: pa.RunEndEncodedArray.from_arrays(pa.array([rows], pa.int32()), text),
+    "views of lists": lambda pa, text, rows: pa.ListViewArray.from_arrays(
+        pa.array([0] * rows, pa.int32()), pa.array([1] * rows, pa.int32()), text
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_a_long_value_that_many_rows_share_is_not_copied(
+    tmp_path: Path, arrow: Any, make: Callable[[Any, Any, int], Any]
+) -> None:
+    rows = 3000
+    shared = make(arrow, arrow.array(["a" * 500_000]), rows)
+    table = arrow.table({"question": ["2+2"] * rows, "answer": ["4"] * rows, "note": shared})
+    check_saved_refused(tmp_path / "rows", arrow, table)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("share", [False, True], ids=["batch", "dictionary"])
+def test_compressed_batches_are_not_expanded(tmp_path: Path, arrow: Any, codec: str, share: bool) -> None:
+    text = arrow.array(["a" * (80 << 20)])
+    text = text.dictionary_encode() if share else text
+    check_saved_refused(
+        tmp_path / "rows",
+        arrow,
+        arrow.table({"question": ["2+2"], "answer": text}),
+        "its batches are compressed",
+        codec=codec,
+    )
+
+
 def test_damage_anywhere_is_an_error_in_one_line_or_other_rows(tmp_path: Path, arrow: Any) -> None:
     """300 files with some bytes changed, cut or put in, mostly in the footer."""
     whole = tmp_path / "whole.parquet"
