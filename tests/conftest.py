@@ -68,7 +68,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os
 
 
 # In these tests an array of lower rank is never broadcast to a higher one, which may hide a wrong shape.
-_SAME_RANK = {"algorithms", "engine", "kernels", "models"}
+_SAME_RANK = {"algorithms", "engine", "kernels", "learner", "models", "serving", "tinker", "tools", "transfer"}
 
 
 @pytest.fixture(autouse=True, scope="module")
