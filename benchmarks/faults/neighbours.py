@@ -50,6 +50,7 @@ PEERS = {"sampler": "sampler alone", "scorer": "sampler alone", "actor": "actor 
 STEPS, SKIPPED = 60, 30  # the first failures, the short rests and the first slow members are within about 12 s
 QUICK_STEPS, QUICK_SKIPPED = 10, SETTLING
 ROUNDS, MINUTES, DEADLINE_S = 2, 12.0, 120.0
+LEAST_RATIO = 0.9  # of the rate without the bad one
 LATENCY_S, SCORE_S = (0.75, 0.2), 0.02
 
 
@@ -161,7 +162,7 @@ def compared(role: str, ours: Mapping[int, dict[str, Any]], peer: Mapping[int, d
 
 
 def main() -> int:
-    """Measure. The exit code is 1 if a case has no run."""
+    """Measure. The exit code is 1 if a case has no run, or less than `LEAST_RATIO` of the rate without the bad one."""
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--role", action="append", choices=ROLES, help="this one; again for more (default: all)")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="this one; again for more (default: all)")
@@ -182,9 +183,10 @@ def main() -> int:
     cases = {"_".join(arm): compared(arm[0], made[name(*arm)], made[PEERS[arm[0]]]) for arm in arms}
     result = {case: found for case, found in cases.items() if found}
     missing = [case for case, found in cases.items() if not found]
-    facts = {"class": "R", "failed_runs": failed, "cases_without_runs": missing}
+    slow = [case for case, found in result.items() if found["ratio"] < LEAST_RATIO]
+    facts = {"class": "R", "failed_runs": failed, "cases_without_runs": missing, "slow_cases": slow}
     finish(result | facts, command=" ".join(["python", *sys.orig_argv[1:]]), started=started)
-    return 1 if missing else 0
+    return 1 if missing or slow else 0
 
 
 if __name__ == "__main__":

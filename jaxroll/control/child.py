@@ -13,19 +13,21 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from jaxroll import config as configs
+from jaxroll import disk
 from jaxroll.config import Config, SupervisorConfig
 from jaxroll.config.derived import LEADERS
 from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
-from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError, described
+from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, DataError, InfraError, described
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.run_paths import RunPaths
 
@@ -37,6 +39,7 @@ _ERROR, _IN_GROUP = re.compile(r"(Fatal Python )?error: "), re.compile(r"^\s*\| 
 _ABORTED = "a library aborted it, as gRPC does without a message when it is out of memory; see its log"
 _CAUSE_LINES, _CAUSE_CHARS = 200, 200  # of the end of a log that is searched for the cause; of a cause
 KILLED_S = 10.0
+_LOCK_BYTES = 1 << 16  # of a lock file, which names the roles of a run
 LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
 
@@ -277,9 +280,50 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def check_token_file(options: argparse.Namespace) -> None:
-    """Raise ConfigError if `--token-file` names no file for a token: the child would, after it has loaded JAX."""
-    if getattr(options, "token_file", None):
+def check_served(options: argparse.Namespace) -> None:
+    """ConfigError for a port or a `--token-file` that a server cannot use: its child tries both after loading JAX."""
+    if hasattr(options, "port"):
         from jaxroll.rpc import http
 
-        http.token(None, Path(options.token_file))
+        http.listen(options.host, options.port, insecure=options.insecure).close()
+        if getattr(options, "token_file", None):
+            http.token(None, Path(options.token_file))
+
+
+def note_roles(path: Path, names: Iterable[str]) -> None:
+    """Write into the lock file of a run, which this supervisor holds, which roles it starts, on this machine."""
+    with contextlib.suppress(OSError):
+        RunPaths(path).lock.write_text(" ".join([socket.gethostname(), str(os.getpid()), *names]), encoding="utf-8")
+
+
+def check_not_supervised(path: Path, command: str, index: int) -> None:
+    """RunInUse if a supervisor of this machine starts this role of the run: a second one would replace it.
+
+    On several machines roles are started one by one, and the lock alone does not tell.
+    """
+    with contextlib.suppress(OSError, DataError, ValueError):
+        host, pid, *names = disk.read_text(RunPaths(path).lock, _LOCK_BYTES).split()
+        found = {command, f"{command}-{index}"}.intersection(names)
+        if host != socket.gethostname() or not found:
+            return
+        os.kill(int(pid), 0)  # the lock is not tried without need: a supervisor that begins would find it held
+        try:
+            with run_dir.locked(path):
+                return
+        except run_dir.RunInUse as error:
+            reason = f"the supervisor with process id {pid} has a {found.pop()}"
+            raise run_dir.RunInUse("RUN", str(path), reason, "Stop that run first.") from error
+
+
+@contextlib.contextmanager
+def locked_if_possible(path: Path) -> Iterator[None]:
+    """Hold the run as `run_dir.locked`, unless its file system, which several machines share, has no locks."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(run_dir.locked(path))
+        except run_dir.RunInUse:
+            raise
+        except ConfigError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+        yield

@@ -22,7 +22,7 @@ from jaxroll import disk, lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, model_folder, with_a_sampler
 from jaxroll.control import preflight, program, run_dir
-from jaxroll.control.child import check_token_file, config_environment, given_config, run_foreground
+from jaxroll.control.child import check_not_supervised, check_served, config_environment, given_config, run_foreground
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RunPaths
 
@@ -68,14 +68,14 @@ def _checked_here(config: Config) -> None:
 
 def run_role(options: argparse.Namespace) -> int:
     """A role in this process: under a supervisor, or alone."""
-    # `kill -USR1` prints where every thread is.
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)  # it prints where every thread is
     if getattr(options, "join", None):
         from jaxroll.control import train
 
         return train.join(options, RUNS)
     args = role_args(options)
     if not options.child:
+        check_not_supervised(args.run_dir, options.command, args.index)
         program.place_alone(options.command, args)
     if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
@@ -124,7 +124,7 @@ def run_offline(options: argparse.Namespace) -> int:
         if not code:
             args.paths.warm_start_done.touch()
         return code
-    check_token_file(options)
+    check_served(options)
     inventory, cache_dir = program.find_inventory(config), program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]

@@ -25,7 +25,7 @@ from jaxroll import disk
 from jaxroll.config import Config
 from jaxroll.config.derived import LEADERS, actor_names, device_processes, memory_fractions, sampler_names
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
-from jaxroll.control import engines, on_ray, program
+from jaxroll.control import child, engines, on_ray, program
 from jaxroll.control.program import STANDBY, ProcessSpec, gang, role_of, role_words
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import CONNECTION, PARENT_ENV
@@ -408,26 +408,28 @@ def _name(config: Config, options: argparse.Namespace) -> str:
     return options.name or config.run.name.replace("_", "-").lower()  # a DNS name, for Kubernetes and clouds
 
 
-def hand_over(config: Config, engine: str, options: argparse.Namespace, run_dir: Path) -> int:
+def hand_over(config: Config, engine: str, options: argparse.Namespace, path: Path) -> int:
     """Write the engine's files into RUN/launch, with mode 0600, and run its commands; the exit code of the last one.
 
     The run's secret is made if there is none. A dry run prints the files, which hold no secret. Ray gets no files.
     """
     if engine == "ray" and not options.dry_run:
-        options.scratch, options.run = os.path.abspath(options.scratch), str(run_dir)
+        options.scratch, options.run = os.path.abspath(options.scratch), str(path)
         return on_ray.run(config, request_of(config, options), options.words)
-    files, folder = files_of(config, engine, options), RunPaths(run_dir).launch
+    files, folder = files_of(config, engine, options), RunPaths(path).launch
     if options.dry_run:
         print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    secret = protocol.create(run_dir)
-    if engine == "jobset":
-        files["secret.json"] = engines.secret_manifest(_name(config, options), _secrets(run_dir))
-    for name, content in files.items():
-        with disk.replaced(folder / name) as draft:
-            draft.touch(mode=0o600)
-            draft.write_text(content, encoding="utf-8")
+    path.mkdir(parents=True, exist_ok=True)
+    with child.locked_if_possible(path):  # not for the commands: the store may start on this machine
+        secret = protocol.create(path)
+        if engine == "jobset":
+            files["secret.json"] = engines.secret_manifest(_name(config, options), _secrets(path))
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            with disk.replaced(folder / name) as draft:
+                draft.touch(mode=0o600)
+                draft.write_text(content, encoding="utf-8")
     for command in engines.ENGINES[engine].commands:
         words = [str(folder / word) if word in files else word for word in command]
         print(shlex.join(words), flush=True)

@@ -350,13 +350,13 @@ def run(config: Config, request: Request, words: Sequence[str]) -> int:
         raise ConfigError("--address", request.address, reason, remedy)
     groups = groups_of(config, engines.program_of(config, request), request)
     path = run_dir.shared(request.scratch, config, words)
-    secret, values = protocol.create(path), configs.to_dict(config)
-    env = {TOKEN_VARIABLE: secret} | ({} if request.insecure else {TLS_VARIABLE: f"{request.run}/tls"})
     specs = [_spec(process, group, path) for group in groups for process in group.processes]
     with run_dir.locked(path), contextlib.ExitStack() as closing:
+        env = {TOKEN_VARIABLE: protocol.create(path)}
+        env |= {} if request.insecure else {TLS_VARIABLE: f"{request.run}/tls"}
         cluster = Cluster(groups, env, request)
         closing.callback(cluster.close)
-        view = closing.enter_context(contextlib.closing(open_view(path, values)))
+        view = closing.enter_context(contextlib.closing(open_view(path, configs.to_dict(config))))
         return Supervisor(specs, path, config.supervisor, view, leader="learner", start=cluster.start).run()
 
 

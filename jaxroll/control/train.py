@@ -74,6 +74,7 @@ def train(
         specs = program.forked(specs, path, "--new-log")
     if host is not None:
         specs = program.reachable(specs, config, host, insecure=insecure)
+    child.note_roles(path, [spec.name for spec in specs])
     protocol.create(path)
     view = open_view(path, configs.to_dict(config))
     try:
@@ -119,12 +120,10 @@ def over_ssh(config: Config, target: launchers.Target, words: Sequence[str]) -> 
     """
     path = run_dir.shared(target.run, config, words)
     specs = launchers.supervised(config, target)
-    protocol.create(path)
-    launchers.send_secrets(target, path)
-    with (
-        run_dir.locked(path),
-        contextlib.closing(open_view(path, configs.to_dict(config))) as view,
-    ):
+    with run_dir.locked(path), contextlib.ExitStack() as closing:
+        protocol.create(path)
+        launchers.send_secrets(target, path)
+        view = closing.enter_context(contextlib.closing(open_view(path, configs.to_dict(config))))
         return Supervisor(specs, path, config.supervisor, view, leader="learner").run()
 
 
@@ -381,7 +380,7 @@ def run_tinker(config: Config, path: Path, options: argparse.Namespace, *, of_mo
         )
     if options.child:
         return _tinker_part(config, path, options)
-    child.check_token_file(options)
+    child.check_served(options)
     if of_model:
         path = run_dir.shared(Path("runs") / f"tinker-{path.name}", config, options.words)
     return _serve_tinker(config, path, options)

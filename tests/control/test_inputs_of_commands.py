@@ -313,12 +313,12 @@ LINES: dict[str, tuple[Line, ...] | str] = {
         ),
     ),
     "serve": (
-        Line("serve run", ("run", "trained")),
+        Line("serve run --port=PORT", ("run", "trained", "port")),
         Line("serve model", ("model",)),
         Line("serve run --token-file=own.token", ("client token",)),
     ),
     "tinker-serve": (
-        Line("tinker-serve run", ("run",)),
+        Line("tinker-serve run --port=PORT", ("run", "port")),
         Line("tinker-serve model", ("model",)),
         Line("tinker-serve run --port=0 --token-file=own.token", ("client token",)),
     ),
@@ -369,7 +369,8 @@ OF_CHILDREN = {"weights export run out ", "weights import model out"}
 # --- cells
 
 WHOLE = "SQLite drops what a killed store did not commit, so the log is whole"
-READ = "a run may be read while another process trains it"
+READ = "a run may be read, and compiled for, while another process trains it"
+JOINED = "a role may join a run whose store another process has; test_run_lock has roles that a supervisor has"
 
 # Cells in which the command goes on, and why that is right: beginning of the line, input, classes, reason.
 TAKEN: list[tuple[str, str, tuple[str, ...], str]] = [
@@ -391,12 +392,11 @@ TAKEN: list[tuple[str, str, tuple[str, ...], str]] = [
             "weights export run out ",
             "feeder run",
             "profile",
-            "learner run",
-            "sampler run",
-            "actor run",
-            "evaluator run",
-            "colocated run",
         )
+    ),
+    *(
+        (words, "run", ("in use",), JOINED)
+        for words in ("learner run", "sampler run", "actor run", "evaluator run", "colocated run")
     ),
     ("list", "run", tuple(set(CLASSES) - {"in use"}), "the other runs are listed; stderr names this one"),
     (

@@ -50,6 +50,16 @@ REFUSED = {
     "sft with a config": ("sft", "--run=r", f"--config={SMOKE}"),
     "store": ("store", "--run=r"),
     "role with another config": ("learner", "--run=r", f"--config={SMOKE}", "--config.run.seed=5"),
+    "new log": (*RESUME, "--new-log"),
+    "launch": ("launch", f"--config={SMOKE}", "--on=skypilot", "--run=r", "--accelerator=H100"),
+    "launch over ssh": ("launch", f"--config={SMOKE}", "--on=ssh", "--run=r"),
+    "tinker": ("tinker-serve", "r", "--port=0"),
+}
+SUPERVISED = {  # roles that this machine's supervisor has
+    "learner": ("learner", "--run=r"),
+    "learner with the config": ("learner", "--run=r", f"--config={SMOKE}"),
+    "sampler": ("sampler", "r"),
+    "evaluator": ("evaluator", "--run=r"),
 }
 
 
@@ -125,7 +135,7 @@ def test_every_other_command_is_refused_and_changes_nothing(
 ) -> None:
     with owned(here, *OWNERS[owner]) as process:
         before = contents(here)
-        for name, words in REFUSED.items():
+        for name, words in (REFUSED | (SUPERVISED if owner in ("new", "resume", "fork") else {})).items():
             assert cli.main([*words]) == EXIT_CONFIG, name
             said = capsys.readouterr()
             assert "Traceback" not in said.err and "r'" in said.err, (name, said.err)

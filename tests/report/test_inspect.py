@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -285,3 +286,31 @@ def test_resting_and_failing_holders_are_shown(tmp_path: Path) -> None:
     assert "its scorer is gone" in line
     (line,) = [line for line in out.getvalue().splitlines() if "scoring worker of" in line]
     assert " ".join(line.split()) == "3 a scoring worker of actor-3 became slow"
+
+
+MB = 2**20
+MEMORY: dict[str, tuple[Callable[[int], int], bool]] = {  # bytes of a role by the second of its life
+    "a leak": (lambda s: (1000 + s) * MB, True),
+    "a leak with peaks": (lambda s: (1000 + s + 900 * (s % 7 == 0)) * MB, True),
+    "an engine that grows as it starts": (lambda s: min(2000, 1000 + 20 * s) * MB, False),
+    "one step in the middle": (lambda s: (1000 + 900 * (s > 400)) * MB, False),
+    "a little": (lambda s: 1000 * MB + s * MB // 8, False),
+    "a short leak": (lambda s: (1000 + 4 * min(s, 300)) * MB, False),
+}
+
+
+@pytest.mark.parametrize(("held", "grows"), MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_role_whose_memory_grows_is_named(
+    tmp_path: Path, held: Callable[[int], int], grows: bool, lives: int
+) -> None:
+    write_run_file(tmp_path)
+    asyncio.run(recorded_run(tmp_path))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for second in range(800 * lives):
+            row = {"t": 1e9 + second, "role": "sampler-0", "kind": "stats", "episodes": second % 800}
+            file.write(json.dumps(row | {"resident_bytes": held(second % 800)}) + "\n")
+    named = facts(tmp_path)["env_faults"]
+    complaint = "sampler-0 holds more and more memory while environments run in it"
+    assert (complaint in named) == grows, named
+    assert not grows or named[complaint] == lives * 1
