@@ -381,23 +381,20 @@ def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", ["infra", "raises"])
-def test_a_run_with_the_default_retries_ends_too(tmp_path: Path, way: str) -> None:
-    """Each INFRA failure of a member doubles its rest, so that a short outage costs no prompt; a long one ends the run.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("way", "died"), [("raises", True), ("infra", False)])
+def test_a_run_with_the_default_retries_ends_too(tmp_path: Path, way: str, died: bool) -> None:
+    """A member rests longer after each INFRA failure, and so does its sampler, so that an outage costs few prompts.
 
-    A group that has used up its retries has rested for 0.5 + 1 + 2 + 4 + 8 s.
+    So the run ends by `store.stall_abort_s` before so many have died; its last words name the environment all the same.
     """
-    defaults, groups = StoreConfig(), 8
+    defaults, groups, stalled_s = StoreConfig(), 8, 120.0
     limits = {name: getattr(defaults, name) for name in ("data_retries", "infra_retries", "dead_limit")}
-    config = configured(NAME.format("misbehaving"), groups, **limits)
+    config = configured(NAME.format("misbehaving"), groups, **limits, stall_abort_s=stalled_s)
     began_s = time.monotonic()
     feed = Feed(NAME.format("misbehaving"), [way], endless=True)
-    found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]), limit_s=600.0)
-    took_s = time.monotonic() - began_s
-    dead = states(found)["DEAD"]
-    assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
-    assert defaults.dead_limit <= dead <= defaults.dead_limit + 2 * groups
-    rounds = dead / groups
-    print(way, took_s, dead)
-    assert took_s < (1.5 * 15.5 * rounds if way == "infra" else 120.0), (took_s, dead)
+    found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]), limit_s=400.0)
+    assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"], found["closed"]
+    dead = states(found).get("DEAD", 0)
+    assert dead >= defaults.dead_limit if died else dead < defaults.dead_limit
+    assert time.monotonic() - began_s < (stalled_s if died else 3 * stalled_s)

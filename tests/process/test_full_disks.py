@@ -114,3 +114,34 @@ def test_a_disk_that_becomes_read_only(what: str, tmp_path: Path) -> None:
             second.rows = first.rows + second.rows
             assert_sound(second, steps=STEPS, alpha=1)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.mark.parametrize("what", ["logs", "tb", "transfer", "cache"])
+def test_a_disk_beside_the_run_that_becomes_read_only(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run needs none of these to be sound: it goes on, or it ends with the cause and continues after the repair."""
+    folder, words = tmp_path / "run" / what, tuple[str, ...]()
+    if what == "cache":
+        folder = tmp_path / "cache"
+        monkeypatch.setenv("JAXROLL_CACHE", str(folder))
+    if what == "transfer":
+        folder = tmp_path / "weights"
+        words = ("--config.transfer.channel=tensorstore", f"--config.transfer.path={folder}")
+    with disks.failing_disk(folder, tmp_path / "disk.img", 256) as disk:
+        with Train(tmp_path / "run", *WORDS, *words, "--config.supervisor.max_restarts=1") as first:
+            first.until_step(5)
+            disk.fail(first.process.pid)
+            code = first.finish()
+            output = first.output.read_text()
+        rows = first.rows
+        if code:
+            assert str(folder) in output and "Read-only file system" in output, first.logs()
+            disk.repair()
+            with Train(tmp_path / "run", "--config.supervisor.max_restarts=10", resume=True) as second:
+                assert second.finish() == 0, second.logs()
+                rows = second.rows = rows + second.rows
+                assert_sound(second, steps=STEPS, alpha=1)
+        else:
+            assert_sound(first, steps=STEPS, alpha=1)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
