@@ -420,7 +420,7 @@ def _flat_target(data: bytes, at: int) -> int:
 
 
 def arrow_bytes(column: Any) -> int:
-    """At most so many bytes an Arrow array has if each row has its own copy of its values, as in Python.
+    """An upper bound of the bytes of an Arrow array's values when rows share none, as after `to_pylist`.
 
     DataError for views of lists, run lengths and unions, which are not read.
     """
@@ -431,12 +431,17 @@ def arrow_bytes(column: Any) -> int:
     if isinstance(kind, pyarrow.BaseExtensionType):
         return arrow_bytes(column.storage)
     if types.is_dictionary(kind):
-        if types.is_string(kind.value_type) or types.is_large_string(kind.value_type):
+        of = kind.value_type
+        if types.is_primitive(of):
+            return len(column) * (of.bit_width + 7) // 8
+        if types.is_string(of) or types.is_large_string(of) or types.is_binary(of) or types.is_large_binary(of):
             lengths = compute.call_function("binary_length", [column.dictionary]).take(column.indices)
             return compute.call_function("sum", [lengths]).as_py() or 0
         return len(column) * arrow_bytes(column.dictionary)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
-        return column.nbytes + arrow_bytes(column.flatten())
+    if types.is_map(kind):
+        return 8 * (len(column) + 1) + arrow_bytes(column.keys) + arrow_bytes(column.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return 8 * (len(column) + 1) + arrow_bytes(column.flatten())
     if types.is_struct(kind):
         return sum(map(arrow_bytes, column.flatten()))
     if types.is_string_view(kind) or types.is_binary_view(kind):  # each view of 16 bytes begins with its length

@@ -33,7 +33,7 @@ CONNECTION = "connection"  # value of PARENT_ENV: the process lives as long as t
 POLL_S = 0.5
 DISCONNECTED_S = 20.0  # after its connection broke a process may work on this long, to stop in order
 ENDING_S = 10.0  # longer than well-behaved threads take to end
-CLOSING_S = 300.0  # after a failure: longer than a checkpoint that is being written takes
+CLOSING_S = 300.0  # after a failure; a checkpoint that is still being written then is given up
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

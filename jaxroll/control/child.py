@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, DataError, InfraError, described
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.report import record
 from jaxroll.run_paths import RunPaths
 
 _MARK = "=== started "
@@ -291,33 +291,33 @@ def check_served(options: argparse.Namespace) -> None:
 
 
 def note_roles(path: Path, names: Iterable[str]) -> None:
-    """Write into the lock file of a run, which this supervisor holds, which roles it starts, on this machine."""
+    """Write this supervisor's process id and the roles that it starts here into the run's lock file, which it holds."""
     with contextlib.suppress(OSError):
-        RunPaths(path).lock.write_text(" ".join([socket.gethostname(), str(os.getpid()), *names]), encoding="utf-8")
+        RunPaths(path).lock.write_text(" ".join([str(os.getpid()), *names]), encoding="utf-8")
 
 
 def check_not_supervised(path: Path, command: str, index: int) -> None:
     """RunInUse if a supervisor of this machine starts this role of the run: a second one would replace it.
 
-    On several machines roles are started one by one, and the lock alone does not tell.
+    Roles on several machines are started one by one, or by a supervisor that notes none.
     """
+    if (supervisor := record.supervisor_pid(path)) is None:
+        return
     with contextlib.suppress(OSError, DataError, ValueError):
-        host, pid, *names = disk.read_text(RunPaths(path).lock, _LOCK_BYTES).split()
+        pid, *names = disk.read_text(RunPaths(path).lock, _LOCK_BYTES).split()
         found = {command, f"{command}-{index}"}.intersection(names)
-        if host != socket.gethostname() or not found:
-            return
-        os.kill(int(pid), 0)  # the lock is not tried without need: a supervisor that begins would find it held
-        try:
-            with run_dir.locked(path):
-                return
-        except run_dir.RunInUse as error:
+        if pid == str(supervisor) and found:
             reason = f"the supervisor with process id {pid} has a {found.pop()}"
-            raise run_dir.RunInUse("RUN", str(path), reason, "Stop that run first.") from error
+            raise run_dir.RunInUse("RUN", str(path), reason, "Stop that run first.")
 
 
 @contextlib.contextmanager
 def locked_if_possible(path: Path) -> Iterator[None]:
-    """Hold the run as `run_dir.locked`, unless its file system, which several machines share, has no locks."""
+    """Hold the run as `run_dir.locked`; RunInUse as there.
+
+    The block runs without the lock if it cannot be taken for another reason: a file system that several machines share
+    may have no locks, and if it is full or read-only, the block's own writes say so.
+    """
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(run_dir.locked(path))

@@ -232,6 +232,21 @@ def test_a_file_system_without_locks_is_named(here: Path, monkeypatch: pytest.Mo
                 database.locked(RunPaths(path).store_lock)
 
 
+def test_launch_needs_no_lock_of_a_file_system_without_locks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several machines share it; a run that another process holds is refused all the same."""
+    path, entered = run_dir.create(here / "r", Config(), []), []
+    with run_dir.locked(path), pytest.raises(run_dir.RunInUse), child.locked_if_possible(path):
+        entered.append("held")
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with child.locked_if_possible(path):
+        entered.append("no locks")
+    assert entered == ["no locks"]
+
+
 def test_a_large_config_reaches_a_process(here: Path) -> None:
     """Linux starts no process with a variable of 128 KiB, and few-shot messages may have megabytes."""
     large = Config(task=TaskConfig(system_prompt="word " * 60_000))

