@@ -19,6 +19,7 @@ from jaxroll.errors import ConfigError, DataError, one_line
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = frozenset({errno.EROFS, errno.EIO})
+_LOCKS = Path("/proc/locks")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 # Messages of SQLite and tensorstore, which raise no OSError.
 _FULL_MESSAGES = ("disk is full", "no space left", "quota exceeded")
@@ -85,6 +86,20 @@ def lock(file: IO[Any]) -> None:
         reason = f"{path.name} cannot be locked: its file system has no locks ({error.strerror})"
         remedy = "Name a folder on a local disk or a block volume."
         raise ConfigError("RUN", str(path.parent), reason, remedy) from error
+
+
+def lock_holder(path: Path) -> int | None:
+    """The process of this machine that holds the lock `path`; None if none does, or if it cannot be known.
+
+    This reads the kernel's table: taking the lock, even for a moment, could refuse a process that needs it just then.
+    """
+    try:
+        inode = path.stat().st_ino
+        lines = _LOCKS.read_text(encoding="utf-8").splitlines()
+        fields = [line.split() for line in lines if "->" not in line]  # without those that wait
+        return next((int(words[4]) for words in fields if words[1] == "FLOCK" and words[5].endswith(f":{inode}")), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def check_new_folder(out: Path) -> None:

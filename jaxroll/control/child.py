@@ -28,7 +28,6 @@ from jaxroll.control import run_dir
 from jaxroll.control.program import ProcessSpec, child_env
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, DataError, InfraError, described
 from jaxroll.lifeline import PARENT_ENV
-from jaxroll.report import record
 from jaxroll.run_paths import RunPaths
 
 _MARK = "=== started "
@@ -301,7 +300,7 @@ def check_not_supervised(path: Path, command: str, index: int) -> None:
 
     Roles on several machines are started one by one, or by a supervisor that notes none.
     """
-    if (supervisor := record.supervisor_pid(path)) is None:
+    if (supervisor := disk.lock_holder(RunPaths(path).lock)) is None:
         return
     with contextlib.suppress(OSError, DataError, ValueError):
         pid, *names = disk.read_text(RunPaths(path).lock, _LOCK_BYTES).split()

@@ -376,14 +376,12 @@ def best_checkpoint(run_dir: Path, config: Mapping[str, Any]) -> dict[str, Any] 
 
 # --- whether a process on this machine has the run open, without touching its locks
 
-_LOCKS = Path("/proc/locks")
-
 
 def store_pid(run_dir: Path) -> int | None:
     """The process that serves the run on this machine; None when none does, or nothing is known of it."""
     path = RunPaths(run_dir).store_lock
     try:
-        return int(path.read_text(encoding="utf-8")) if _is_held(path) else None
+        return int(path.read_text(encoding="utf-8")) if disk.lock_holder(path) is not None else None
     except (OSError, ValueError):
         return None
 
@@ -391,28 +389,10 @@ def store_pid(run_dir: Path) -> int | None:
 def is_open(run_dir: Path) -> bool:
     """True if a store or a supervisor on this machine holds the run."""
     paths = RunPaths(run_dir)
-    return _is_held(paths.store_lock) or _is_held(paths.lock)
+    return any(disk.lock_holder(path) is not None for path in (paths.store_lock, paths.lock))
 
 
 def supervisor_pid(run_dir: Path) -> int | None:
     """The supervisor of the run on this machine; None if there is none, or if its roles were started one by one."""
-    pid = _holder(RunPaths(run_dir).lock)
+    pid = disk.lock_holder(RunPaths(run_dir).lock)
     return None if pid == store_pid(run_dir) else pid
-
-
-def _is_held(path: Path) -> bool:
-    return _holder(path) is not None
-
-
-def _holder(path: Path) -> int | None:
-    try:
-        inode = path.stat().st_ino
-        fields = [line.split() for line in _lines()]
-        return next((int(words[4]) for words in fields if words[1] == "FLOCK" and words[5].endswith(f":{inode}")), None)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _lines() -> list[str]:
-    # Taking the lock, even for a moment, could block a store that starts just then; the kernel's table has it too.
-    return [line for line in _LOCKS.read_text(encoding="utf-8").splitlines() if "->" not in line]
