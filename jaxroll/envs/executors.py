@@ -153,6 +153,7 @@ Call = Callable[[], Any]
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
 CLOSE_LIMIT_S, LEFT_S, CANCEL_GRACE_S = 10.0, 10.0, 5.0  # for a close, its threads and a cancelled call to end
+MAKE_LIMIT_S = 300.0  # for a constructor, which may load a library or a data set
 JUDGE_EVERY_S = 0.1
 CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters of one
 
@@ -196,6 +197,7 @@ class EnvironmentCalls:
         self._closed: deque[tuple[float, protocols.Owner]] = deque(maxlen=1 << 14)  # with the time of the close
         self._left: list[threading.Thread] = []  # of closed environments
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
+        self._closing = set[asyncio.Task[None]]()  # of environments that were made too late
 
     def traits(self, env: Environment) -> protocols.Traits:
         """The traits that `env` declares; DataError if they are invalid."""
@@ -204,20 +206,20 @@ class EnvironmentCalls:
         except ValueError as error:
             raise DataError(str(error)) from error
 
-    def make(self, make: Callable[[str], Environment], name: str) -> Environment:
-        """The environment `name`, made by `make`."""
-        before = protocols.OWNER.set(owner := self._new_owner("making it", name))
+    async def make(self, make: Callable[[str], Environment], name: str) -> Environment:
+        """The environment `name`, made by `make`; DataError after `MAKE_LIMIT_S`. One made too late is closed."""
+        owner, made = self._new_owner("making it", name), list[Environment]()
+        call = lambda: made.append(make(name))  # noqa: E731
         try:
-            env = make(name)
-        except BaseException as error:
-            self._closed.append((time.monotonic(), owner))
-            if isinstance(error, Exception):
-                raise
-            raise DataError(f"making the environment raised {described(error)}") from error
-        finally:
-            protocols.OWNER.reset(before)
-        self._owners[id(env)] = owner
-        return env
+            await self._as_task(owner, "making it", call, MAKE_LIMIT_S, "making the environment", id(owner))
+        except BaseException:
+            if (late := self._stuck.get(id(owner))) is not None:
+                late.add_done_callback(lambda _: self._close_late(owner, made))
+            else:
+                self._close_late(owner, made)
+            raise
+        self._owners[id(made[0])] = owner
+        return made[0]
 
     async def reset(self, env: Environment, task: Task) -> tuple[Message, ...]:
         """The first messages. DataError after the time limit, InfraError after the last retry."""
@@ -307,29 +309,51 @@ class EnvironmentCalls:
         raise AssertionError("unreachable")
 
     async def _within_limit(self, env: Environment, call: Call, limit_s: float, what: str) -> Any:
+        """The result of the call, as by `_as_task`."""
+        name = f"{type(env).__name__}.{what}"
+        return await self._as_task(self._owner_of(env), name, call, limit_s, f"the environment's {what}", id(env))
+
+    async def _as_task(self, owner: protocols.Owner, name: str, call: Call, limit_s: float, what: str, key: int) -> Any:
         """The result of the call. A timeout is a DataError: the same item and answer would time out again."""
-        owner, context, name = self._owner_of(env), copy_context(), f"{type(env).__name__}.{what}"
+        context = copy_context()
         context.run(protocols.OWNER.set, owner)
         owner.blocked_at, owner.cancelled, owner.call = "", 0, name
         task = asyncio.get_running_loop().create_task(_answered(call, what), name=name, context=context)
         try:
             await asyncio.wait([task], timeout=None if math.isinf(limit_s) else limit_s)
         except asyncio.CancelledError:
-            await self._cancelled(env, task, context)
+            await self._cancelled(key, task, context)
             raise
         if not task.done():
             self.counts.overdue += 1
             blocked = f" and blocked the event loop at {owner.blocked_at}" if owner.blocked_at else ""
-            await self._cancelled(env, task, context)
-            raise DataError(f"the environment's {what} took longer than {limit_s:g} s{blocked}")
+            await self._cancelled(key, task, context)
+            raise DataError(f"{what} took longer than {limit_s:g} s{blocked}")
         if owner.cancelled:
-            raise DataError(f"the environment's {what} cancelled {owner.cancelled} tasks that it did not start")
+            raise DataError(f"{what} cancelled {owner.cancelled} tasks that it did not start")
         if task.cancelled():
-            raise DataError(f"the environment's {what} cancelled itself")
+            raise DataError(f"{what} cancelled itself")
         error = task.exception()
         if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
-            raise DataError(f"the environment's {what} raised {described(error)}") from error
+            raise DataError(f"{what} raised {described(error)}") from error
         return task.result()
+
+    def _close_late(self, owner: protocols.Owner, made: list[Environment]) -> None:
+        """Close what a constructor returned after its limit, if it did."""
+        if not made:
+            self._closed.append((time.monotonic(), owner))
+            return
+        self._owners[id(made[0])] = owner
+
+        async def closed() -> None:
+            try:
+                await self.close(made[0])
+            except Exception as error:  # noqa: BLE001 - foreign code; the member has failed already
+                self.counts.add_fault(f"close: {described(error)}")
+
+        closing = asyncio.ensure_future(closed())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _owner_of(self, env: Environment) -> protocols.Owner:
         if id(env) not in self._owners:
@@ -340,7 +364,7 @@ class EnvironmentCalls:
         where = "{0.call} blocked the event loop at {0.blocked_at}".format
         return protocols.Owner(call, lambda it: self.counts.add_fault(where(it)), name)
 
-    async def _cancelled(self, env: Environment, task: asyncio.Task[Any], context: Context) -> None:
+    async def _cancelled(self, key: int, task: asyncio.Task[Any], context: Context) -> None:
         """Cancel the call and wait for it to end; abandon it if it ignores the cancellation.
 
         A call that waits for tasks of others must not pass its cancellation on to them: it is made in its `context`.
@@ -352,8 +376,8 @@ class EnvironmentCalls:
         finally:
             if not task.done():
                 self.counts.abandoned += 1
-                self._stuck[id(env)] = task
-                task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # keeps `env` alive, and its id taken
+                self._stuck[key] = task  # whose context and call keep the object of this id alive
+                task.add_done_callback(lambda _: self._stuck.pop(key, None))
 
 
 async def _answered(call: Call, what: str) -> Any:
@@ -362,13 +386,13 @@ async def _answered(call: Call, what: str) -> Any:
         found = call()
         return await found if inspect.isawaitable(found) else found
     except TimeoutError as error:
-        raise DataError(f"the environment's {what} timed out: {described(error)}") from error
+        raise DataError(f"{what} timed out: {described(error)}") from error
     except Exception:
         raise
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         if is_cancellation(error):
             raise
-        raise DataError(f"the environment's {what} raised {described(error)}") from error
+        raise DataError(f"{what} raised {described(error)}") from error
 
 
 def is_cancellation(error: BaseException) -> bool:

@@ -420,7 +420,7 @@ class RolloutManager:
             return Failed("DATA", described(error))
 
     async def _episode(self, grant: Grant, member: int, proxy: LLMProxy, transcript: Transcript | None) -> Finished:
-        env = self._env_calls.make(self._make_env, grant.task.env)
+        env = await self._env_calls.make(self._make_env, grant.task.env)
         try:
             key = GenerationKey(grant.group, member, grant.key_salt)
             bounds = self._own_bounds.get(grant.task.env, self._bounds)

@@ -76,7 +76,7 @@ class Session:
             raise _Refused("VALIDATION_ERROR", f"seed = {str(seed)[:40]}: a number from 0 on is needed")
         await self.close()
         task = self._server.task(self._server.next_task() if seed is None else seed)
-        self._env = self._server.create()
+        self._env = await self._server.create()
         messages = await self._server.calls.reset(self._env, task)
         self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
         self._over = False
@@ -153,9 +153,9 @@ class Server:
 
         return guarded
 
-    def create(self) -> Environment:
+    async def create(self) -> Environment:
         """A fresh instance."""
-        return self.calls.make(self._executors.create, self._name)
+        return await self.calls.make(self._executors.create, self._name)
 
     def next_task(self) -> int:
         """The number of a task for a reset without a seed."""

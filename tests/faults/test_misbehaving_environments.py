@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.envs import misbehaving
-from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, RESETS, WAYS
+from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, MAKES, ON_THE_LOOP, RESETS, WAYS
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
@@ -86,8 +86,9 @@ class Feed:
         return [self._task(index) for index in range(len(self._ways))]
 
     def _task(self, index: int) -> Task:
-        args = json.dumps({"way": self._ways[index % len(self._ways)]})
-        return Task(index, (Message("user", "abc"),), self._env, args, index, f"{index:016x}")
+        way = self._ways[index % len(self._ways)]
+        args = json.dumps({"way": way})
+        return Task(index, (Message("user", "abc"),), self._env.format(way=way), args, index, f"{index:016x}")
 
 
 def configured(env: str, groups: int, **store: Any) -> Config:
@@ -224,10 +225,10 @@ def settled(groups: int) -> Callable[[dict[str, Any]], bool]:
     return lambda status: status["counts"]["READY"] + status["counts"]["DEAD"] == groups
 
 
-def assert_recorded_by_cause(found: dict, ways: list[str]) -> None:
+def assert_recorded_by_cause(found: dict, ways: list[str], known: Mapping[str, tuple[Any, str]] = WAYS) -> None:
     causes = found["failures"]["causes"]
     for way in ways:
-        complaint = (WAYS | RESETS).get(way, (None, ""))[1]
+        complaint = known.get(way, (None, ""))[1]
         if complaint:
             rows = [row for row in causes if re.sub(r"\d+", "N", complaint) in row["cause"]]
             assert rows and all(row["failures"] >= 1 and row["groups"] >= 1 for row in rows), (way, causes)
@@ -275,8 +276,28 @@ def test_each_misbehaviour_in_a_reset_costs_its_member_and_is_counted_by_cause(
     config = configured(NAME.format("misbehaving"), groups, lease_s=30.0)
     found, seen = run(tmp_path, config, feed, settled(groups))
     assert states(found) == {"READY": len(RESETS), "DEAD": len(RESETS)}
-    assert_recorded_by_cause(found, list(RESETS))
+    assert_recorded_by_cause(found, list(RESETS), RESETS)
     assert found["conservation_residual"] == 0 and seen["puts_refused"] == seen["members_lost"] == 0
+
+
+def test_each_misbehaviour_of_a_constructor_costs_its_member_and_is_counted_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that returns after its limit is closed."""
+    monkeypatch.setattr(executors, "CANCEL_GRACE_S", 0.1)
+    monkeypatch.setattr(executors, "MAKE_LIMIT_S", misbehaving.STEP_LIMIT_S)
+    monkeypatch.setattr(misbehaving, "LATE", [])
+    name, ways = NAME.format("making_{way}"), [way for bad in MAKES for way in (bad, "fair")]
+    config = configured(name.format(way="fair"), len(ways), lease_s=30.0)
+
+    def over(status: dict[str, Any]) -> bool:
+        return settled(len(ways))(status) and len(misbehaving.LATE) == 2
+
+    found, seen = run(tmp_path, config, Feed(name, ways), over)
+    assert states(found) == {"READY": len(MAKES), "DEAD": len(MAKES)}
+    assert_recorded_by_cause(found, list(MAKES), MAKES)
+    assert found["conservation_residual"] == 0 and seen["puts_refused"] == seen["members_lost"] == 0
+    assert misbehaving.LATE == ["is_late"] * 2 and seen["env_calls_abandoned"] == 2
 
 
 def test_failures_in_an_evaluation_are_counted_by_cause(
@@ -378,6 +399,17 @@ def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way
     found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]))
     assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
     assert 10 <= states(found)["DEAD"] <= 40, "the run used up too few or too many prompts"
+
+
+@pytest.mark.parametrize("way", ["exits", pytest.param("is_late", marks=pytest.mark.soak)])
+def test_a_run_whose_environment_cannot_be_made_ends_naming_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(executors, "MAKE_LIMIT_S", misbehaving.STEP_LIMIT_S)
+    name = NAME.format(f"making_{way}")
+    config = configured(name, 2, data_retries=2, dead_limit=10)
+    found, _ = run(tmp_path, config, Feed(name, [way], endless=True), lambda status: bool(status["closed"]))
+    assert name in found["closed"] and MAKES[way][1] in found["closed"], found["closed"]
 
 
 @pytest.mark.soak

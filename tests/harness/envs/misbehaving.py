@@ -203,6 +203,42 @@ class Misbehaving(_Misbehaving):
     """The environment on the event loop."""
 
 
+LATE: list[str] = []  # the ways of environments that were closed although their constructor was too late
+
+
+def _late() -> None:
+    time.sleep(2 * STEP_LIMIT_S)
+
+
+# The same for what the constructor does; each way is an environment of its own, `making_WAY`.
+MAKES: dict[str, tuple[Act, str]] = {
+    "raises": (raises(lambda: ZeroDivisionError("of its constructor")), "ZeroDivisionError: of its constructor"),
+    "exits": (raises(lambda: SystemExit(4)), "making the environment raised SystemExit: 4"),
+    "generator_exit": (raises(GeneratorExit), "making the environment raised GeneratorExit"),
+    "times_out": (raises(TimeoutError), "making the environment timed out"),
+    "infra": (raises(lambda: InfraError("no peer to make it")), "no peer to make it"),
+    "is_late": (_late, "making the environment took longer than 1 s and blocked the event loop"),
+}
+
+
+def _making(way: str) -> type[_Misbehaving]:
+    class Made(_Misbehaving):
+        """An environment whose constructor misbehaves."""
+
+        def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
+            super().__init__(pool, config)
+            MAKES.get(way, (lambda: None, ""))[0]()
+
+        async def close(self) -> None:
+            LATE.extend([way] if way in MAKES else [])
+
+    return Made
+
+
+for _way in (*MAKES, "fair"):
+    register(f"making_{_way}")(_making(_way))
+
+
 @register("leaving")
 class Leaving(_Misbehaving):
     """An environment on the event loop that keeps a thread or memory when it is closed, if the question says so."""
