@@ -6,8 +6,8 @@ Setting   products from reasoning-gym; the program asks, computes what the model
           asks again, twice at most; the task grades the last answer. Warm start as in agentic_calculator, then GRPO at
           alpha = 1 with reward 1 for the right answer
 Result    40 RL steps in 416 to 603 s on two cores under a load of 10 to 20. Accuracy on 128 held-out problems before
-and
-          after RL: seed 0 56.2 % and 85.2 %, seed 1 37.5 % and 84.4 %, seed 2 27.3 % and 85.9 %; docs/results/agents.md
+          and after RL: seed 0 56.2 % and 85.2 %, seed 1 37.5 % and 84.4 %, seed 2 27.3 % and 85.9 %;
+          docs/results/agents.md
 """
 
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 Command   jaxroll train --config=configs/gsm8k_qwen3_0p6b.py
 Needs     models/Qwen3-0.6B: config.json, weights, tokenizer.json and chat template of the model on the Hugging Face
-hub;
-          data/gsm8k_train.jsonl: one object per line with `question` and `answer` (the number after "####");
+          hub; data/gsm8k_train.jsonl: one object per line with `question` and `answer` (the number after "####");
           pip install 'jaxroll[hf,math]'; eight devices (on four, both roles share all of them)
 State     a starting point: it has never run on the hardware, and no result is known
 """

@@ -6,9 +6,8 @@ Hardware  any
 Setting   reverse a number of 4 to 9 digits; the warm start teaches <think>NUMBER</think>REVERSED and ends once 30 % of
           unseen answers are exact, after 105 to 145 steps; then GRPO at alpha = 1
 Result    held-out accuracy 54.3 → 77.7, 35.9 → 90.6 and 46.9 → 94.9 % for seeds 0, 1, 2; control 0 → 0 %. With 120
-steps
-          seed 0 gained less than the aim of 15 points in two of three runs. In 189 to 643 s each on two shared CPU
-          cores (docs/results/thinking.md)
+          steps seed 0 gained less than the aim of 15 points in two of three runs. In 189 to 643 s each on two shared
+          CPU cores (docs/results/thinking.md)
 """
 
 from random import Random

@@ -2,9 +2,8 @@
 
 Command   make venv-verifiers && jaxroll train --config=configs/verifiers_products.py
 Hardware  any; one device per role; four processes of verifiers
-Setting   verifiers' own harness `null` is the agent: a program for each rollout that asks, calls the tool over MCP, and
-asks
-          again. It takes 3 to 4 s on two loaded cores, so that this config shows the way and is no benchmark
+Setting   verifiers' own harness `null` is the agent: a program for each rollout that asks, calls the tool over MCP,
+          and asks again. It takes 3 to 4 s on two loaded cores, so that this config shows the way and is no benchmark
 Result    not measured: the rollouts of 40 steps would take hours on two cores
 """
 

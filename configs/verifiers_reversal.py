@@ -3,8 +3,7 @@
 Command   make venv-verifiers && jaxroll train --config=configs/verifiers_reversal.py
 Hardware  any; one device per role; four processes of verifiers
 Setting   verifiers renders the prompt, asks /inference/v1/generate of the member's URL and grades the answer. In the
-warm
-          start two of three answers are wrong (the word itself); then GRPO at alpha = 1 with verifiers' reward
+          warm start two of three answers are wrong (the word itself); then GRPO at alpha = 1 with verifiers' reward
 Result    40 RL steps in 411 and 600 s on two cores under a load of 8 to 20. Accuracy on 128 held-out words before and
           after RL: seed 0 29.7 % and 94.5 %, seed 1 13.3 % and 81.2 %; docs/results/agents.md
 """
