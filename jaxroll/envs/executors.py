@@ -216,7 +216,7 @@ class EnvironmentCalls:
             if (late := self._stuck.get(id(owner))) is not None:
                 late.add_done_callback(lambda _: self._close_late(owner, made))
             else:
-                self._close_late(owner, made)
+                await self._close_unused(owner, made)
             raise
         self._owners[id(made[0])] = owner
         return made[0]
@@ -339,21 +339,20 @@ class EnvironmentCalls:
         return task.result()
 
     def _close_late(self, owner: protocols.Owner, made: list[Environment]) -> None:
-        """Close what a constructor returned after its limit, if it did."""
+        closing = asyncio.ensure_future(self._close_unused(owner, made))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_unused(self, owner: protocols.Owner, made: list[Environment]) -> None:
+        """Close what a constructor returned although its call failed or was cancelled, if it returned something."""
         if not made:
             self._closed.append((time.monotonic(), owner))
             return
         self._owners[id(made[0])] = owner
-
-        async def closed() -> None:
-            try:
-                await self.close(made[0])
-            except Exception as error:  # noqa: BLE001 - foreign code; the member has failed already
-                self.counts.add_fault(f"close: {described(error)}")
-
-        closing = asyncio.ensure_future(closed())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        try:
+            await self.close(made[0])
+        except Exception as error:  # noqa: BLE001 - foreign code; the member has failed already
+            self.counts.add_fault(f"close: {described(error)}")
 
     def _owner_of(self, env: Environment) -> protocols.Owner:
         if id(env) not in self._owners:

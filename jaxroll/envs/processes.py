@@ -447,39 +447,37 @@ class InProcess:
             await self.close()
             self._process, self._whole = await self._processes.take(), True
         order = NextTask(task, seed) if again else Reset(self._name, task, seed)
-        found = await self._asked(order, self._declared.reset_limit_s, "reset")
+        found = await self._asked(self._process, order, self._declared.reset_limit_s, "reset")
         assert isinstance(found, Shown)
         return found.messages
 
     async def step(self, answer: str) -> StepResult:
         """The result of `answer`."""
-        found = await self._asked(Step(answer), self._declared.step_limit_s, "step")
+        found = await self._asked(self._process, Step(answer), self._declared.step_limit_s, "step")
         assert isinstance(found, Stepped)
         return found.result
 
     async def _restore(self, state: bytes) -> None:
-        await self._asked(Restore(state), self._declared.reset_limit_s, "restore")
+        await self._asked(self._process, Restore(state), self._declared.reset_limit_s, "restore")
 
     async def close(self) -> None:
-        """Return the process to the pool; it is reused if its environment closed properly."""
+        """Return the process to the pool; it is reused if its environment closed properly. Raises what that raised."""
         process, self._process = self._process, None
         if process is None:
             return
         whole = False
         try:
             if self._whole:
-                found = await process.ask(Close(), _CLOSE_LIMIT_S, "close")
+                found = await self._asked(process, Close(), _CLOSE_LIMIT_S, "close")
                 whole = isinstance(found, Closed) and not self._processes.note_kept(self._name, process, found)
-        except (DataError, InfraError):
-            whole = False
         finally:
             await self._processes.give_back(process, whole=whole)
 
-    async def _asked(self, order: Order, limit_s: float, what: str) -> Answer:
-        if self._process is None or not self._whole:
+    async def _asked(self, process: EnvProcess | None, order: Order, limit_s: float, what: str) -> Answer:
+        if process is None or not self._whole:
             raise InfraError("the environment's process is gone")
         self._whole = False  # until it has answered
-        found = await self._process.ask(order, limit_s, what)
+        found = await process.ask(order, limit_s, what)
         self._whole = True
         if isinstance(found, Raised):
             raise InfraError(found.error) if found.infra else DataError(found.error)

@@ -188,7 +188,7 @@ async def run(
     traits = env_calls.traits(env)
     turns, sampling = min(bounds.turns or traits.max_turns, traits.max_turns), with_stop(sampling, tokenizer)
     tools, stream = task.tools(), transcript.stream
-    messages = protocols.messages(await env_calls.reset(env, task), "what reset() returned")
+    messages = protocols.messages(await env_calls.reset(env, task), "the value of reset()")
     shown = _rendered(tokenizer, messages, tools, first=True)
     most, played = bounds.most(len(shown)), await _restored(env_calls, env, stream, shown)
     for turn in range(turns):

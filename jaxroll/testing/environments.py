@@ -323,10 +323,10 @@ class _Check:
         task, asking = play.task, EnvironmentCalls()
 
         async def closed_unused() -> None:
-            await asking.close(self._executors.create(self._name))
+            await asking.close(await asking.make(self._executors.create, self._name))
 
         async def reset_twice() -> None:
-            env = self._executors.create(self._name)
+            env = await asking.make(self._executors.create, self._name)
             try:
                 first, second = await asking.reset(env, task), await asking.reset(env, task)
             finally:
@@ -339,7 +339,7 @@ class _Check:
                 )
 
         async def reset_after_close() -> None:
-            env = self._executors.create(self._name)
+            env = await asking.make(self._executors.create, self._name)
             first = await asking.reset(env, task)
             await asking.close(env)
             with contextlib.suppress(Exception):  # user code may refuse it by any exception
@@ -391,10 +391,11 @@ class _Check:
             turns = [] if env is None else [k for k, one in enumerate(env.results[:-1]) if one.state is not None]
             if env is None or not turns:
                 continue
-            asking, other = EnvironmentCalls(), self._executors.create(self._name)
+            asking, other = EnvironmentCalls(), None
             where, result = f"task {play.task.index}, restored after step {turns[-1] + 1}", env.results[turns[-1] + 1]
             do = "the state must hold everything that the steps changed, random generators included"
             try:
+                other = await asking.make(self._executors.create, self._name)
                 await asking.reset(other, play.task)
                 await asking.restore(other, env.results[turns[-1]].state or b"")
                 found = await asking.step(other, env.answers[turns[-1] + 1])
@@ -405,7 +406,8 @@ class _Check:
                 self.add(f"restoring raised {described(error)[:300]}", where, do)
             finally:
                 with contextlib.suppress(Exception):  # its close is checked elsewhere
-                    await asking.close(other)
+                    if other is not None:
+                        await asking.close(other)
 
     async def _at_once(self, good: Sequence[tuple[_Play, Observed | None, Outcome]]) -> None:
         """Play several instances at the same time, as in a run."""
@@ -423,16 +425,20 @@ class _Check:
 
     async def _cancelled(self, play: _Play) -> None:
         """Cancel a step while the environment works on it."""
-        made: list[Observed] = []
-        create = self._executors.create
+        asking, made = EnvironmentCalls(), list[Observed]()
 
-        def watched(name: str) -> Any:
-            made.append(Observed(create(name)))
+        def make(name: str) -> Observed:
+            made.append(Observed(self._executors.create(name)))
             return made[-1]
 
-        asking = EnvironmentCalls()
-        env = watched(self._name)
-        await asking.reset(env, play.task)
+        try:
+            await asking.reset(await asking.make(make, self._name), play.task)
+        except Exception as error:  # noqa: BLE001 - foreign code; it becomes a violation
+            what = f"another instance for the same task raised {described(error)[:300]}"
+            self.add(what, f"task {play.task.index}", remedy(str(error)))
+            if not made:
+                return
+        env = made[0]
         step = asyncio.ensure_future(asking.step(env, play.shown(0)))
         entering = asyncio.ensure_future(env.entered.wait())
         await asyncio.wait([step, entering], return_when=asyncio.FIRST_COMPLETED, timeout=CANCEL_WAIT_S)
@@ -457,7 +463,9 @@ class _Check:
             return
         for _ in range(3):
             for number in range(window):
-                await self._played(plays[number % len(plays)])
+                env, outcome, _ = await self._played(play := plays[number % len(plays)])
+                if isinstance(outcome, Failed):
+                    self._failed(play, env, outcome)
             await asyncio.sleep(0.05)  # let ended tasks and threads disappear
             held.append(HeldResources.now(self._executors.processes.pids))
         for kind in held[0].counts:

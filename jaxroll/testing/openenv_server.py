@@ -62,24 +62,25 @@ class _Refused(Exception):
 
 
 class Session:
-    """One instance of the environment, and its episode."""
+    """One instance of the environment, and its episode. Its calls take turns: without a session, clients share one."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._env = server, None
         self.state: dict[str, Any] = {"episode_id": None, "step_count": 0}
-        self._over = True
+        self._over, self._lock = True, asyncio.Lock()
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
         """The first observation of the task `seed`."""
         seed = data.get("seed")
         if seed is not None and (type(seed) is not int or seed < 0):
             raise _Refused("VALIDATION_ERROR", f"seed = {str(seed)[:40]}: a number from 0 on is needed")
-        await self.close()
-        task = self._server.task(self._server.next_task() if seed is None else seed)
-        self._env = await self._server.create()
-        messages = await self._server.calls.reset(self._env, task)
-        self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
-        self._over = False
+        async with self._lock:
+            await self.close_now()
+            task = self._server.task(self._server.next_task() if seed is None else seed)
+            self._env = await self._server.create()
+            messages = await self._server.calls.reset(self._env, task)
+            self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
+            self._over = False
         return _observed(messages, None, False)
 
     async def step(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +88,21 @@ class Session:
         answer = data.get("answer")
         if not isinstance(answer, str) or set(data) - {"answer", "metadata"}:
             raise _Refused("VALIDATION_ERROR", 'the action is {"answer": text}')
-        if self._env is None or self._over:
-            raise _Refused("EXECUTION_ERROR", "the episode is over: reset first")
-        result = await self._server.calls.step(self._env, answer)
-        self.state["step_count"] += 1
-        self._over = result.done
+        async with self._lock:
+            if self._env is None or self._over:
+                raise _Refused("EXECUTION_ERROR", "the episode is over: reset first")
+            result = await self._server.calls.step(self._env, answer)
+            self.state["step_count"] += 1
+            self._over = result.done
         return _observed(result.messages, result.reward if result.done else None, result.done, result.reward_parts)
 
     async def close(self) -> None:
         """Close the instance."""
+        async with self._lock:
+            await self.close_now()
+
+    async def close_now(self) -> None:
+        """Close the instance in the middle of another call, too."""
         env, self._env = self._env, None
         self._over = True
         if env is not None:
@@ -170,8 +177,8 @@ class Server:
             raise _Refused("EXECUTION_ERROR", str(error)) from error
 
     async def close(self) -> None:
-        """Close the instances that are left."""
-        await self._alone.close()
+        """Close the instances that are left, without waiting for a call that still runs."""
+        await self._alone.close_now()
         await self._executors.close()
 
     def _openapi(self) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,28 @@ def test_endpoints_without_a_session(url: str) -> None:
         assert api.post("/step", json={"action": {"answer": "left"}}).status_code == 200
         assert api.get("/state").json()["step_count"] == 1
         assert api.post("/step", content=b"{").status_code == 422
+
+
+def test_resets_at_once_without_a_session_leave_one_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, make, close = Counter[str](), EnvironmentCalls.make, EnvironmentCalls.close
+
+    async def making(self: EnvironmentCalls, factory: Any, name: str) -> Any:
+        counts["made"] += 1
+        await asyncio.sleep(0.01)
+        return await make(self, factory, name)
+
+    async def closing(self: EnvironmentCalls, env: Any) -> None:
+        counts["closed"] += 1
+        await close(self, env)
+
+    monkeypatch.setattr(EnvironmentCalls, "make", making)
+    monkeypatch.setattr(EnvironmentCalls, "close", closing)
+    with httpx.Client(base_url=url, timeout=DEADLINE_S) as api, ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda seed: api.post("/reset", json={"seed": seed}), range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4
+        counts["before"] = counts["closed"]
+        api.post("/reset", json={"seed": 0})
+    assert counts["made"] == 5 and counts["closed"] == counts["before"] + 1 and counts["before"] >= 3, counts
 
 
 def test_a_server_that_cannot_be_reached_is_a_failure_of_the_infrastructure() -> None:

@@ -28,7 +28,7 @@ from jaxroll import metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
-from jaxroll.envs import executors
+from jaxroll.envs import executors, processes
 from jaxroll.envs.processes import MOST_LEFT_THREADS
 from jaxroll.errors import Closed
 from jaxroll.loop_thread import LoopThread
@@ -44,7 +44,7 @@ from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.envs import misbehaving
-from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, MAKES, ON_THE_LOOP, RESETS, WAYS
+from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, MAKES, ON_THE_LOOP, RESETS, RESETS_IN_A_PROCESS, WAYS
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
@@ -344,14 +344,21 @@ def test_threads_that_environments_leave_in_an_evaluation_are_counted_in_its_row
 
 
 @pytest.mark.process
-def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause(tmp_path: Path) -> None:
-    name = NAME.format("misbehaving_in_process")
-    feed = Feed(name, [way for bad in IN_A_PROCESS for way in (bad, "fair")])
-    groups = 2 * len(IN_A_PROCESS)
+def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose close fails costs no member, but its process, and is counted as well."""
+    monkeypatch.setattr(processes, "_CLOSE_LIMIT_S", 1.0)
+    name, failing = NAME.format("misbehaving_in_process"), [*IN_A_PROCESS, *RESETS_IN_A_PROCESS]
+    ways = [*failing, *CLOSES]
+    feed = Feed(name, [way for bad in ways for way in (bad, "fair")])
+    groups = 2 * len(ways)
     found, seen = run(tmp_path, configured(name, groups), feed, settled(groups))
-    assert states(found) == {"READY": groups - len(IN_A_PROCESS), "DEAD": len(IN_A_PROCESS)}
-    assert_recorded_by_cause(found, IN_A_PROCESS)
+    assert states(found) == {"READY": groups - len(failing), "DEAD": len(failing)}
+    assert_recorded_by_cause(found, failing, WAYS | RESETS)
     assert seen["env_processes_replaced"] >= 1 and seen["members_lost"] == 0
+    closes = {cause: times for cause, times in found["env_faults"].items() if cause.startswith("close: ")}
+    assert len(closes) == len(CLOSES) and set(closes.values()) == {2}, found["env_faults"]
 
 
 @pytest.mark.parametrize("name", ["leaving", "leaving_in_thread"])

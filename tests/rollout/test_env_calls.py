@@ -109,6 +109,34 @@ def test_resets_have_retries_and_a_limit_of_their_own() -> None:
     assert asking.counts.overdue == 1
 
 
+def test_an_environment_whose_member_is_cancelled_while_it_is_made_is_closed() -> None:
+    """At every step of the loop: before the constructor runs, after it, and after its task has ended."""
+
+    class Slow(Plain):
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(0.05)
+            super().close()
+
+    async def cancelled_after(steps: int) -> tuple[int, int, bool]:
+        calls, made = EnvironmentCalls(), list[Plain]()
+
+        def make(name: str) -> Plain:
+            made.append(Slow())
+            return made[-1]
+
+        member = asyncio.ensure_future(calls.make(make, "x"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        member.cancel()
+        (ended,) = await asyncio.gather(member, return_exceptions=True)
+        return len(made), sum(one.calls["close"] for one in made), isinstance(ended, asyncio.CancelledError)
+
+    found = [run(cancelled_after(steps)) for steps in range(5)]
+    assert found[0] == (0, 0, True) and (1, 1, True) in found, found
+    assert all(closed == made for made, closed, cancelled in found if cancelled), found
+    assert found[-1] == (1, 0, False), "it was the caller's by then"
+
+
 def test_traits_have_defaults_and_places_are_checked() -> None:
     assert protocols.traits(Plain()) == protocols.Traits("thread", 5.0, 5.0)
     with pytest.raises(DataError, match="place = 'moon'"):

@@ -14,6 +14,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.records import Message, Task
 from jaxroll.testing import environments
 from jaxroll.testing.environments import check_environment
+from tests.harness.envs import contract_breaking
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 NAME = "tests.harness.envs.contract_breaking:{}"
@@ -69,6 +70,26 @@ def test_violations_of_the_contract_are_named(name: str, what: str, do: str, mon
     found = check_environment(NAME.format(name), tasks=TASKS, episodes=2)
     assert any(what in violation.what and do in violation.do for violation in found), found
     assert all(violation.where for violation in found)
+
+
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [
+        ("constructions", 9),
+        ("resets", 10),
+        *(pytest.param("constructions", most, marks=pytest.mark.soak) for most in (0, 2, 3, 4, 5, 7, 8, 10, 20)),
+        *(pytest.param("resets", most, marks=pytest.mark.soak) for most in (0, 2, 3, 4, 5, 6, 7, 9, 11, 20)),
+    ],
+)
+def test_an_environment_that_fails_at_any_part_of_the_check_is_a_violation(
+    part: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parts make 2, 3, 2, 2 and 1 instances; then the leaks are looked for."""
+    monkeypatch.setitem(contract_breaking.LEFT, part, most)
+    assert cli.main(["env", "check", NAME.format("wears_out"), "--episodes=2"]) == 1
+    shown = capsys.readouterr()
+    assert ("making the environment raised SystemExit: 3" if part == "constructions" else "worn out") in shown.out
+    assert "Traceback" not in shown.err
 
 
 def test_the_command_prints_violations_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

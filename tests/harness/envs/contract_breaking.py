@@ -236,3 +236,24 @@ class Misdeclared(Kept):
     """A limit that is not a number."""
 
     step_limit_s = "long"  # type: ignore[assignment]
+
+
+LEFT = {"constructions": 1 << 30, "resets": 1 << 30}  # of the environment `wears_out`, which fails after these
+
+
+@register("wears_out")
+class WearsOut(Kept):
+    """Its constructor exits, or its reset raises, once LEFT says so."""
+
+    def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
+        super().__init__(pool, config)
+        LEFT["constructions"] -= 1
+        if LEFT["constructions"] < 0:
+            sys.exit(3)
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The task's question."""
+        LEFT["resets"] -= 1
+        if LEFT["resets"] < 0:
+            raise ValueError("worn out")
+        return await super().reset(task, seed)
