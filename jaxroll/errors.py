@@ -16,7 +16,8 @@ class ConfigError(JaxRollError):
 
     def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
-        super().__init__(f"{key} = {_shown(value)}: {one_line(reason)}. {remedy}")
+        named = key if value is None else f"{key} = {_shown(value)}"
+        super().__init__(f"{named}: {one_line(reason)}. {remedy}")
 
 
 def _shown(value: object) -> str:

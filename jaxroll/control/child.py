@@ -220,7 +220,7 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, limits: Super
 def how(code: int) -> str:
     """The exit code as text for a person."""
     if code == EXIT_WORN:
-        return f"with exit code {code}, worn out by environments that hang in its threads"
+        return f"with exit code {code}, because too many of its threads hang in environments"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxroll import __version__, disk, lifeline
 from jaxroll.control import GROUPS
@@ -47,7 +48,8 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
             _check_folder()
         overrides, rest = split_overrides(words)
         top = parser(next((word for word in rest if not word.startswith("-")), ""))
-        if rest and not rest[0].startswith("-") and rest[0] not in (known := subparsers(top)):
+        known = ("-h", "--help", "--version", *subparsers(top))
+        if rest and rest[0] not in known and (rest[0][0:1] != "-" or all(word[0:1] == "-" for word in rest)):
             near = difflib.get_close_matches(rest[0], known, n=1)
             hint = f"Did you mean `jaxroll {near[0]}`?" if near else "`jaxroll --help` lists the commands."
             print(f"jaxroll: there is no command {rest[0]}. {hint}", file=sys.stderr)
@@ -214,6 +216,15 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
+class _Parser(argparse.ArgumentParser):
+    """The parser of a command, whose errors propose what may be meant, or show the example."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else ()
+        super().error(message + (f". Did you mean {near[0]}?" if near else f". {self.epilog}" if self.epilog else ""))
+
+
 class _Top(argparse.ArgumentParser):
     """The parser of `jaxroll` itself, whose help lists the commands by group, each with an example."""
 
@@ -237,7 +248,7 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"jaxroll {__version__}")
     commands = top.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", prog="jaxroll", parser_class=argparse.ArgumentParser
+        dest="command", required=True, metavar="COMMAND", prog="jaxroll", parser_class=_Parser
     )
     known = {}
     for one in (command for group in GROUPS.values() for command in group):
@@ -308,7 +319,7 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
 
 def _added(commands: Any, name: str, text: str, example: str, **shown: str) -> argparse.ArgumentParser:
     text = f"{text[0].upper()}{text[1:]}."
-    return commands.add_parser(name, description=text, epilog=f"example: {example}", allow_abbrev=False, **shown)
+    return commands.add_parser(name, description=text, epilog=f"Example: {example}", allow_abbrev=False, **shown)
 
 
 def _run_options(one: argparse.ArgumentParser) -> None:

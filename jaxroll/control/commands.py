@@ -202,9 +202,8 @@ def run_compile(options: argparse.Namespace) -> int:
 def run_config(options: argparse.Namespace) -> None:
     """`config`: print the resolved config as JSON, and lines about the rows of a file and the reward on stderr."""
     lines: list[str] = []
-    config = (
-        run_dir.load_config(_absolute(options.run)) if options.run else preflight.runnable_config(options, lines.append)
-    )
+    path = options.run and _absolute(options.run)
+    config = run_dir.load_config(path) if path else preflight.runnable_config(options, lines.append)
     print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
     print(json.dumps(configs.to_dict(config), indent=2))
     print(*rewards.lines(config), *configs.advice(config), sep="\n", file=sys.stderr)
@@ -220,8 +219,8 @@ def run_sim(options: argparse.Namespace) -> None:
         print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
         return
     if not options.cluster or len(options.targets) > 1:
-        remedy = "Add --cluster=FILE; `jaxroll sim calibrate RUN` makes one."
-        raise ConfigError("--cluster", options.cluster, "a simulation has one cluster and at most one RUN", remedy)
+        remedy = "Name one by --cluster=FILE (`jaxroll sim calibrate RUN` makes it), and at most one RUN."
+        raise ConfigError("--cluster", options.cluster, "more than one RUN, or no cluster", remedy)
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):
@@ -270,8 +269,7 @@ def run_ui(options: argparse.Namespace) -> int:
     """`ui`: the dashboard of the runs in a folder."""
     path = _absolute(options.folder)
     if not path.is_dir():
-        remedy = "Name the folder that holds the runs, or one run; `jaxroll list` shows those in runs."
-        raise ConfigError("RUNS", options.folder, "no such folder", remedy)
+        raise ConfigError("RUNS", options.folder, "no such folder", "Name a folder of runs, or a run (`jaxroll list`).")
     from jaxroll.ui import server
 
     return server.main(path, options)
@@ -294,7 +292,9 @@ def run_replay(options: argparse.Namespace) -> int:
     """`replay`: every record of the log, checked. The log alone is enough."""
     from jaxroll.report import archive
 
-    return archive.replay_main(_absolute(options.folder), as_json=options.json)
+    if not RunPaths(path := _absolute(options.folder)).database.exists():
+        run_dir.load(path)  # ConfigError where there is no run
+    return archive.replay_main(path, as_json=options.json)
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.config import Config
 from jaxroll.config.derived import LEADERS, actor_names, device_processes, memory_fractions, sampler_names
+from jaxroll.config.parsing import nearest
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import child, engines, on_ray, program
 from jaxroll.control.program import STANDBY, ProcessSpec, gang, role_of, role_words
@@ -379,8 +380,9 @@ def engine_of(options: argparse.Namespace) -> str:
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
-        reason = "names no engine, or several"
-        raise ConfigError("--on", " ".join(unknown or named), reason, f"Engines: {', '.join(KNOWN)}.")
+        reason = f"must name one engine, not {len(named)}" if not unknown else "no such engine"
+        hint = nearest(unknown[0], KNOWN) if unknown else f"Engines: {', '.join(KNOWN)}."
+        raise ConfigError("--on", " ".join(unknown or named), reason, hint)
     engine = named[0] if named else ""
     _check_options(options, engine)
     return engine

@@ -283,7 +283,7 @@ def _check_memory(config: Config, model: ModelSpec, inventory: Inventory | None)
 
 
 def _check_attention(config: Config, model: ModelSpec) -> None:
-    """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
+    """ConfigError for a kernel that the configured platform lacks; with `auto`, for one that every platform lacks."""
     platform = "" if config.placement.platform == "auto" else config.placement.platform
     learner, sampler = config.learner, config.sampler
     choice.check_quantised(sampler.weight_dtype, model.experts)

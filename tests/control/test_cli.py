@@ -50,7 +50,7 @@ STANDBY = "--config.store.standby=True"
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["store", "r", STANDBY], "--peer = None: the config has store.standby=True"),
+        (["store", "r", STANDBY], "--peer: the config has store.standby=True"),
         (["store", "r", "--peer=127.0.0.1:7078"], "--peer = '127.0.0.1:7078': the config has store.standby=False"),
         (["store", "r", "--index=1"], "--index = 1: there is no such store"),
         (["store", "r", STANDBY, "--peer=127.0.0.1:7078", "--index=2"], "--index = 2: there is no such store"),
@@ -211,6 +211,29 @@ def test_errors_of_a_role_become_exit_codes(
 def test_every_command_of_the_parser_has_a_function() -> None:
     (action,) = (a for a in cli.parser()._actions if a.dest == "command")
     assert set(action.choices) == set(commands.COMMANDS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--versoin"], "Did you mean `jaxroll --version`?"),
+        (["weights", "improt"], "Did you mean import?"),
+        (["compile", "--role=smpler"], "Did you mean sampler?"),
+        (["launch", "--on=slrum"], "Did you mean 'slurm'?"),
+        (["inspect"], "Example: jaxroll inspect runs/demo"),
+        (["inspect", "--group=x", "runs/demo"], "Example: jaxroll inspect runs/demo --group=7"),
+        (["replay", "runs/nothing"], "`jaxroll list` shows the runs"),
+        (["train"], "--config: no experiment named"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_may_be_meant(
+    words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as exited:
+        code = exited.code
+    assert code in (2, 64) and shown in capsys.readouterr().err
 
 
 def test_help_and_roles_load_no_module_of_other_commands() -> None:

@@ -40,7 +40,7 @@ def test_the_command_refuses_what_a_role_would(
     printed = capsys.readouterr()
     assert printed.out == "", "nothing is resolved"
     (line,) = printed.err.splitlines()
-    assert line.startswith(f"error: {key} = ")
+    assert line.startswith((f"error: {key} = ", f"error: {key}: "))
     assert value in line and words in line, line
     assert line.endswith((".", "?")), "the last sentence must be a remedy"
 

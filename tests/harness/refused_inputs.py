@@ -329,7 +329,7 @@ CASES: dict[str, Case] = {
         folder(config={**HUGGING_FACE, "model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts": 2,
                        "num_experts_per_tok": 3}), PATH, "model.experts", "2", "a token has 3 experts"),
     "no number of layers": (
-        folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "config.json num_hidden_layers", "None",
+        folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "config.json num_hidden_layers", "size",
         "whole number"),
     "a list for a config.json": (folder(config=[]), PATH, "model.path", "hf", "not a JSON object"),
     "a model smaller than its tokenizer": (

@@ -199,5 +199,5 @@ def test_the_command_says_what_it_checked_and_ends_with_1_when_something_is_wron
     assert cli.main(["replay", str(run_dir), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["violations"][0]["kind"] == "payloads"
     (run_dir / "store.db").unlink()
-    assert cli.main(["replay", str(run_dir)]) == 1
-    assert "there is no such log" in capsys.readouterr().err
+    assert cli.main(["replay", str(run_dir)]) == 64
+    assert "no run here" in capsys.readouterr().err
