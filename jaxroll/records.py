@@ -212,7 +212,7 @@ class LogStart(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def until(self, version: Version, lineages: int) -> LogStart:
-        """The same with at least `lineages` lineages; those that it lacks left the one before at `version.step`."""
+        """The same with at least `lineages` lineages. Each new one branches off its predecessor at `version.step`."""
         known = len(self.lines)
         more = tuple((index - 1, version.step) for index in range(known, max(lineages, version.lineage + 1)))
         return msgspec.structs.replace(self, lines=self.lines + more)

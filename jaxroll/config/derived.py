@@ -15,9 +15,9 @@ from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.policy.selection import is_kept
 
 # --- named schedules: the values of `schedule` that each fixes, for the same processes and loops
-#
 #     sync       α = 0: sampler and learner alternate; every token is trained by the version that sampled it
 #     one_step   α = 1: while the learner trains a batch, the next one is sampled with the newest published weights only
+#     interval   α = 1: a batch starts when the one before is finished, with weights of one version before (HTS-RL)
 #     async_controller  any α from 1 on: batch, suspend the samplers, update them, resume them, train (ROLL Flash)
 #     async      any α and any values of the other keys
 #

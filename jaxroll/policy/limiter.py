@@ -28,7 +28,7 @@ import msgspec
 
 from jaxroll.errors import ConfigError
 
-# --- Circuit breaker for lease holders whose members keep failing. Pure: durations in, a rest out
+# --- Circuit breaker for lease holders whose members keep failing. Pure functions from durations to a rest
 #
 # A holder (a sampler or an actor) that fails `TRIP` members in a row with INFRA rests: it gets no leases for a while.
 # After the first rest it works as before; from the second on it gets one member at a time, as a trial. Each failed

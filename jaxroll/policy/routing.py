@@ -244,7 +244,7 @@ class Repacker:
         return move.to
 
     def given(self, source: str, members: int) -> None:
-        """Note that the source has given so many members away."""
+        """Note that the source gave `members` of its members away."""
         if (move := self._moves.get(source)) is not None:
             move.load, move.is_given = replace(move.load, members=members), True
 

@@ -37,7 +37,7 @@ LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing
 def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, config: Mapping[str, Any]) -> int | None:
     """The smallest α at which the learner would not wait, at the members' present duration; None if α is not the limit.
 
-    It is None where the learner does not wait, where the window is narrower than α allows, where α is more already or
+    It is None where the learner does not wait, where the window is narrower than α allows, where α is already larger or
     0 (synchronous by choice), and where the samplers could not hold so many members.
     """
     alpha = config["schedule"]["alpha"]

@@ -98,7 +98,7 @@ def topology(name: str) -> Topology:
         "--topology",
         name,
         "unknown hardware",
-        f"Use a slice as v5e:8x8, v5p:4x4x4 or v6e:8x8, gpu:8x{gpus[0]} (or {', '.join(gpus[1:])}), or cpu:2.",
+        f"Use a slice such as v5e:8x8, v5p:4x4x4 or v6e:8x8, gpu:8x{gpus[0]} (or {', '.join(gpus[1:])}), or cpu:2.",
     )
 
 

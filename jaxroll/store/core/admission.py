@@ -361,7 +361,7 @@ class MemberChooser:
 
 
 def pool_of(settings: Settings, task: Task) -> str:
-    """The pool that prefers this task; '' if any does."""
+    """The pool that prefers this task; '' if the run has no pools."""
     return settings.pools.of_work(task.index // SOURCE_ITEMS) if settings.pools.names else ""
 
 
