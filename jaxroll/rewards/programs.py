@@ -34,6 +34,7 @@ PROGRAM_MEMORY_BYTES = 1 << 30
 _HEARTBEAT_S = 0.5
 _ALLOWANCE_S = 30.0  # of the fork server, for starting and ending a program on a loaded machine
 _READ_BYTES = 1 << 16
+_SILENT = "the fork server does not answer"
 
 # Programs without imports run in a bare interpreter, the others with these modules loaded: the larger process needs
 # twice the time for a fork, an import of these modules ten times. Batches of plain programs run in "shared".
@@ -247,14 +248,18 @@ class Programs:
         """
         opened = _Open(_request(run))
         kind, ident = opened.kind, next(self._ids) & 0xFFFFFFFF
+        deadline = time.monotonic() + _ALLOWANCE_S + run.time_limit_s
         try:
+            _forget_ended(self._sockets[kind])
             _send(self._sockets[kind], [(ident, run.time_limit_s, opened)])
             opened.close_one("child_in")
             opened.close_one("child_out")
-            yield functools.partial(_exchange, opened, on_wait)
+            yield functools.partial(_exchange, opened, on_wait, deadline)
         finally:
             opened.close()
             self._kill(kind, ident)
+            if opened.failure == _SILENT:  # the caller may have taken the exception for one of the program's
+                raise ServerLost(_SILENT)
 
     def close(self) -> None:
         """End the fork server and its programs."""
@@ -286,7 +291,7 @@ class Programs:
             events = epoll.poll(_HEARTBEAT_S)
             on_wait()
             if not events and time.monotonic() > deadline:
-                raise ServerLost("the fork server does not answer")
+                raise ServerLost(_SILENT)
             for descriptor, _ in events:
                 if descriptor in kinds:
                     kind = kinds[descriptor]
@@ -396,7 +401,14 @@ def _of_batch(outcome: Outcome) -> Iterator[Outcome | None]:
         data = data[end:]
 
 
-def _exchange(opened: _Open, on_wait: Callable[[], object], line: bytes) -> bytes:
+def _forget_ended(control: socket.socket) -> None:
+    """Take the statuses of runs that nothing waits for: once the socket has no room for them, the server stops."""
+    with contextlib.suppress(BlockingIOError):
+        while control.recv(1 << 16, socket.MSG_DONTWAIT):
+            pass
+
+
+def _exchange(opened: _Open, on_wait: Callable[[], object], deadline: float, line: bytes) -> bytes:
     """Send the line of a call and return the line of its result."""
     opened.output.clear()
     opened.to_send = memoryview(bytes(opened.to_send) + line)
@@ -406,6 +418,9 @@ def _exchange(opened: _Open, on_wait: Callable[[], object], line: bytes) -> byte
         on_wait()
         if ready[0] and not opened.receive():
             raise TimeoutError(opened.failure or "the program has ended")
+        if not ready[0] and time.monotonic() > deadline:
+            opened.failure = _SILENT
+            raise ServerLost(_SILENT)
     return bytes(opened.output)
 
 

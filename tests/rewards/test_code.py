@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.lib import hacks
 from jaxroll.errors import DataError
 from jaxroll.rewards import code
-from jaxroll.rewards.code import RowTests, program_of, submission
-from jaxroll.rewards.programs import Programs, Run
+from jaxroll.rewards import programs as module
+from jaxroll.rewards.code import CodeScorer, RowTests, program_of, submission
+from jaxroll.rewards.programs import Programs, Run, ServerLost
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 FENCED = "I add them.\n```python\nprint(1)\n```\nNo, so:\n```python\nprint(2)\n```\n"
@@ -179,6 +181,33 @@ def test_no_program_escapes(programs: Programs, tmp_path: Path) -> None:
             (outcome,) = programs.run([Run(targets.filled(escape.program), time_limit_s=5.0)])
             assert not any(mark.encode() in outcome.output for mark in hacks.MARKS), (name, outcome)
             assert not escape.has_effect(targets), name
+
+
+@pytest.mark.process
+def test_tests_that_are_code_run_for_any_number_of_answers(programs: Programs) -> None:
+    """The status of each program is taken: 512 of them fill a socket, and the server would wait for room forever."""
+    scorer = CodeScorer(programs, lambda: None)
+    row = {"tests": ["assert f(1) == 2"], "time_limit_s": 1.0}
+    found = [scorer.score(row, f"def f(x): return x + {number % 2}") for number in range(600)]
+    assert found == [0.0, 1.0] * 300
+
+
+@pytest.mark.process
+def test_a_server_that_stops_answering_is_lost_and_no_test_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ALLOWANCE_S", 0.5)
+    programs = Programs()
+    scorer = CodeScorer(programs, lambda: None)
+    try:
+        assert scorer.score({"tests": ["assert f(1) == 2"]}, "def f(x): return 2") == 1.0
+        servers = [psutil.Process(programs.pid), *psutil.Process(programs.pid).children(recursive=True)]
+        for server in servers:
+            server.suspend()
+        with pytest.raises(ServerLost):
+            scorer.score({"tests": ["assert f(1) == 2"], "time_limit_s": 0.5}, "def f(x): return 1 + 1")
+        for server in servers:
+            server.resume()
+    finally:
+        programs.close()
 
 
 NEIGHBOURS = """
