@@ -75,13 +75,19 @@ TASKS = {
     ),
     "tool_calls": Task(  # the right one of two tools, about one item
         "tool_calls",
-        changes=(RANDOM, "task.args.max_turns=2", "task.args.problems=benchmarks.lib.opponents:one_item"),
+        changes=(
+            RANDOM,
+            "task.args.max_turns=2",
+            "task.args.problems=benchmarks.lib.opponents:one_item",
+            "schedule.steps=120",
+            "evaluator.every=30",
+        ),
     ),
     "code_repair": Task("code_repair", changes=(RANDOM, "task.args.lines=1", "task.args.max_turns=2", "sft.steps=150")),
     "agent": Task("agent_calculator", changes=("schedule.steps=24", "evaluator.every=12", "task.heldout_items=64")),
     "openenv": Task(
         "openenv_frozen_lake",
-        changes=("task.args.max_turns=6", "schedule.steps=60", "evaluator.every=20", "task.heldout_items=128"),
+        changes=("task.args.max_turns=6", "schedule.steps=60", "evaluator.every=20", "task.heldout_items=32"),
         served="frozen_lake",
         served_changes=("task.args.size=3", "task.args.max_turns=6"),
     ),

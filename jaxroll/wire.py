@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, overload
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 ARRAY_DTYPES = frozenset(
     {"uint8", "uint16", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"}
 )

@@ -52,7 +52,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Functions of these packages whose annotations name shapes are checked against them at every call; under `jit` that is
 # once for each compilation. Roles that run as processes are not slowed down.
-_CHECKED = tuple(f"jaxroll.{name}" for name in ("algorithms", "engine", "kernels", "learner", "models", "tinker"))
+_SHAPED = ("algorithms", "engine", "kernels", "learner", "models", "serving", "tinker")
+_CHECKED = tuple(f"jaxroll.{name}" for name in _SHAPED)
 if importlib.util.find_spec("beartype") is not None or "CI" in os.environ:
     importlib.import_module("tests.harness.shapes")  # the hook does not import it
     jaxtyping.install_import_hook(_CHECKED, "tests.harness.shapes.checked")
@@ -68,7 +69,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os
 
 
 # In these tests an array of lower rank is never broadcast to a higher one, which may hide a wrong shape.
-_SAME_RANK = {"algorithms", "engine", "kernels", "learner", "models", "serving", "tinker", "tools", "transfer"}
+_SAME_RANK = {*_SHAPED, "roles", "rollout", "sharding", "tools", "transfer"}
 
 
 @pytest.fixture(autouse=True, scope="module")

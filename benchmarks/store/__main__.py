@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.lib.report import ROOT, Runs, arguments, finish, percentile_ms, ratio, say, spread
 from benchmarks.store.client import outcome
-from benchmarks.store.processes import Samplers, Scale, open_run, put_config, serving, snapshot
+from benchmarks.store.processes import Samplers, Scale, open_run, put_config, serving, version_ref
 from jaxroll import wire
 from jaxroll.errors import NotReady
 from jaxroll.records import Member, Version
@@ -132,7 +132,7 @@ async def _learn(learner: StoreClient, steps: int) -> list[float]:
     version = await learner.begin(None)
     for step in range(steps):
         seconds.append(await _claim(learner, version, step))
-        await learner.publish(snapshot(Version(version.lineage, step + 1)))
+        await learner.publish(version_ref(Version(version.lineage, step + 1)))
         await learner.ack(Version(version.lineage, step))
         if step % 4 == 3:
             await learner.durable(Version(version.lineage, step + 1))

@@ -86,9 +86,9 @@ class Sampler:
 
     async def current(self) -> Version:
         """The newest published version."""
-        snapshot = await self.client.published(None, 30.0)
-        assert snapshot is not None, "nothing is published"
-        return snapshot.version
+        ref = await self.client.published(None, 30.0)
+        assert ref is not None, "nothing is published"
+        return ref.version
 
     def report(self, started: float, ended: float) -> dict[str, Any]:
         """The object that the parent reads."""

@@ -194,12 +194,12 @@ def open_run(server: Server) -> None:
 
     async def first(learner: StoreClient) -> None:
         version = await learner.begin(None)
-        await learner.publish(snapshot(version))
+        await learner.publish(version_ref(version))
 
     if server.kind == "ours":
         server.ask(first)
 
 
-def snapshot(version: Version) -> VersionRef:
+def version_ref(version: Version) -> VersionRef:
     """Weights that no sampler fetches."""
     return VersionRef(version, "tcp", "nowhere", "none")

@@ -167,7 +167,7 @@ FORGIVEN_AFTER_S = 300.0
 
 
 @dataclass(frozen=True)
-class Lives:
+class RestartHistory:
     """History of a process: deaths that still count, and all restarts."""
 
     deaths: int = 0
@@ -184,7 +184,7 @@ class Restart:
     """Start it again after `delay_s`."""
 
     delay_s: float
-    lives: Lives
+    history: RestartHistory
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class GiveUp:
 Verdict = Done | Restart | GiveUp
 
 
-def after_exit(name: str, code: int, lived_s: float, lives: Lives, limits: SupervisorConfig) -> Verdict:
-    """The reaction to process `name`, which ended with `code` (negative: killed by that signal) after `lived_s`."""
+def after_exit(name: str, code: int, uptime_s: float, history: RestartHistory, limits: SupervisorConfig) -> Verdict:
+    """The reaction to process `name`, which ended with `code` (negative: killed by that signal) after `uptime_s`."""
     if code == 0:
         return Done()
     if code == EXIT_CONFIG:
@@ -206,18 +206,18 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, limits: Super
     if code == EXIT_CLOSED:
         return GiveUp("the store closed the run") if name in LEADERS else Done()
     if code == EXIT_WORN:
-        return Restart(limits.backoff_s, replace(lives, restarts=lives.restarts + 1))
-    lives = replace(lives, deaths=1 if lived_s >= FORGIVEN_AFTER_S else lives.deaths + 1)
-    if lives.deaths > limits.max_restarts:
+        return Restart(limits.backoff_s, replace(history, restarts=history.restarts + 1))
+    history = replace(history, deaths=1 if uptime_s >= FORGIVEN_AFTER_S else history.deaths + 1)
+    if history.deaths > limits.max_restarts:
         return GiveUp(
-            f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "
+            f"{name} died {history.deaths} times, the last time {exit_text(code)} (supervisor.max_restarts = "
             f"{limits.max_restarts})"
         )
-    delay_s = min(limits.backoff_s * 2 ** (lives.deaths - 1), limits.backoff_max_s)
-    return Restart(delay_s, replace(lives, restarts=lives.restarts + 1))
+    delay_s = min(limits.backoff_s * 2 ** (history.deaths - 1), limits.backoff_max_s)
+    return Restart(delay_s, replace(history, restarts=history.restarts + 1))
 
 
-def how(code: int) -> str:
+def exit_text(code: int) -> str:
     """The exit code as text for a person."""
     if code == EXIT_WORN:
         return f"with exit code {code}, because too many of its threads hang in environments"

@@ -321,11 +321,11 @@ def _check_files(config: Config) -> None:
     ):
         if path and not Path(path).expanduser().exists():
             raise ConfigError(
-                key, path, "no such file or folder on this machine", _beside(Path(path)) + _how(key, path)
+                key, path, "no such file or folder on this machine", _similar_paths(Path(path)) + _how_to_get(key, path)
             )
 
 
-def _how(key: str, path: str) -> str:
+def _how_to_get(key: str, path: str) -> str:
     """The way to get the missing folder of a released model; empty for another key."""
     if key not in ("model.path", "tokenizer.path", "task.reward_args.reward_model.path"):
         return ""
@@ -349,7 +349,8 @@ def _check_reward_model(task: TaskConfig) -> None:
             continue
         key, path = f"task.reward_args.{term.label}.path", term.settings.path
         if not Path(path).is_dir():
-            raise ConfigError(key, path, "no such folder on this machine", _beside(Path(path)) + _how(key, path))
+            remedy = _similar_paths(Path(path)) + _how_to_get(key, path)
+            raise ConfigError(key, path, "no such folder on this machine", remedy)
         try:
             folders.classifier(Path(path))
             template = HFTokenizer(path).has_template
@@ -405,7 +406,7 @@ def _callee(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
-def _beside(path: Path) -> str:
+def _similar_paths(path: Path) -> str:
     """The files next to the missing `path`, the nearest name first."""
     folder = path.expanduser().absolute().parent
     if not folder.is_dir():

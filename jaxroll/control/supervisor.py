@@ -100,7 +100,7 @@ class _Slot:
 
     spec: ProcessSpec
     child: policy.Process | None = None
-    lives: policy.Lives = field(default_factory=policy.Lives)
+    history: policy.RestartHistory = field(default_factory=policy.RestartHistory)
     since_s: float = 0.0  # when the present state began
     due_s: float | None = 0.0  # when to start it; None while it runs or is done
     done: bool = False
@@ -253,12 +253,12 @@ class Supervisor:
         now = self._clock.now_s()
         assert slot.child is not None
         pid, cause, slot.child = slot.child.pid, slot.child.cause, None
-        verdict = policy.after_exit(slot.spec.name, code, now - slot.since_s, slot.lives, self._config)
+        verdict = policy.after_exit(slot.spec.name, code, now - slot.since_s, slot.history, self._config)
         slot.since_s = now
         if slot.spec.optional:
             slot.done = True
             if code:
-                self._note(f"{slot.spec.name} ended {policy.how(code)}; see {self._log(slot.spec.name)}")
+                self._note(f"{slot.spec.name} ended {policy.exit_text(code)}; see {self._log(slot.spec.name)}")
             return None
         match verdict:
             case policy.Done():
@@ -267,8 +267,8 @@ class Supervisor:
                     return self._give_up(slot, EXIT_FAILURE, "the store ended before the learner")
             case policy.Restart() if slot.spec.gang and self._slots[self._leader].done:
                 slot.done = True  # it fell on its way out, after all that it was for
-            case policy.Restart(delay_s, lives):
-                slot.lives = lives
+            case policy.Restart(delay_s, history):
+                slot.history = history
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
                 error = last_error(self._log(slot.spec.name))
@@ -286,7 +286,7 @@ class Supervisor:
                 )
                 why = f" ({cause})" if cause else ""
                 self._observer.say(
-                    f"{slot.spec.name} died {policy.how(code)}{why}; it starts again in {delay_s:.1f} s."
+                    f"{slot.spec.name} died {policy.exit_text(code)}{why}; it starts again in {delay_s:.1f} s."
                 )
             case policy.GiveUp(reason) if code != policy.EXIT_CONFIG and self._other_store(slot):
                 slot.done = True
@@ -312,15 +312,15 @@ class Supervisor:
             slot.done, slot.due_s = True, None
             self._note(str(error))
             return None
-        match policy.after_exit(slot.spec.name, EXIT_FAILURE, 0.0, slot.lives, self._config):
-            case policy.Restart(delay_s, lives):
-                slot.lives, slot.due_s, slot.since_s = lives, now + delay_s, now
+        match policy.after_exit(slot.spec.name, EXIT_FAILURE, 0.0, slot.history, self._config):
+            case policy.Restart(delay_s, history):
+                slot.history, slot.due_s, slot.since_s = history, now + delay_s, now
                 self._observer.say(f"{error}; the next attempt follows in {delay_s:.1f} s.")
                 return None
             case _:
                 # The log may be what cannot be written: then the process's own words about its disk are lost.
                 advice = disk.remedy(error.__cause__ or error, self._paths.logs)
-                return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times", advice)
+                return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.history.deaths + 1} times", advice)
 
     def _gang(self, slot: _Slot) -> list[_Slot]:
         """End the other processes of the gang of `slot`; return the slots to start again, `slot` first."""

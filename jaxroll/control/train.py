@@ -175,11 +175,11 @@ def closing_words(code: int, path: Path, seconds: float) -> str:
 
 def own_command() -> str:
     """The command for `jaxroll` here: the bare name where the shell finds it, else the path of the running one."""
-    beside = Path(sys.executable).with_name("jaxroll")
-    if shutil.which("jaxroll") or not beside.exists():
+    installed = Path(sys.executable).with_name("jaxroll")
+    if shutil.which("jaxroll") or not installed.exists():
         return "jaxroll"
-    near = os.path.relpath(beside)
-    return str(beside) if near.startswith("..") else near
+    near = os.path.relpath(installed)
+    return str(installed) if near.startswith("..") else near
 
 
 # --- A deterministic run (`run.deterministic`): all roles on one thread and a virtual clock

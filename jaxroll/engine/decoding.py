@@ -123,14 +123,14 @@ def draw(
         logits = sampling.penalised(logits, text, positions, by.real(inputs.PENALTY))
     if allowed.shape[1]:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    how = by.real(inputs.TEMPERATURE), column[inputs.TOP_K], by.real(inputs.TOP_P), by.real(inputs.MIN_P)
+    settings = by.real(inputs.TEMPERATURE), column[inputs.TOP_K], by.real(inputs.TOP_P), by.real(inputs.MIN_P)
     if size:
-        tokens, logprobs, ids = sampling.sample_with_support(logits, keys, *how, size)
+        tokens, logprobs, ids = sampling.sample_with_support(logits, keys, *settings, size)
         fill = ((0, 0), (0, size - ids.shape[1]))  # a vocabulary may be smaller than `size`
         return tokens, logprobs, jnp.pad(ids, fill, constant_values=sampling.NO_TOKEN)
     untruncated = (column[inputs.FLAGS] & inputs.UNTRUNCATED) > 0
     some_truncate = False if by.some_truncate is None else by.some_truncate
-    tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, some_truncate)
+    tokens, logprobs = sampling.sample(logits, keys, *settings, untruncated, some_truncate)
     return tokens, logprobs, jnp.zeros((len(tokens), 0), jnp.int32)
 
 
@@ -383,7 +383,7 @@ def decode(
         state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))
     before = state.counts
 
-    def goes_on(carry) -> Bool[Array, ""]:
+    def continues(carry) -> Bool[Array, ""]:
         step, state, *_ = carry
         idle = slots - jnp.sum(state.status == inputs.RUNNING)
         return (step < jnp.minimum(steps_wanted, chunk)) & (idle < jnp.minimum(enough_idle, slots))
@@ -416,9 +416,11 @@ def decode(
 
     def some(carry):
         # Two loops instead of a condition, whose branches would copy the cache.
-        one_each = lambda carry: goes_on(carry) & ~carry[2].worth  # noqa: E731
+        one_each = lambda carry: continues(carry) & ~carry[2].worth  # noqa: E731
         carry = jax.lax.while_loop(one_each, partial(several, verifies=False), carry)
-        return jax.lax.while_loop(lambda carry: goes_on(carry) & carry[2].worth, partial(several, verifies=True), carry)
+        return jax.lax.while_loop(
+            lambda carry: continues(carry) & carry[2].worth, partial(several, verifies=True), carry
+        )
 
     rows = [
         jnp.zeros((sizes.dispatch_tokens, *x.shape), x.dtype) for x in (state.tokens, state.logprobs, state.support)
@@ -427,10 +429,10 @@ def decode(
     if sizes.draft:
         nothing = jnp.zeros_like(before)
         steps, after, _, *tallies, tokens, logprobs, support = jax.lax.while_loop(
-            goes_on, some, (start, state, _drafted(state, sizes.draft), nothing, nothing, *rows)
+            continues, some, (start, state, _drafted(state, sizes.draft), nothing, nothing, *rows)
         )
     else:
-        steps, after, tokens, logprobs, support = jax.lax.while_loop(goes_on, one, (start, state, *rows))
+        steps, after, tokens, logprobs, support = jax.lax.while_loop(continues, one, (start, state, *rows))
     ends = [state.tokens, inputs.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps), *tallies]
     supports = inputs.report_supports(state.support, support, slots)
     return after, jnp.concatenate([tokens, inputs.bits(logprobs), jnp.stack(ends), supports])

@@ -262,9 +262,9 @@ def _prefill(model: Model, bucket: int, params: Held, state: DecodeState, packed
         put = partial(fill, tables=cache.tables(window, batch.tables) + first, ring=cache.ring_of(window))
         return cache.with_layer(layer, window, put(keys, k), put(values, v))
 
-    how = {"layout": model.layout, "attention": model.attention.prefill.name}
+    options = {"layout": model.layout, "attention": model.attention.prefill.name}
     logits, cache, experts = transformer.prefill_into(
-        model.spec, params, state.cache, keep, batch.tokens, batch.lengths, **how
+        model.spec, params, state.cache, keep, batch.tokens, batch.lengths, **options
     )
     if cache.experts is not None and experts is not None:
         cache = replace(cache, experts=fill(cache.experts, experts, tables=cache.tables(0, batch.tables)))

@@ -182,9 +182,11 @@ def abstract(
     return KVCache(leaves, leaves, recorded, tuple(every) if spec.scan else (), ring, tuple(in_rings) if ring else ())
 
 
-def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, **how: Any) -> KVCache:
+def empty(
+    spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, **options: Any
+) -> KVCache:
     """A cache of zeros, created sharded; `how` is as for `abstract`."""
-    like = abstract(spec, shards, pages, page_tokens, mesh, rules, **how)
+    like = abstract(spec, shards, pages, page_tokens, mesh, rules, **options)
     lie = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()
 

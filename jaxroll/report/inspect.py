@@ -294,11 +294,11 @@ def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Fac
         if row.get("kind") == "event" and row.get("what") in ("join", "leave", "plan"):
             found.append({"name": row["role"], "what": row["text"], "ago_s": now - row["t"]})
         elif row.get("kind") == "restart":
-            how = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
+            text = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
             cause, error = row.get("cause") or "", row.get("error") or ""
-            how += f" ({cause})" if cause else ""
-            how += f"; its last error: {error}" if error and error not in cause else ""
-            found.append({"name": row["process"], "what": how, "ago_s": now - row["t"]})
+            text += f" ({cause})" if cause else ""
+            text += f"; its last error: {error}" if error and error not in cause else ""
+            found.append({"name": row["process"], "what": text, "ago_s": now - row["t"]})
     return found[: -JOINS - 1 : -1]
 
 

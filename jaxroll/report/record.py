@@ -228,8 +228,8 @@ def _replayed(db: sqlite3.Connection) -> state.State:
 
 def residual(replayed: state.State, by_state: dict[str, int]) -> int:
     """Groups issued less groups accounted for, and groups on which the tables and the log disagree; 0 is right."""
-    said = {name: count for name, count in state.counts(replayed).items() if count}
-    disagreeing = sum(abs(said.get(name, 0) - by_state.get(name, 0)) for name in said.keys() | by_state.keys())
+    counted = {name: count for name, count in state.counts(replayed).items() if count}
+    disagreeing = sum(abs(counted.get(name, 0) - by_state.get(name, 0)) for name in counted.keys() | by_state.keys())
     return abs(state.conservation_residual(replayed)) + disagreeing
 
 

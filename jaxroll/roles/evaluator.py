@@ -84,7 +84,7 @@ class EvaluatorLoops:
         due = failures = 0
         while True:
             reply = await self.session.store.announced(held, PUBLISHED_WAIT_S, relay=self.session.parts.follower.relay)
-            ref = reply.snapshot
+            ref = reply.ref
             if ref is None:
                 continue
             step = ref.version.step

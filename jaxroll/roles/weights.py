@@ -219,7 +219,7 @@ class WeightFollower:
             reply = await store.announced(
                 self.version, wait_s, in_turn=True, serves_on=self.serves_on, relay=self.relay
             )
-            ref = reply.snapshot
+            ref = reply.ref
             if ref is None:
                 continue
             if ref != failing:

@@ -125,7 +125,7 @@ class Branches:
             conversation.messages = []
             return call
 
-    def heard(self, call: Call, answer: Message) -> None:
+    def record_answer(self, call: Call, answer: Message) -> None:
         """Record the text of the answer of `call`, by which a later call recognises it."""
         for conversation in self._conversations:
             if conversation.number == call.conversation:
@@ -395,7 +395,7 @@ class Agents:
             bool(tools),
         )
         piece, layout = _piece(member, wanted, call), ChatLayout(_served(member, body.model), wanted, _id("chatcmpl"))
-        member.heard(call, requests.messages([layout.choice(0, piece)["message"]])[0])
+        member.record_answer(call, requests.messages([layout.choice(0, piece)["message"]])[0])
         if body.stream:
             return http_server.EventStream(request, layout.events(_once(piece)))
         return http_server.json_response(layout.whole([piece]))
@@ -412,7 +412,7 @@ class Agents:
         call = await http_server.while_connected(request, _answered(member.tokens(body.token_ids, params)))
         wanted = requests.Wanted((call.prompt,), 1, call.params, logprobs=True, token_ids=True, token_names=True)
         piece = _piece(member, wanted, call)
-        member.heard(call, Message("assistant", piece.text))
+        member.record_answer(call, Message("assistant", piece.text))
         layout = TokenLayout(_served(member, body.model), wanted, _id("generate"))
         return http_server.json_response(layout.whole([piece]))
 

@@ -376,7 +376,7 @@ class _Lines:
         self.order: list[tuple[int, str]] = []  # a heap of the turns at which the clients were served last
 
 
-class Turns:
+class WakeQueue:
     """Wakes answers that have new tokens: a few in each pass of the event loop, and the clients in turn.
 
     A stream that is woken late has more tokens then, and sends them in one event. So the work of a pass is bounded,

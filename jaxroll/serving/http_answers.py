@@ -20,7 +20,7 @@ from jaxroll.clock import unix_s
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Version, VersionRun
-from jaxroll.serving.engine_thread import PauseMode, Turns
+from jaxroll.serving.engine_thread import PauseMode, WakeQueue
 from jaxroll.serving.http_requests import Room, Wanted
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
@@ -190,8 +190,8 @@ class Answer:
 class Arriving:
     """The new tokens of one request's answers, joined until it is the turn of its client."""
 
-    def __init__(self, client: str, turns: Turns) -> None:
-        self._client, self._turns, self._asked, self._urgent = client, turns, False, True
+    def __init__(self, client: str, wake_queue: WakeQueue) -> None:
+        self._client, self._wake_queue, self._asked, self._urgent = client, wake_queue, False, True
         self._turn = asyncio.get_running_loop().create_future()
         self._new: dict[int, list[Completion]] = {}
         self._error: BaseException | None = None
@@ -205,7 +205,7 @@ class Arriving:
         ends = isinstance(new, BaseException) or bool(new.finish)
         if not self._asked or (ends and not self._urgent):
             self._asked, self._urgent = True, self._urgent or ends
-            self._turns.wake(self._client, self._wake, urgent=self._urgent)
+            self._wake_queue.wake(self._client, self._wake, urgent=self._urgent)
 
     async def take(self) -> list[tuple[int, list[Completion]]]:
         """The answers with new tokens: the pieces of each since the last call; the last one may be its end.

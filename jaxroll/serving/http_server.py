@@ -29,7 +29,7 @@ from jaxroll.protocols import Completion, GenerationKey
 from jaxroll.records import versions_after
 from jaxroll.rpc import http
 from jaxroll.serving import http_requests as requests
-from jaxroll.serving.engine_thread import Admission, PauseMode, Turns
+from jaxroll.serving.engine_thread import Admission, PauseMode, WakeQueue
 from jaxroll.serving.http_answers import (
     Answer,
     Arriving,
@@ -69,7 +69,7 @@ class FrontEnd:
     """
 
     def __init__(self, model: Served, token: str, more: Sequence[Route] = ()) -> None:
-        self.model, self.counts, self._turns = model, _Counts(), Turns()
+        self.model, self.counts, self._wake_queue = model, _Counts(), WakeQueue()
         slots = model.slots or model.max_open
         self._admission = Admission(slots + max(1, slots // 8))  # some wait in the engine, so that no slot is idle
         self._token, self._ids = token.encode(), 0
@@ -193,7 +193,7 @@ class FrontEnd:
             )
         counts.open += total
         counts.of_client[client] += total
-        arriving = Arriving(client, self._turns)
+        arriving = Arriving(client, self._wake_queue)
         made = [Answer(self.model.room.tokenizer, wanted) for _ in range(total)]
         tasks = [asyncio.create_task(self._one(choice, wanted, client, arriving)) for choice in range(total)]
         left = total

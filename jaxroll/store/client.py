@@ -235,7 +235,7 @@ class StoreClient:
         self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False, serves_on: str = ""
     ) -> VersionRef | None:
         """The newest published version if it differs from `known`; None after `wait_s` without one: see `announced`."""
-        return (await self.announced(known, wait_s, in_turn=in_turn, serves_on=serves_on)).snapshot
+        return (await self.announced(known, wait_s, in_turn=in_turn, serves_on=serves_on)).ref
 
     async def announced(
         self,
@@ -259,7 +259,7 @@ class StoreClient:
             left_s = min(max(0.0, deadline - now_s()), protocol.MAX_WAIT_S)
             call = msg.PublishedCall(known, left_s, in_turn, serves_on, relay)
             reply = await self._call("Published", call, msg.PublishedReply, left_s)
-            if reply.snapshot is not None or now_s() >= deadline:
+            if reply.ref is not None or now_s() >= deadline:
                 return reply
 
     async def ack(self, version: Version) -> None:

@@ -279,7 +279,7 @@ class PublishedCall(msgspec.Struct, frozen=True):
 class PublishedReply(msgspec.Struct, frozen=True):
     """Reference of the new weights; None if there were none within the wait. `relays` to ask first, in order."""
 
-    snapshot: VersionRef | None
+    ref: VersionRef | None
     relays: tuple[Relay, ...] = ()
 
 

@@ -270,7 +270,7 @@ class Tinker:
 
         async def work() -> dict[str, Any] | bytes:
             try:
-                await self._turn(model, number)
+                await self._wait_for_earlier(model, number)
                 if model.trained is None:
                     raise InfraError(f"model {model.id} could not be created")
                 return await job(model, model.trained)
@@ -281,7 +281,7 @@ class Tinker:
 
         return self.promise(model.session, f"{model.id}:{number}", work, model_id=model.id)
 
-    async def _turn(self, model: Model, number: int) -> None:
+    async def _wait_for_earlier(self, model: Model, number: int) -> None:
         """Return when the requests before `number` have ended. DataError if the next of them does not arrive."""
         if (created := self.promises.get(f"{model.id}:0")) is not None:
             await asyncio.wait([created.task])

@@ -99,7 +99,7 @@ def test_a_role_reaches_its_peers_over_its_links(tmp_path: Path, monkeypatch: py
     assert Transport(tmp_path / "run" / "sampler-0.addr", 1, None).address == tmp_path / "run" / "sampler-0.addr"
     for step, address in ((0, "learner:3"), (1, "proxy:2")):
         reply = asyncio.run(Client().announced(Version(0, step)))
-        assert reply.snapshot is not None and reply.snapshot.address == address
+        assert reply.ref is not None and reply.ref.address == address
     assert (tmp_path / "sampler-1.learner.target").read_text() == "learner:3"
 
 

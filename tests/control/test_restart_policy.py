@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.config import SupervisorConfig
-from jaxroll.control.child import FORGIVEN_AFTER_S, Done, GiveUp, Lives, Restart, after_exit
+from jaxroll.control.child import FORGIVEN_AFTER_S, Done, GiveUp, Restart, RestartHistory, after_exit
 from jaxroll.errors import (
     EXIT_CLOSED,
     EXIT_CONFIG,
@@ -24,34 +24,34 @@ CONFIG = SupervisorConfig(max_restarts=4, backoff_s=0.5, backoff_max_s=3.0)
 
 
 def test_backoff_doubles_to_its_bound_and_then_the_run_ends() -> None:
-    lives, delays = Lives(), []
-    while isinstance(verdict := after_exit("learner", -9, 1.0, lives, CONFIG), Restart):
+    history, delays = RestartHistory(), []
+    while isinstance(verdict := after_exit("learner", -9, 1.0, history, CONFIG), Restart):
         delays.append(verdict.delay_s)
-        lives = verdict.lives
+        history = verdict.history
     assert delays == [0.5, 1.0, 2.0, 3.0]
     assert isinstance(verdict, GiveUp) and "learner died 5 times" in verdict.reason and "signal 9" in verdict.reason
 
 
 @given(st.lists(st.tuples(st.integers(-15, 63).filter(bool), st.floats(0, 1000)), max_size=40))
 def test_restarts_are_bounded_until_a_process_runs_for_long(ends: list[tuple[int, float]]) -> None:
-    lives, short = Lives(), 0
-    for restarts, (code, lived_s) in enumerate(ends):
-        short = 1 if lived_s >= FORGIVEN_AFTER_S else short + 1
-        verdict = after_exit("x", code, lived_s, lives, CONFIG)
+    history, short = RestartHistory(), 0
+    for restarts, (code, uptime_s) in enumerate(ends):
+        short = 1 if uptime_s >= FORGIVEN_AFTER_S else short + 1
+        verdict = after_exit("x", code, uptime_s, history, CONFIG)
         if short > CONFIG.max_restarts:
             assert isinstance(verdict, GiveUp)
             return
-        assert isinstance(verdict, Restart) and verdict.lives.restarts == restarts + 1
+        assert isinstance(verdict, Restart) and verdict.history.restarts == restarts + 1
         assert 0 < verdict.delay_s <= CONFIG.backoff_max_s
-        lives = verdict.lives
+        history = verdict.history
 
 
 def test_a_process_that_requests_a_restart_gets_it_without_counting_as_dead() -> None:
-    lives = Lives(deaths=CONFIG.max_restarts)
+    history = RestartHistory(deaths=CONFIG.max_restarts)
     for again in range(1, 30):
-        verdict = after_exit("sampler-0", EXIT_WORN, 1.0, lives, CONFIG)
-        assert verdict == Restart(CONFIG.backoff_s, Lives(CONFIG.max_restarts, again))
-        lives = verdict.lives
+        verdict = after_exit("sampler-0", EXIT_WORN, 1.0, history, CONFIG)
+        assert verdict == Restart(CONFIG.backoff_s, RestartHistory(CONFIG.max_restarts, again))
+        history = verdict.history
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_process_that_requests_a_restart_gets_it_without_counting_as_dead() ->
      ("sampler-0", EXIT_CLOSED, Done), ("learner", 1, Restart)],
 )  # fmt: skip
 def test_exit_codes_determine_the_verdict(name: str, code: int, verdict: type) -> None:
-    assert isinstance(after_exit(name, code, 1.0, Lives(), CONFIG), verdict)
+    assert isinstance(after_exit(name, code, 1.0, RestartHistory(), CONFIG), verdict)
 
 
 def test_errors_have_the_exit_codes_the_policy_reads() -> None:

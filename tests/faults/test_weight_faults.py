@@ -100,9 +100,9 @@ def damaging(run: World, damages: dict):
 
     async def published(call: Call, forward: Forward) -> bytes:
         answer = await forward(call.body)
-        snapshot = wire.decode(wire.decode(answer, Envelope).body, PublishedReply).snapshot
-        if snapshot is not None and (damage := damages.pop(snapshot.version, None)):
-            damage(run.run_dir / "transfer", snapshot.version)
+        ref = wire.decode(wire.decode(answer, Envelope).body, PublishedReply).ref
+        if ref is not None and (damage := damages.pop(ref.version, None)):
+            damage(run.run_dir / "transfer", ref.version)
         return answer
 
     return published

@@ -131,10 +131,18 @@ def test_a_disk_beside_the_run_that_becomes_read_only(
     with disks.failing_disk(folder, tmp_path / "disk.img", 256) as disk:
         with Train(tmp_path / "run", *WORDS, *words, "--config.supervisor.max_restarts=1") as first:
             first.until_step(5)
+            if what == "cache":  # otherwise nothing is left to be written
+                for path in [path for path in folder.rglob("*") if path.is_file()]:
+                    path.unlink(missing_ok=True)
             disk.fail(first.process.pid)
+            if what == "cache":
+                first.role("learner").kill()
             code = first.finish()
             output = first.output.read_text()
         rows = first.rows
+        if what == "cache":
+            assert code == 0 and any(row["kind"] == "restart" for row in rows), "the learner compiles again"
+            assert not [path for path in folder.rglob("*") if path.is_file()], "the disk was read-only"
         if code:
             assert str(folder) in output and "Read-only file system" in output, first.logs()
             disk.repair()

@@ -12,7 +12,7 @@ from jaxroll.store.log import replay
 from tests.harness.run_folder import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
-def snapshot(lineage, step):
+def version_ref(lineage, step):
     return VersionRef(Version(lineage, step), "tcp", "h:1", "m")
 
 
@@ -23,15 +23,15 @@ def log() -> LogMaker:
     Another group died of a DATA failure; 3 tokens of the second step were masked.
     """
     log = LogMaker()
-    log.add(ev.Began(Version(0, 0), "L"), ev.Published(snapshot(0, 0)), t=100.0)
+    log.add(ev.Began(Version(0, 0), "L"), ev.Published(version_ref(0, 0)), t=100.0)
     for group in range(GROUPS):
         log.issue(group)
     log.issue(4, tokens=5)
-    log.add(ev.Claimed(0, 0, (1, 0), 7), ev.Acked(Version(0, 0)), ev.Published(snapshot(0, 1)), t=101.0)
+    log.add(ev.Claimed(0, 0, (1, 0), 7), ev.Acked(Version(0, 0)), ev.Published(version_ref(0, 1)), t=101.0)
     log.add(ev.MadeDurable(Version(0, 1)))
     log.add(ev.Expired(4, "stale"))
     log.add(
-        ev.Claimed(1, 0, (2, 3), 8, masked_tokens=3), ev.Acked(Version(0, 1)), ev.Published(snapshot(0, 2)), t=102.0
+        ev.Claimed(1, 0, (2, 3), 8, masked_tokens=3), ev.Acked(Version(0, 1)), ev.Published(version_ref(0, 2)), t=102.0
     )
     log.issue(5)
     log.add(ev.Issued(6, log.state.open[5].task, MEMBERS, cursor=b"c"))
@@ -56,7 +56,7 @@ def test_figures_of_a_log_worked_out_by_hand(tmp_path, log):
 
 def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_last_put(tmp_path):
     log = LogMaker()
-    log.add(ev.Began(Version(0, 0), "L"), ev.Published(snapshot(0, 0)), t=100.0)
+    log.add(ev.Began(Version(0, 0), "L"), ev.Published(version_ref(0, 0)), t=100.0)
     for group, (first, second) in enumerate(((3.0, 4.0), (9.0, 6.0))):
         log.add(ev.Issued(group, task(group), 2, cursor=b"c"))
         for member, took_s in enumerate((first, second)):

@@ -20,7 +20,7 @@ NEVER = object()  # a claim without an answer
 V1 = Version(0, 1)
 
 
-def snapshot(version: Version) -> VersionRef:
+def version_ref(version: Version) -> VersionRef:
     return VersionRef(version, "tcp", "here", "d")
 
 
@@ -95,7 +95,7 @@ def test_a_step_is_published_then_acknowledged_then_reported_and_after_the_one_b
         store = Store()
         publisher = background(store)
         store.may_publish.clear()
-        await publisher.publish(Version(0, 0), row(1), ended(snapshot(V1)))
+        await publisher.publish(Version(0, 0), row(1), ended(version_ref(V1)))
         await asyncio.sleep(1.0)
         publisher.check()
         assert store.calls == [], "the learner goes on meanwhile"

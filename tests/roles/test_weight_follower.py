@@ -47,13 +47,13 @@ def followed(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     return script
 
 
-def snapshot(step: int, address: str = "here") -> VersionRef:
+def version_ref(step: int, address: str = "here") -> VersionRef:
     return VersionRef(Version(0, step), "tcp", address, "digest")
 
 
 def test_a_learner_that_is_down_costs_one_line_and_ever_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = TransferError("no parameters from here")
-    script = followed(Script(*[(snapshot(1), gone)] * 7, (snapshot(1), None)), monkeypatch)
+    script = followed(Script(*[(version_ref(1), gone)] * 7, (version_ref(1), None)), monkeypatch)
     assert script.pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
     assert script.lines == ["weights 0.1: TransferError: no parameters from here", "weights 0.1: fetched at attempt 8"]
 
@@ -61,11 +61,11 @@ def test_a_learner_that_is_down_costs_one_line_and_ever_longer_pauses(monkeypatc
 def test_another_kind_of_failure_and_another_version_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     gone, damaged = TransferError("gone"), DigestMismatch("damaged")
     steps = [
-        (snapshot(1), gone),
-        (snapshot(1), damaged),
-        (snapshot(1), damaged),
-        (snapshot(1, "there"), damaged),
-        (snapshot(2), None),
+        (version_ref(1), gone),
+        (version_ref(1), damaged),
+        (version_ref(1), damaged),
+        (version_ref(1, "there"), damaged),
+        (version_ref(2), None),
     ]
     script = followed(Script(*steps), monkeypatch)
     assert script.pauses == [0.2, 0.4, 0.8, 0.2], "a new address is tried as patiently as the first"
@@ -78,7 +78,7 @@ def test_another_kind_of_failure_and_another_version_are_reported(monkeypatch: p
 
 def test_a_process_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     starved = TransferError("no parameters from here: [Errno 24] Too many open files")
-    script = Script(*[(snapshot(1 + number // 3), starved) for number in range(20)])
+    script = Script(*[(version_ref(1 + number // 3), starved) for number in range(20)])
     nothing: Any = None
     follower = weights.WeightFollower(nothing, nothing, script.lines.append)
     monkeypatch.setattr(follower, "load", script.load)
@@ -90,12 +90,17 @@ def test_a_process_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPatch
 
 def test_a_shortage_of_descriptors_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     starved = TransferError("no parameters from here: [Errno 24] Too many open files")
-    steps = [*[(snapshot(1), starved)] * 5, (snapshot(1), None), *[(snapshot(2), starved)] * 5, (snapshot(2), None)]
+    steps = [
+        *[(version_ref(1), starved)] * 5,
+        (version_ref(1), None),
+        *[(version_ref(2), starved)] * 5,
+        (version_ref(2), None),
+    ]
     assert followed(Script(*steps), monkeypatch).steps == []
 
 
 def test_weights_that_come_at_once_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert followed(Script((snapshot(1), None), (snapshot(2), None)), monkeypatch).lines == []
+    assert followed(Script((version_ref(1), None), (version_ref(2), None)), monkeypatch).lines == []
 
 
 async def fetched(ref: VersionRef) -> Any:
@@ -128,7 +133,7 @@ def test_with_rolling_updates_a_load_ends_when_the_engine_computes_with_the_weig
     progress: Any = SimpleNamespace(span=lambda what, *_, **__: spans.append((what, engine.calls)))
     arriving: Any = SimpleNamespace(fetch=fetched)
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s)
-    asyncio.run(follower.load(snapshot(1)))
+    asyncio.run(follower.load(version_ref(1)))
     assert spans == [("fetch", calls), ("weight_swap", calls)]
     assert follower.version == Version(0, 1)
 
@@ -138,5 +143,5 @@ def test_the_wait_for_a_weight_swap_is_bounded() -> None:
     progress: Any = SimpleNamespace(span=lambda *_, **__: None)
     arriving: Any = SimpleNamespace(fetch=fetched)
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s=0.05)
-    asyncio.run(asyncio.wait_for(follower.load(snapshot(1)), 20.0))
+    asyncio.run(asyncio.wait_for(follower.load(version_ref(1)), 20.0))
     assert engine.calls >= 1

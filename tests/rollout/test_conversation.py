@@ -173,7 +173,7 @@ def test_branches_of_an_agent_are_recorded_as_the_engine_sampled_them(host: Engi
 
         async def ask(*messages: Message) -> tuple[Message, ...]:
             call = await calls.chat(messages, [], calls.sampling)
-            calls.heard(call, Message("assistant", text.decode(call.completion.tokens.tolist()[:-1])))
+            calls.record_answer(call, Message("assistant", text.decode(call.completion.tokens.tolist()[:-1])))
             return (*messages, Message("assistant", calls.answer))
 
         async with asyncio.timeout(DEADLINE_S):

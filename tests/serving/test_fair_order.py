@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import VersionRun
-from jaxroll.serving.engine_thread import Admission, FairQueue, Turns
+from jaxroll.serving.engine_thread import Admission, FairQueue, WakeQueue
 from jaxroll.serving.http_answers import Answer, Arriving
 from jaxroll.serving.http_requests import Wanted
 from tests.harness.http_engine import TOKEN, V1, V2, Engine, served
@@ -143,12 +143,12 @@ def test_a_cancelled_request_takes_no_place_and_gives_its_own_back() -> None:
 
 def test_streams_are_woken_a_few_at_a_time_and_the_clients_in_turn() -> None:
     async def check() -> None:
-        turns, woken = Turns(), list[str]()
+        turns, woken = WakeQueue(), list[str]()
         for _ in range(255):
             turns.wake("flood", lambda: woken.append("flood"))
         turns.wake("polite", lambda: woken.append("polite"))
         await asyncio.sleep(0)
-        assert len(woken) == Turns.AT_ONCE and woken.index("polite") == 1
+        assert len(woken) == WakeQueue.AT_ONCE and woken.index("polite") == 1
         while len(woken) < 256:
             await asyncio.sleep(0)
 
@@ -157,8 +157,8 @@ def test_streams_are_woken_a_few_at_a_time_and_the_clients_in_turn() -> None:
 
 def test_the_client_that_was_served_longest_ago_is_next(monkeypatch) -> None:
     async def check() -> None:
-        monkeypatch.setattr(Turns, "CLIENTS", 2)
-        turns, woken = Turns(), list[str]()
+        monkeypatch.setattr(WakeQueue, "CLIENTS", 2)
+        turns, woken = WakeQueue(), list[str]()
 
         async def after(*clients: str) -> list[str]:
             woken.clear()
@@ -177,7 +177,7 @@ def test_the_client_that_was_served_longest_ago_is_next(monkeypatch) -> None:
 
 def test_the_name_of_a_client_is_not_kept_after_its_turn() -> None:
     async def check() -> None:
-        turns, woken, name = Turns(), list[str](), "user " + "x" * 1000
+        turns, woken, name = WakeQueue(), list[str](), "user " + "x" * 1000
         before = sys.getrefcount(name)
         turns.wake(name, partial(woken.append, "served"))
         await asyncio.sleep(0)
@@ -189,24 +189,24 @@ def test_the_name_of_a_client_is_not_kept_after_its_turn() -> None:
 @pytest.mark.parametrize("urgent", [False, True])
 def test_answers_of_one_client_are_all_woken_in_their_order(urgent: bool) -> None:
     async def check() -> None:
-        turns, woken = Turns(), list[int]()
-        for number in range(3 * Turns.AT_ONCE):
+        turns, woken = WakeQueue(), list[int]()
+        for number in range(3 * WakeQueue.AT_ONCE):
             turns.wake("a", partial(woken.append, number), urgent=urgent)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert woken == list(range(3 * Turns.AT_ONCE))
+        assert woken == list(range(3 * WakeQueue.AT_ONCE))
 
     run(check())
 
 
 def test_answers_that_begin_or_end_get_half_of_the_turns_while_others_wait() -> None:
     async def check() -> None:
-        turns, woken = Turns(), list[str]()
+        turns, woken = WakeQueue(), list[str]()
         for name in ("urgent", "other"):
             for _ in range(40):
                 turns.wake(name, lambda name=name: woken.append(name), urgent=name == "urgent")
         await asyncio.sleep(0)
-        assert Counter(woken) == {"urgent": Turns.AT_ONCE // 2, "other": Turns.AT_ONCE // 2}
+        assert Counter(woken) == {"urgent": WakeQueue.AT_ONCE // 2, "other": WakeQueue.AT_ONCE // 2}
         while len(woken) < 80:
             await asyncio.sleep(0)
 
@@ -215,7 +215,7 @@ def test_answers_that_begin_or_end_get_half_of_the_turns_while_others_wait() -> 
 
 def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answers() -> None:
     async def check() -> None:
-        turns, others = Turns(), list[int]()
+        turns, others = WakeQueue(), list[int]()
         for number in range(1000):
             turns.wake(f"other {number}", lambda number=number: others.append(number))
         arriving = Arriving("a", turns)
@@ -226,16 +226,16 @@ def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answ
         waiting = asyncio.ensure_future(arriving.take())
         while len(others) < 500:
             await asyncio.sleep(0)
-        assert first <= Turns.AT_ONCE and not waiting.done()
+        assert first <= WakeQueue.AT_ONCE and not waiting.done()
         arriving.add(0, END)
-        assert await waiting == [(0, [PIECES[1], END])] and len(others) <= 500 + 4 * Turns.AT_ONCE
+        assert await waiting == [(0, [PIECES[1], END])] and len(others) <= 500 + 4 * WakeQueue.AT_ONCE
 
     run(check())
 
 
 def test_tokens_that_arrive_before_their_turn_are_sent_together() -> None:
     async def check() -> None:
-        turns = Turns()
+        turns = WakeQueue()
         arriving = Arriving("a", turns)
         for piece in PIECES:
             arriving.add(0, piece)

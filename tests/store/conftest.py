@@ -21,8 +21,8 @@ from tests.harness.store.builders import (
     opened,
     produce,
     serving,
-    snapshot,
     task,
+    version_ref,
 )
 
 
@@ -34,7 +34,7 @@ def small() -> SimpleNamespace:
         finished=finished,
         failed=failed,
         keys=keys,
-        snapshot=snapshot,
+        version_ref=version_ref,
         Feed=Feed,
         configured=configured,
         serving=serving,

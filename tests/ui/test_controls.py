@@ -14,7 +14,7 @@ from jaxroll.errors import ConfigError, InfraError, NoCredit
 from jaxroll.records import Version
 from jaxroll.rpc import protocol
 from jaxroll.ui import runs
-from tests.harness.store.builders import DEADLINE_S, configured, connected, serving, snapshot
+from tests.harness.store.builders import DEADLINE_S, configured, connected, serving, version_ref
 
 HOLD = """
 import fcntl, sys, time
@@ -35,7 +35,7 @@ def test_pause_and_resume_reach_the_store_with_the_token_of_the_run(tmp_path: Pa
             connected(tmp_path, config, "learner") as learner,
             connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(snapshot(await learner.begin(None)))
+            await learner.publish(version_ref(await learner.begin(None)))
             assert "no leases" in await runs.control(tmp_path, "pause")
             with pytest.raises(NoCredit, match="paused"):
                 await sampler.lease(Version(0, 0), 4, 0.0)

@@ -140,14 +140,14 @@ def link_weights(module):
 
     async def linked(self, *words, **options):
         reply, file = await announced(self, *words, **options), link("learner")
-        if file is None or reply.snapshot is None or reply.snapshot.channel != "tcp":
+        if file is None or reply.ref is None or reply.ref.channel != "tcp":
             return reply
         target = file.removesuffix(".addr") + ".target"
         with open(f"{target}.new", "w", encoding="ascii") as draft:
-            draft.write(reply.snapshot.address)
+            draft.write(reply.ref.address)
         os.replace(f"{target}.new", target)
         with open(file, encoding="ascii") as address:
-            return replace(reply, snapshot=replace(reply.snapshot, address=address.read().strip()))
+            return replace(reply, ref=replace(reply.ref, address=address.read().strip()))
 
     module.StoreClient.announced = linked
 

@@ -148,7 +148,7 @@ class Publish:
     """Publication of new weights, which samplers can now fetch."""
 
     session: str
-    snapshot: VersionRef
+    ref: VersionRef
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ class MadeDurable(msgspec.Struct, frozen=True, array_like=True, tag="durable"):
 class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
     """Samplers can fetch these weights."""
 
-    snapshot: VersionRef
+    ref: VersionRef
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):

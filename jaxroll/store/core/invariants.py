@@ -231,7 +231,7 @@ def _durable(seen: Seen, state: State, e: ev.MadeDurable) -> str:
 
 
 def _published(seen: Seen, state: State, e: ev.Published) -> str:
-    version = e.snapshot.version
+    version = e.ref.version
     if version.lineage != state.lineage:
         return f"{version} is published, the run is in lineage {state.lineage}"
     if version.step > state.next_claim:

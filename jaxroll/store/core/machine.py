@@ -326,9 +326,9 @@ def _forget_batches(state: State) -> None:
 
 
 def _published(state: State, e: ev.Published, now_s: float) -> None:
-    state.published = e.snapshot
-    line = state.lineages[e.snapshot.version.lineage]
-    line.newest = max(e.snapshot.version.step, -1 if line.newest is None else line.newest)
+    state.published = e.ref
+    line = state.lineages[e.ref.version.lineage]
+    line.newest = max(e.ref.version.step, -1 if line.newest is None else line.newest)
     state.moved_at_s = now_s
     _forget_batches(state)
 

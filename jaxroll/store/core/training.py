@@ -319,7 +319,7 @@ def _expired_by_rewind(settings: Settings, state: State, fork_step: int) -> list
 
 def publish(settings: Settings, state: State, r: ev.Publish, now_s: float) -> Decision:
     """Record new weights. Steps only grow within a lineage; the same version again replaces its address."""
-    version = r.snapshot.version
+    version = r.ref.version
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, version.lineage)
     if refusal is not None:
         return refuse(refusal)
@@ -327,9 +327,9 @@ def publish(settings: Settings, state: State, r: ev.Publish, now_s: float) -> De
         return refuse(StaleClient(f"version {version} needs {version.step} claims; {state.next_claim} were made"))
     if version.step < base_step(state):
         return refuse(StaleClient(f"version {version} is older than {version.lineage}.{base_step(state)}"))
-    if state.published == r.snapshot:
+    if state.published == r.ref:
         return Decision()
-    return Decision([ev.Published(r.snapshot)])
+    return Decision([ev.Published(r.ref)])
 
 
 def ack(settings: Settings, state: State, r: ev.Ack, now_s: float) -> Decision:

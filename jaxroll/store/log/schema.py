@@ -363,7 +363,7 @@ def _made_durable(e: ev.MadeDurable, state: State, unix_s: float) -> list[Statem
 
 
 def _published(e: ev.Published, state: State, unix_s: float) -> list[Statement]:
-    s = e.snapshot
+    s = e.ref
     values = (s.version.lineage, s.version.step, s.channel, s.address, s.manifest_digest, unix_s)
     return [("INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?, ?)", values)]
 

@@ -368,9 +368,9 @@ class StoreService:
         return msg.VersionCall(await self._recorded(caller, "Begin", asked + begun, reply))
 
     async def _publish(self, caller: Caller, body: bytes) -> msg.Done:
-        snapshot = wire.decode(body, VersionRef)
-        reply = self._keeper.decide(ev.Publish(caller.session, snapshot))
-        await self._recorded(caller, "Publish", f"{snapshot.version} {snapshot.manifest_digest}", reply)
+        ref = wire.decode(body, VersionRef)
+        reply = self._keeper.decide(ev.Publish(caller.session, ref))
+        await self._recorded(caller, "Publish", f"{ref.version} {ref.manifest_digest}", reply)
         return msg.Done()
 
     async def _ack(self, caller: Caller, body: bytes) -> msg.Done:
@@ -409,23 +409,23 @@ class StoreService:
                     break
                 until_s = min(deadline_s, self._turns.next_end_s(now_s))
                 await self._keeper.wakeups.wait(PUBLISHED, until_s - now_s)
-            snapshot = self._keeper.state.published if may_fetch else None
-            relays = self._relays_for(caller.name, snapshot) if snapshot is not None and call.relay is not None else ()
+            ref = self._keeper.state.published if may_fetch else None
+            relays = self._relays_for(caller.name, ref) if ref is not None and call.relay is not None else ()
         finally:
             if call.relay is not None:
                 self._following[caller.name] -= 1
             if in_turn and self._turns.leave(caller.name):
                 self._keeper.wakeups.notify(PUBLISHED)
         await self._keeper.log.committed()
-        return msg.PublishedReply(snapshot, relays)
+        return msg.PublishedReply(ref, relays)
 
-    def _relays_for(self, name: str, snapshot: VersionRef) -> tuple[Relay, ...]:
+    def _relays_for(self, name: str, ref: VersionRef) -> tuple[Relay, ...]:
         """The relays from which `name` may fetch the newest weights; the learner comes after them."""
         one_by_one = not self._turns.unlimited or self._keeper.settings.limiter.intervals
         following = {who for who, calls in self._following.items() if calls}
-        holding = [who for who, version in self.holders.items() if version == snapshot.version]
+        holding = [who for who, version in self.holders.items() if version == ref.version]
         found = self._relays.sources(
-            name, snapshot.version, present={*self._workers.sessions, *following},
+            name, ref.version, present={*self._workers.sessions, *following},
             waiting=() if one_by_one else following, holding=holding,
         )  # fmt: skip
         return tuple(Relay(*one) for one in found)
@@ -437,12 +437,12 @@ class StoreService:
         `schedule.mode=interval` the others change their weights between two intervals, but for one whose weights have
         become too old for the groups of its interval, as after a restart of the learner.
         """
-        snapshot = self._keeper.state.published
-        if snapshot is None or snapshot.version == known:
+        ref = self._keeper.state.published
+        if ref is None or ref.version == known:
             return False
-        if known is None or known.lineage < snapshot.version.lineage or not name:
+        if known is None or known.lineage < ref.version.lineage or not name:
             return True
-        limiter, lag = self._keeper.settings.limiter, snapshot.version.step - known.step
+        limiter, lag = self._keeper.settings.limiter, ref.version.step - known.step
         within_interval = limiter.intervals and bool(self._keeper.state.index.lacking) and limiter.window(lag) > 0
         return not within_interval and self._turns.take(name, now_s)
 

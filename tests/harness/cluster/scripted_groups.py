@@ -113,9 +113,9 @@ class ScriptedSampler:
             await client.aclose()
 
     async def _version(self, client: StoreClient) -> Version:
-        while (snapshot := await client.published(None, 5.0)) is None:
+        while (ref := await client.published(None, 5.0)) is None:
             continue
-        return snapshot.version
+        return ref.version
 
     async def _put(self, client: StoreClient, grant: Grant, version: Version) -> None:
         for member, attempt in grant.members:

@@ -68,9 +68,9 @@ class Sampler:
 
     async def _follow(self) -> None:
         while True:
-            snapshot = await self.store.published(self.version, FOLLOW_WAIT_S)
-            if snapshot is not None:
-                self.version = snapshot.version
+            ref = await self.store.published(self.version, FOLLOW_WAIT_S)
+            if ref is not None:
+                self.version = ref.version
                 self.journal.log("flip", version=pair(self.version))
                 self.has_version.set()
                 if not self.orders.follows:

@@ -67,10 +67,10 @@ class Courier:
         answer = await forward(call.body)
         envelope = wire.decode(answer, Envelope)
         reply = wire.decode(envelope.body, PublishedReply) if envelope.refusal is None else None
-        if reply is None or reply.snapshot is None:
+        if reply is None or reply.ref is None:
             return answer
-        self._upstream = (reply.snapshot.address, reply.snapshot.version)
-        through = PublishedReply(msgspec.structs.replace(reply.snapshot, address=self.address))
+        self._upstream = (reply.ref.address, reply.ref.version)
+        through = PublishedReply(msgspec.structs.replace(reply.ref, address=self.address))
         return wire.encode(msgspec.structs.replace(envelope, body=wire.encode(through)))
 
     def _accept(self) -> None:

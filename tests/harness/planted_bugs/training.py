@@ -142,9 +142,9 @@ def ack_ahead_of_training(patch: Patch) -> None:
 def older_version_published(patch: Patch) -> None:
     def publish(original: Any, settings: Any, now: state.State, r: ev.Publish, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
-        older = now.published is not None and 0 <= r.snapshot.version.step < now.published.version.step
-        mine = now.learner == r.session and now.lineage == r.snapshot.version.lineage
-        return leases.Decision([ev.Published(r.snapshot)]) if older and mine else decision
+        older = now.published is not None and 0 <= r.ref.version.step < now.published.version.step
+        mine = now.learner == r.session and now.lineage == r.ref.version.lineage
+        return leases.Decision([ev.Published(r.ref)]) if older and mine else decision
 
     wrap(patch, machine._DECIDERS, ev.Publish, publish)
 

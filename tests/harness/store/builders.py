@@ -54,7 +54,7 @@ def keys(grants: list[Grant]) -> list[tuple[int, int, int]]:
     return [(g.group, m, a) for g in grants for m, a in g.members]
 
 
-def snapshot(version: Version, address: str = "here") -> VersionRef:
+def version_ref(version: Version, address: str = "here") -> VersionRef:
     return VersionRef(version, "tcp", address, "digest")
 
 
@@ -138,7 +138,7 @@ async def opened(run_dir: Path, config: Config) -> AsyncIterator[tuple[StoreClie
         connected(run_dir, config, "learner") as learner,
         connected(run_dir, config, "sampler") as sampler,
     ):
-        await learner.publish(snapshot(await learner.begin(None)))
+        await learner.publish(version_ref(await learner.begin(None)))
         yield learner, sampler
 
 

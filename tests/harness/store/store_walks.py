@@ -25,7 +25,7 @@ from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
 from jaxroll.store.server.keeper import Keeper, UpdateSlots, Workers
 from jaxroll.store.server.service import PAGE_BYTES, PromptBuffer, StoreService
-from tests.harness.store.builders import configured, finished, snapshot
+from tests.harness.store.builders import configured, finished, version_ref
 from tests.harness.walks import Recorder
 
 V0 = Version(0, 0)
@@ -99,7 +99,7 @@ def store_walks(run_dir: Path) -> dict[str, dict[str, list[str]]]:
             for role in ("learner", "sampler"):
                 await call(role, "Hello", msg.Hello(wire.PROTOCOL_VERSION, digest(config)), msg.Welcome)
             await call("learner", "Begin", msg.BeginCall(None), msg.VersionCall)
-            await call("learner", "Publish", snapshot(V0), msg.Done)
+            await call("learner", "Publish", version_ref(V0), msg.Done)
             walks: dict[str, dict[str, list[str]]] = {}
             for number in range(6):  # the first ones fill caches
                 request = wire.encode(msg.LeaseCall(V0, 1, 5.0, f"request-{number}"))

@@ -237,8 +237,8 @@ class Learner:
         """Weights after `step` claims."""
         assert self.version is not None
         self.to_publish = False
-        snapshot = VersionRef(Version(self.version.lineage, step), "tcp", world.name("at"), "digest")
-        self.say(world, ev.Publish(self.session, snapshot), ignore)
+        ref = VersionRef(Version(self.version.lineage, step), "tcp", world.name("at"), "digest")
+        self.say(world, ev.Publish(self.session, ref), ignore)
 
     def claimed(self, world: World) -> Heard:
         """Train on what comes."""

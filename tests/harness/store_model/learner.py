@@ -157,13 +157,13 @@ class LearnerSide(Books):
             broken("expired groups are re-issued", f"{again} without an expired group")
 
     def on_Publish(self, r: ev.Publish, reply: Any, now: float) -> None:
-        version = r.snapshot.version
+        version = r.ref.version
         no = self.stale_learner(r.session, version.lineage)
         if not self.base() <= version.step <= self.next_claim:
             no.add("StaleClient")
         self.one_of(reply, no or {None}, "versions grow within a lineage")
         if not no:
-            self.published = (version.lineage, version.step, r.snapshot.address)
+            self.published = (version.lineage, version.step, r.ref.address)
             self.newest[-1] = version.step
 
     def on_Ack(self, r: ev.Ack, reply: Any, now: float) -> None:

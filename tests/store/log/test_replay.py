@@ -133,7 +133,7 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     "durable before trained": (altered("durable", 0, set_fields(version=Version(0, 3))), "durable", "are acknowledged"),
     "old tokens": (
         both(run_sql("DELETE FROM snapshots"), altered("put", -5, set_fields(runs=_OLD))), "claimed", "older than 1"),
-    "weights from the future": (altered("published", 1, set_fields(snapshot=_FUTURE)), "published", "after 1 claims"),
+    "weights from the future": (altered("published", 1, set_fields(ref=_FUTURE)), "published", "after 1 claims"),
     "a put at unpublished weights": (
         altered("put", 0, set_fields(runs=(VersionRun(Version(0, 7), 4),))), "put", "never published"),
     "a put by an attempt that was not granted": (altered("put", 3, set_fields(attempt=9)), "put", "1 was granted"),

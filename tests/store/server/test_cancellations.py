@@ -26,7 +26,7 @@ def test_samplers_that_work_on_unneeded_members_learn_of_it(tmp_path: Path, smal
             small.connected(tmp_path, config, "sampler", "b") as b,
         ):
             await learner.begin(None)
-            await learner.publish(small.snapshot(V0))
+            await learner.publish(small.version_ref(V0))
             mine = small.keys(await a.lease(V0, 2, WAIT_S))
             (other,) = small.keys(await b.lease(V0, 2, WAIT_S))
             waiting = asyncio.ensure_future(b.ended(WAIT_S))
@@ -51,10 +51,10 @@ def test_holders_learn_of_a_rewind_and_a_filtered_group(tmp_path: Path, small: S
             small.connected(tmp_path, config, "sampler", "a") as a,
         ):
             await learner.begin(None)
-            await learner.publish(small.snapshot(V0))
+            await learner.publish(small.version_ref(V0))
             await small.produce(a, V0, 2)
             await learner.claim(0, 0, WAIT_S)
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             held = small.keys(await a.lease(Version(0, 1), 2, WAIT_S))
             waiting = asyncio.ensure_future(a.ended(WAIT_S))

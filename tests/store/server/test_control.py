@@ -85,13 +85,13 @@ def test_a_checkpoint_is_wanted_at_one_claim_until_it_is_durable(tmp_path: Path,
             await person.control("checkpoint")
             assert (await learner.claim(0, 0, 5.0)).checkpoint_wanted  # also when it is asked for again
             assert (await learner.claim(0, 0, 5.0)).checkpoint_wanted
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             assert not (await learner.claim(0, 1, 5.0)).checkpoint_wanted
             await learner.durable(Version(0, 1))
             assert not (await learner.claim(0, 1, 5.0)).checkpoint_wanted
             first = await learner.begin(Version(0, 0), "again")
-            await learner.publish(small.snapshot(first))
+            await learner.publish(small.version_ref(first))
             for key in small.keys(await sampler.lease(first, 64, 5.0)):
                 await sampler.put(small.finished(*key, (first, 3)))
             assert not (await learner.claim(1, 0, 5.0)).checkpoint_wanted, "the same step of a fork needs none"

@@ -29,7 +29,7 @@ async def trained(small, learner, sampler, version: Version) -> list[int]:
     await small.produce(sampler, version, 4)
     claim = await learner.claim(version.lineage, version.step, 5.0)
     after = Version(version.lineage, version.step + 1)
-    await learner.publish(small.snapshot(after))
+    await learner.publish(small.version_ref(after))
     await learner.ack(version)
     await learner.durable(after)
     return sorted(group.task.index for group in claim.groups)
@@ -44,14 +44,14 @@ def test_a_run_goes_on_from_below_the_trim_mark_in_a_new_lineage(tmp_path: Path,
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             for step in range(3):
                 assert await trained(small, learner, sampler, Version(0, step)) == [2 * step, 2 * step + 1]
             with pytest.raises(StaleClient, match="--fork"):
                 await learner.begin(Version(0, 1))
             assert await learner.begin(Version(0, 1), "again") == Version(1, 1)
             assert await learner.begin(Version(0, 1), "again") == Version(1, 1), "an answer was lost; not another one"
-            await learner.publish(small.snapshot(Version(1, 1)))
+            await learner.publish(small.version_ref(Version(1, 1)))
             for step in (1, 2):
                 assert await trained(small, learner, sampler, Version(1, step)) == [2 * step, 2 * step + 1]
 
@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_below_the_trim_mark_in_a_new_lineage(tmp_path: Path,
         ):
             lines = list(learner.welcome.lineages)
             assert [on_line(lines, Version(*v)) for v in ((0, 1), (0, 2), (1, 3))] == [True, False, True]
-            await learner.publish(small.snapshot(await learner.begin(Version(1, 3))))
+            await learner.publish(small.version_ref(await learner.begin(Version(1, 3))))
             assert await trained(small, learner, sampler, Version(1, 3)) == [6, 7]
 
     run(play())
@@ -98,13 +98,13 @@ def test_claims_that_a_fork_gives_up_are_marked_and_never_durable(tmp_path: Path
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             assert await trained(small, learner, sampler, Version(0, 0)) == [0, 1]
             await small.produce(sampler, Version(0, 1), 8)
             await learner.claim(0, 1, 5.0)
-            await learner.publish(small.snapshot(Version(0, 2)))
+            await learner.publish(small.version_ref(Version(0, 2)))
             await learner.ack(Version(0, 1))
-            await learner.publish(small.snapshot(await learner.begin(Version(0, 1), "again")))
+            await learner.publish(small.version_ref(await learner.begin(Version(0, 1), "again")))
             assert await trained(small, learner, sampler, Version(1, 1)) == [2, 3]
             return await learner.status()
 
@@ -127,12 +127,12 @@ def test_the_data_begins_again_after_it_had_ended(tmp_path: Path, small, run) ->
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             for step in (0, 1):
                 await trained(small, learner, sampler, Version(0, step))
             while not (await learner.status())["data_ended"]:
                 pass
-            await learner.publish(small.snapshot(await learner.begin(None, "again")))
+            await learner.publish(small.version_ref(await learner.begin(None, "again")))
             assert await trained(small, learner, sampler, Version(1, 0)) == [0, 1]
 
     run(play())
@@ -148,12 +148,12 @@ def test_a_new_log_begins_at_a_checkpoint_whose_log_is_lost(tmp_path: Path, smal
             small.connected(lost, config, "learner") as learner,
             small.connected(lost, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             for step in range(2):
                 await trained(small, learner, sampler, Version(0, step))
             await small.produce(sampler, Version(0, 2), 8)  # groups of two claims, which the lost log alone has
             after = [(await learner.claim(0, 2, 5.0)).after]
-            await learner.publish(small.snapshot(Version(0, 3)))
+            await learner.publish(small.version_ref(Version(0, 3)))
             later = await learner.claim(0, 3, 5.0)
             assert isinstance(after[0], LogStart) and (after[0].cut.ordinal, later.after.cut.ordinal) == (6, 8)
             return after[0], sorted(group.task.index for group in later.groups)
@@ -172,7 +172,7 @@ def test_a_new_log_begins_at_a_checkpoint_whose_log_is_lost(tmp_path: Path, smal
                     await learner.begin(Version(0, 3), NEW_LOG, unsound)
             assert await learner.begin(*began) == Version(1, 3)
             assert await learner.begin(*began) == Version(1, 3), "the answer was lost"
-            await learner.publish(small.snapshot(Version(1, 3)))
+            await learner.publish(small.version_ref(Version(1, 3)))
             assert await trained(small, learner, sampler, Version(1, 3)) == prompts == [6, 7]
             with pytest.raises(StaleClient, match="no new log"):
                 await learner.begin(Version(0, 3), "another", log)
@@ -184,7 +184,7 @@ def test_a_new_log_begins_at_a_checkpoint_whose_log_is_lost(tmp_path: Path, smal
             small.connected(new, config, "sampler") as sampler,
         ):
             assert [on_line([*learner.welcome.lineages], Version(*v)) for v in ((0, 3), (0, 4))] == [True, False]
-            await learner.publish(small.snapshot(await learner.begin(Version(1, 4), NEW_LOG)))
+            await learner.publish(small.version_ref(await learner.begin(Version(1, 4), NEW_LOG)))
             assert await trained(small, learner, sampler, Version(1, 4)) == [8, 9]
             return await learner.status()
 

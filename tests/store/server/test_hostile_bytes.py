@@ -160,7 +160,7 @@ def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
         async with small.serving(tmp_path, config) as address:
             async with small.connected(tmp_path, config, "learner", "first") as learner:
                 run_id = learner.welcome.run_id
-                await learner.publish(small.snapshot(await learner.begin(None)))
+                await learner.publish(small.version_ref(await learner.begin(None)))
             seen, inside = set(), set()
             async with _speaker(address, digest(config), run_id, "admin") as speak:
                 for method, bodies in valid.items():

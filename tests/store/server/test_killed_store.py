@@ -78,11 +78,11 @@ async def connect(run_dir: Path, config, role: str, name: str) -> StoreClient:
 async def learn(learner: StoreClient, small: SimpleNamespace, steps: int) -> dict[int, list]:
     seen = {}
     version = await learner.begin(None)
-    await learner.publish(small.snapshot(version))
+    await learner.publish(small.version_ref(version))
     for step in range(steps):
         claim = await learner.claim(0, step, 40.0)
         seen[step] = [group.group for group in claim.groups]
-        await learner.publish(small.snapshot(Version(0, step + 1)))
+        await learner.publish(small.version_ref(Version(0, step + 1)))
         await learner.ack(Version(0, step))
         if step % 4 == 3:
             await learner.durable(Version(0, step + 1))

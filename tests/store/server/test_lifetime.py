@@ -38,7 +38,7 @@ def test_a_store_that_starts_again_keeps_run_port_cursor_and_leases(
             sampler = await StoreClient.connect(
                 tmp_path / "store.addr", role="sampler", name="sampler-0", config_digest=digest(config)
             )
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             leased = small.keys(await sampler.lease(V0, 6))
             assert await sampler.put(small.finished(*leased[0], (V0, 2))) == "OK"
         async with small.serving(tmp_path, config, second_feed) as second:
@@ -144,7 +144,7 @@ def test_a_run_that_does_not_move_is_named_and_then_closed(tmp_path: Path, small
 
     async def stalls() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             with pytest.raises(Closed, match=r"stalled.*samplers have leased 0 of the 2 groups"):
                 await learner.claim(0, 0, 15.0)
 
@@ -188,11 +188,11 @@ def test_the_data_ends(tmp_path: Path, small: SimpleNamespace, run) -> None:
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
             version = await learner.begin(None)
-            await learner.publish(small.snapshot(version))
+            await learner.publish(small.version_ref(version))
             await small.produce(sampler, version, 6)
             for step, size in ((0, 2), (1, 1)):
                 assert len((await learner.claim(0, step, 5.0)).groups) == size
-                await learner.publish(small.snapshot(Version(0, step + 1)))
+                await learner.publish(small.version_ref(Version(0, step + 1)))
                 await learner.ack(Version(0, step))
             with pytest.raises(Closed, match="end of data"):
                 await learner.claim(0, 2, 5.0)

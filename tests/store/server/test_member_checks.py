@@ -196,7 +196,7 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
             put = asyncio.ensure_future(sampler._raw.call("Put", body, 20.0))
             await asyncio.to_thread(looking.wait, 20)
             await learner.claim(0, 0, 5.0)
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             await learner.durable(Version(0, 1))
             go_on.set()

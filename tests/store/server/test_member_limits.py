@@ -98,7 +98,7 @@ def test_the_store_looks_at_token_ids_as_soon_as_the_model_is_known(
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             first, second = small.keys(await sampler.lease(V0, 2))
             assert await sampler.put(finished(*first, (V0, 3))) == "OK"
             known[0] = 4  # those of the prompt are 0 to 3, that of the answer is 100 times the group and the member

@@ -212,7 +212,7 @@ def test_a_store_that_others_can_reach_speaks_tls(
             small.connected(run_dir, config, "sampler") as sampler,
         ):
             assert address.startswith("127.0.0.1:")
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             await small.produce(sampler, V0, 4)
             assert (await learner.claim(0, 0, 10.0)).groups
             with pytest.raises(Unauthorized, match="uses TLS and this process has no certificates"):
@@ -250,7 +250,7 @@ def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNam
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler", "sampler-0") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             with pytest.raises(Closed, match="rewards too alike"):
                 while True:
                     await small.produce(sampler, V0, 4)
@@ -270,13 +270,13 @@ def test_what_changes_the_run_is_on_record(tmp_path: Path, small: SimpleNamespac
             small.connected(tmp_path, config, "sampler", "sampler-0") as sampler,
         ):
             version = await learner.begin(None)
-            await learner.publish(small.snapshot(version))
+            await learner.publish(small.version_ref(version))
             first = small.keys(await sampler.lease(V0, 1, 5.0))[0]
             assert await sampler.put(small.failed(*first, "DATA", "it never works")) == "OK"
             await small.produce(sampler, V0, 4)
             await small.produce(sampler, V0, 4)
             await learner.claim(0, 0, 10.0)
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             await learner.durable(Version(0, 1))
             with pytest.raises(StoreRefusal):
@@ -368,7 +368,7 @@ def test_the_secret_is_in_the_token_file_only(tmp_path: Path, small: SimpleNames
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             await small.produce(sampler, V0, 4)
             await learner.report([{"kind": "step", "role": "learner"}])
             lines.append(str(await learner.status()))

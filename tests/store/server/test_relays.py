@@ -39,7 +39,7 @@ async def announcing(small: SimpleNamespace, folder: Path, names: str, **schedul
             relay = RelayState(**{"address": address, **state})
             reply = await client.announced(known, WAIT_S if known is None else wait_s, in_turn=True, relay=relay)
             assert all(one == Relay(one.name, f"{one.name}:1") for one in reply.relays)
-            return None if reply.snapshot is None else tuple(one.name for one in reply.relays)
+            return None if reply.ref is None else tuple(one.name for one in reply.relays)
 
         async def waiting(name: str, known: Version | None = None) -> asyncio.Task[tuple[str, ...] | None]:
             """A call that has reached the store and waits there."""
@@ -55,7 +55,7 @@ def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Pat
     async def job() -> None:
         async with announcing(small, tmp_path, "abcd") as at:
             waiting = [await at.waiting(name) for name in "abc"]
-            await at.publish(small.snapshot(V0))
+            await at.publish(small.version_ref(V0))
             assert [await one for one in waiting] == [(), ("a",), ("a", "b")]
             for name in "ab":
                 assert await at.announced(name, V0, source="learner", bytes_per_s=1e6) is None
@@ -68,7 +68,7 @@ def test_those_that_wait_form_a_tree_and_a_late_one_joins_a_holder(tmp_path: Pat
 def test_a_relay_that_failed_is_not_named_again(tmp_path: Path, small, run) -> None:
     async def job() -> None:
         async with announcing(small, tmp_path, "ab") as at:
-            await at.publish(small.snapshot(V0))
+            await at.publish(small.version_ref(V0))
             assert await at.announced("a") == ()
             assert await at.announced("a", V0) is None
             assert await at.announced("b") == ("a",)
@@ -80,14 +80,14 @@ def test_a_relay_that_failed_is_not_named_again(tmp_path: Path, small, run) -> N
 def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, small, run) -> None:
     async def job() -> None:
         async with announcing(small, tmp_path, "ab", rolling_updates=1) as at:
-            await at.publish(small.snapshot(V0))
+            await at.publish(small.version_ref(V0))
             for name in "ab":
                 await at.announced(name)
                 await at.announced(name, V0)
             await small.produce(at.a, V0, 4)
             await at.learner.claim(0, 0, WAIT_S)
             first, second = await at.waiting("b", V0), await at.waiting("a", V0)
-            await at.publish(small.snapshot(V1))
+            await at.publish(small.version_ref(V1))
             assert await first == (), "a, which registered first, does not have it while it waits for its turn"
             assert await at.announced("b", V1) is None
             assert await second == ("b",)
@@ -98,7 +98,7 @@ def test_with_rolling_updates_each_one_finds_those_before_it(tmp_path: Path, sma
 def test_a_receiver_that_tells_nothing_gets_the_learner(tmp_path: Path, small, run) -> None:
     async def job() -> None:
         async with announcing(small, tmp_path, "ab") as at:
-            await at.publish(small.snapshot(V0))
+            await at.publish(small.version_ref(V0))
             assert await at.announced("a") == ()
             assert (await at.b.announced(None, WAIT_S)).relays == ()
 

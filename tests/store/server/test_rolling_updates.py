@@ -85,14 +85,14 @@ async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> Async
         small.connected(folder, config, "evaluator", "e") as e,
     ):
         await learner.begin(None)
-        await learner.publish(small.snapshot(Version(0, 0)))
+        await learner.publish(small.version_ref(Version(0, 0)))
         for sampler in (a, b):  # a turn may take twice the time of a transfer
-            assert await sampler.published(None, in_turn=True) == small.snapshot(Version(0, 0)), "the first weights"
+            assert await sampler.published(None, in_turn=True) == small.version_ref(Version(0, 0)), "the first weights"
 
         async def step(number: int) -> None:
             await small.produce(a, Version(0, number - 1), 4)
             await learner.claim(0, number - 1, WAIT_S)
-            await learner.publish(small.snapshot(Version(0, number)))
+            await learner.publish(small.version_ref(Version(0, number)))
 
         yield SimpleNamespace(learner=learner, a=a, b=b, e=e, step=step)
 
@@ -107,15 +107,15 @@ def test_two_samplers_get_the_new_version_one_after_the_other(tmp_path: Path, sm
             await at.step(1)
             done, late = await asyncio.wait(waiting, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(late, timeout=SOON_S)
-            assert [one.result() for one in done] == [small.snapshot(v1)], "one of them, and not both"
+            assert [one.result() for one in done] == [small.version_ref(v1)], "one of them, and not both"
             assert not any(one.done() for one in late), "the other at the same time"
-            assert await at.e.published(v0, WAIT_S) == await at.a.published(v0) == small.snapshot(v1)
+            assert await at.e.published(v0, WAIT_S) == await at.a.published(v0) == small.version_ref(v1)
             first, second = (at.a, at.b) if waiting[0] in done else (at.b, at.a)
             assert await first.published(v1, 0.0, in_turn=True) is None, "there is nothing newer"
-            assert await asyncio.wait_for(late.pop(), WAIT_S) == small.snapshot(v1), "the first has it now"
+            assert await asyncio.wait_for(late.pop(), WAIT_S) == small.version_ref(v1), "the first has it now"
             await at.step(2)
             assert await first.published(v1, 0.0, in_turn=True) is None, "it is the other's turn"
-            assert await second.published(v0, 0.0, in_turn=True) == small.snapshot(Version(0, 2)), (
+            assert await second.published(v0, 0.0, in_turn=True) == small.version_ref(Version(0, 2)), (
                 "it could not have it"
             )
 
@@ -125,7 +125,7 @@ def test_two_samplers_get_the_new_version_one_after_the_other(tmp_path: Path, sm
 def test_a_turn_is_over_when_its_time_is_and_a_place_when_the_call_is(
     tmp_path: Path, small: SimpleNamespace, run
 ) -> None:
-    v0, v1 = Version(0, 0), small.snapshot(Version(0, 1))
+    v0, v1 = Version(0, 0), small.version_ref(Version(0, 1))
 
     async def job() -> None:
         async with two_told(small, tmp_path, 2.0) as at:
@@ -146,12 +146,12 @@ def test_weights_of_a_lineage_that_ended_are_as_good_as_none(tmp_path: Path, sma
     async def job() -> None:
         async with two_told(small, tmp_path, 10 * WAIT_S) as at:
             await at.step(1)
-            assert await at.a.published(Version(0, 0), 0.0, in_turn=True) == small.snapshot(Version(0, 1))
+            assert await at.a.published(Version(0, 0), 0.0, in_turn=True) == small.version_ref(Version(0, 1))
             assert await at.b.published(Version(0, 0), 0.0, in_turn=True) is None, "it is a's turn"
             begun = await at.learner.begin(None)
             assert begun == Version(1, 0)
-            await at.learner.publish(small.snapshot(begun))
+            await at.learner.publish(small.version_ref(begun))
             for sampler, known in ((at.b, Version(0, 0)), (at.a, Version(0, 1))):
-                assert await sampler.published(known, 0.0, in_turn=True) == small.snapshot(begun)
+                assert await sampler.published(known, 0.0, in_turn=True) == small.version_ref(begun)
 
     run(job())

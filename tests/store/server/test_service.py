@@ -35,7 +35,7 @@ def test_a_run_from_the_first_lease_to_the_end(tmp_path: Path, small: SimpleName
 
     async def learn(learner: StoreClient) -> list[list[int]]:
         version = await learner.begin(None)
-        await learner.publish(small.snapshot(version))
+        await learner.publish(small.version_ref(version))
         trained = []
         for step in range(3):
             claim = await learner.claim(version.lineage, step, 10.0)
@@ -47,7 +47,7 @@ def test_a_run_from_the_first_lease_to_the_end(tmp_path: Path, small: SimpleName
                     assert set(member.outcome.segments[1].tokens.tolist()) == {expected}
             trained.append(sorted(g.group for g in claim.groups))
             version = Version(0, step + 1)
-            await learner.publish(small.snapshot(version))
+            await learner.publish(small.version_ref(version))
             await learner.ack(Version(0, step))
         await learner.durable(version)
         return trained
@@ -102,7 +102,7 @@ def test_refusals_arrive_as_themselves(tmp_path: Path, small: SimpleNamespace, r
             assert no_credit.value.retry_after_s > 0
             with pytest.raises(StaleClient, match="begin first"):
                 await learner.claim(0, 0)
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             with pytest.raises(NotReady):
                 await learner.claim(0, 0)
             key = small.keys(await sampler.lease(V0, 2))[0]
@@ -130,7 +130,7 @@ def test_one_put_sent_many_times_at_once_counts_once(tmp_path: Path, small: Simp
             assert set(answers) == {"OK"}
             assert (await sampler.status())["tokens_put"] == 4 * 3
             await learner.claim(0, 0, 5.0)
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             await learner.durable(Version(0, 1))
             assert set(await asyncio.gather(*(sampler.put(member) for member in members * 25))) == {"OK"}
@@ -152,7 +152,7 @@ def test_waiting_calls_are_woken_by_what_they_wait_for(tmp_path: Path, small: Si
         ):
             weights = asyncio.ensure_future(sampler.published(None, 20.0))
             await waiting("published")
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             assert (await asyncio.wait_for(weights, 10.0)).version == V0
             assert await sampler.published(V0) is None
             claim = asyncio.ensure_future(learner.claim(0, 0, 20.0))
@@ -202,7 +202,7 @@ def test_a_waiting_call_ends_in_time_with_a_typed_answer(tmp_path: Path, small: 
 
     async def waits() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             started = time.monotonic()
             with pytest.raises(NotReady):
                 await learner.claim(0, 0, 0.3)
@@ -222,7 +222,7 @@ def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: 
             small.connected(tmp_path, config, "sampler", "sampler-0") as first,
             small.connected(tmp_path, config, "sampler", "sampler-1") as second,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             lost = small.keys(await first.lease(V0, 4))
             taken = small.keys(await second.lease(V0, 4, 10.0))
             assert taken == [(g, m, 2) for g, m, _ in lost]
@@ -283,7 +283,7 @@ def test_each_host_of_a_learner_fetches_its_own_rows(
             small.connected(tmp_path, config, "learner", session=first.session) as second,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await first.publish(small.snapshot(await first.begin(None)))
+            await first.publish(small.version_ref(await first.begin(None)))
             early = asyncio.ensure_future(second.claim(0, 0, 10.0, range(7, 15)))
             await small.produce(sampler, V0, 15)
             whole = await first.claim(0, 0, 5.0)
@@ -310,7 +310,7 @@ def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNam
         async with small.opened(tmp_path, config) as (learner, sampler):
             await small.produce(sampler, V0, 2)
             await learner.claim(0, 0, 5.0)
-            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
             for key in small.keys(await sampler.lease(Version(0, 1), 2)):
                 await sampler.put(small.finished(*key, (V0, 2), (Version(0, 1), 3)))
@@ -335,8 +335,8 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
         learner = BlockingStore(address, role="learner", name="learner", **options)
         sampler = BlockingStore(address, role="sampler", name="sampler-0", **options)
         version = learner.begin(None)
-        learner.publish(small.snapshot(version))
-        assert sampler.published(None, 5.0) == small.snapshot(version)
+        learner.publish(small.version_ref(version))
+        assert sampler.published(None, 5.0) == small.version_ref(version)
         leased = small.keys(sampler.lease(version, 2, 5.0))
         assert sampler.renew(leased) == []
         sampler.release(leased)
@@ -344,7 +344,7 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
         for key in leased:
             assert sampler.put(small.finished(*key, (version, 2))) == "OK"
         assert len(learner.claim(0, 0, 5.0).groups) == 1
-        learner.publish(small.snapshot(Version(0, 1)))
+        learner.publish(small.version_ref(Version(0, 1)))
         learner.ack(V0)
         learner.durable(Version(0, 1))
         learner.report([{"kind": "step"}])
@@ -377,7 +377,7 @@ def test_a_waiting_lease_is_granted_at_the_weight_swap(tmp_path: Path, small: Si
             claim = await learner.claim(0, 0, 10.0)
             assert claim.step == 0
             newer = Version(0, 1)
-            await learner.publish(small.snapshot(newer))
+            await learner.publish(small.version_ref(newer))
             await learner.ack(V0)
             waiting = asyncio.ensure_future(sampler.lease(V0, 100, 20.0))
             done, _ = await asyncio.wait([waiting], timeout=0.3)

@@ -27,13 +27,13 @@ def test_a_group_is_spread_over_two_samplers(tmp_path: Path, small: SimpleNamesp
             small.connected(tmp_path, config, "sampler", "b") as b,
         ):
             await learner.begin(None)
-            await learner.publish(small.snapshot(v0))
+            await learner.publish(small.version_ref(v0))
             await small.produce(a, v0, 8)
             await learner.claim(0, 0, WAIT_S)
             for sampler in (a, b):
                 with pytest.raises(NoCredit, match="window"):
                     await sampler.lease(v0, 8)
-            await learner.publish(small.snapshot(v1))
+            await learner.publish(small.version_ref(v1))
             await learner.ack(v0)
             granted = await asyncio.gather(*(sampler.lease(v1, 8, WAIT_S) for sampler in (a, b)))
             shares = [small.keys(grants) for grants in granted]

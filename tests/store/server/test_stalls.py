@@ -29,7 +29,7 @@ def test_hours_that_pass_at_once_end_no_lease_and_shrink_no_group(
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             keys = small.keys(await sampler.lease(V0, 8, 5.0))
             early = [key for key in keys if key[1] < 2]  # enough of each group to close it with
             for key in early:
@@ -61,7 +61,7 @@ def test_a_clock_that_stops_ends_nothing_either(tmp_path: Path, small: SimpleNam
             small.connected(tmp_path, config, "learner") as learner,
             small.connected(tmp_path, config, "sampler") as sampler,
         ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+            await learner.publish(small.version_ref(await learner.begin(None)))
             keys = small.keys(await sampler.lease(V0, 4, 5.0))
             await asyncio.sleep(2.0)
             with pytest.raises(NotReady):

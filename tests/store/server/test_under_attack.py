@@ -176,7 +176,7 @@ def _puts_s(did: dict[str, Any], began_s: float, ended_s: float) -> list[float]:
 
 async def _publish(run_dir: Path, config: Any, small: SimpleNamespace) -> str:
     async with small.connected(run_dir, config, "learner") as learner:
-        await learner.publish(small.snapshot(await learner.begin(None)))
+        await learner.publish(small.version_ref(await learner.begin(None)))
         return learner.welcome.run_id
 
 
