@@ -83,7 +83,16 @@ TASKS = {
             "evaluator.every=30",
         ),
     ),
-    "code_repair": Task("code_repair", changes=(RANDOM, "task.args.lines=1", "task.args.max_turns=2", "sft.steps=150")),
+    "code_repair": Task(  # with the default learning rate, it fell to 0 after 17 steps
+        "code_repair",
+        changes=(
+            RANDOM,
+            "task.args.lines=1",
+            "task.args.max_turns=2",
+            "sft.steps=150",
+            "learner.learning_rate=1e-4",
+        ),
+    ),
     "agent": Task("agent_calculator", changes=("schedule.steps=24", "evaluator.every=12", "task.heldout_items=64")),
     "openenv": Task(
         "openenv_frozen_lake",

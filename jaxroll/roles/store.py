@@ -17,14 +17,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import msgspec
 
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import model_folder, tokenizer_folder
-from jaxroll.errors import EXIT_FAILURE, ConfigError, InfraError, JaxRollError
+from jaxroll.errors import EXIT_FAILURE, ConfigError, InfraError, JaxRollError, one_line
 from jaxroll.models import folders
 from jaxroll.records import Task
 from jaxroll.text import tokenizers
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Of the store's own address. Half a minute of silence ends the store; the roles wait a minute (STORE_PATIENCE_S), which
 # also has to last until it serves again.
 CHECK_EVERY_S, CHECK_S, SILENT_CHECKS = 5.0, 5.0, 3
+T = TypeVar("T")
 SilenceCheck = Callable[[str, float], Awaitable[bool]]
 
 
@@ -189,6 +190,7 @@ async def until_silent(address: str, is_silent: SilenceCheck) -> None:
 
 _HEADER = struct.Struct("<I")
 PROGRESS_EVERY_S = 1.0
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # after a failure of what the source needs, such as a server
 
 
 class FeedRequest(msgspec.Struct, frozen=True):
@@ -207,6 +209,7 @@ class FeedReply(msgspec.Struct, frozen=True):
 
     tasks: tuple[tuple[Task, bytes], ...] = ()
     error: str = ""
+    may_pass: bool = False  # the error: what the source needs could not be reached
     progress: str = ""  # a phase that began; the reply to the request follows
     skipped: dict[str, int] = {}
 
@@ -256,11 +259,11 @@ def feed(args: RoleArgs) -> None:
         try:
             if pipeline is None:
                 send(FeedReply(progress="it opens the task's data"))
-                pipeline = PromptPipeline(args.config)
+                pipeline = _with_retries(lambda: PromptPipeline(args.config), send)
                 tokenizers.note(args.run_dir, pipeline.tokenizer)
             reply = _answer(pipeline, wire.decode(frame, FeedRequest), send)
         except JaxRollError as error:
-            reply = FeedReply(error=str(error))
+            reply = FeedReply(error=str(error), may_pass=isinstance(error, InfraError))
         send(reply)
 
 
@@ -271,7 +274,8 @@ def _answer(pipeline, request: FeedRequest, send: Callable[[FeedReply], None]) -
     tasks = []
     for _ in range(request.count):
         try:
-            task = next(pipeline)
+            before = tasks[-1][1] if tasks else pipeline.state()
+            task = _with_retries(partial(next, pipeline), send, partial(pipeline.restore, before))
         except StopIteration:
             break
         tasks.append((task, pipeline.state()))
@@ -279,6 +283,21 @@ def _answer(pipeline, request: FeedRequest, send: Callable[[FeedReply], None]) -
             sent_s = time.monotonic()
             send(FeedReply(progress=f"it makes prompt {len(tasks) + 1} of {request.count}"))
     return FeedReply(tuple(tasks), skipped=dict(pipeline.skipped))
+
+
+def _with_retries(
+    call: Callable[[], T], send: Callable[[FeedReply], None], undo: Callable[[], None] | None = None
+) -> T:
+    """The result of `call`; after each InfraError `undo` and a longer pause. Raises the last one."""
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return call()
+        except InfraError as error:
+            send(FeedReply(progress=f"its source failed, and is tried again in {pause_s:g} s: {one_line(str(error))}"))
+            if undo is not None:
+                undo()
+            time.sleep(pause_s)
+    return call()
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
@@ -326,6 +345,8 @@ class FeederProcess:
                     failures.append(f"it ended ({type(error).__name__}); last phase: {self._doing}")
                     await self._stop()
                     continue
+                if reply.error and reply.may_pass:
+                    raise InfraError(f"the source of the prompts failed: {reply.error}")
                 if reply.error:
                     remedy = "Change the keys of `task`, or what they name."
                     raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}", remedy)

@@ -36,7 +36,7 @@ from jaxroll.rpc import http
 from jaxroll.testing import environments
 
 VERSION = "1.0.0"  # of OpenEnv's HTTP interface
-SESSIONS = 64
+SESSIONS = 256
 _MESSAGES = {
     "type": "array",
     "items": {"type": "object", "properties": {"role": {"type": "string"}, "content": {"type": "string"}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import threading
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.errors import InfraError
+from jaxroll import config as configs
+from jaxroll.data.tasks import Candidate, Candidates, PromptPipeline
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.records import Task
-from jaxroll.roles.store import FeederProcess
+from jaxroll.roles import store
+from jaxroll.roles.store import FeederProcess, FeedReply, FeedRequest
 
 pytestmark = pytest.mark.process
 DEADLINE_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 CHILD = """
 import pathlib, struct, sys, time
@@ -126,3 +131,41 @@ def test_a_child_needs_no_thread_that_waits_for_it(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     assert [task.index for task, _ in asked(tmp_path, SLOW)] == [0]
+
+
+FAILS = """
+sys.stdin.buffer.read(1)
+send(FeedReply(error="the server is gone", may_pass=MAY_PASS))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("may_pass", "error"), [("True", InfraError), ("False", ConfigError)])
+def test_an_error_that_may_pass_is_not_one_of_the_config(tmp_path: Path, may_pass: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="the server is gone"):
+        asked(tmp_path, FAILS.replace("MAY_PASS", may_pass))
+
+
+def test_a_source_that_fails_for_a_while_gives_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, count = configs.load(ROOT / "configs" / "smoke.py"), 6
+    fresh = PromptPipeline(config)
+    wanted = [(next(fresh), fresh.state()) for _ in range(count)]
+    pipeline, calls, at, sent = PromptPipeline(config), itertools.count(), Candidates.at, list[FeedReply]()
+
+    def failing(self: Candidates, index: int) -> Candidate:
+        if next(calls) in (0, 3, 4):
+            raise InfraError("the server is gone")
+        return at(self, index)
+
+    monkeypatch.setattr(Candidates, "at", failing)
+    monkeypatch.setattr(store, "RETRY_PAUSES_S", (0.0, 0.0))
+    reply = store._answer(pipeline, FeedRequest(count), sent.append)
+    assert list(reply.tasks) == wanted
+    assert ["the server is gone" in one.progress for one in sent if "source failed" in one.progress] == [True] * 3
+    monkeypatch.setattr(Candidates, "at", gone)
+    with pytest.raises(InfraError, match="the server is gone"):
+        store._answer(pipeline, FeedRequest(count), sent.append)
+
+
+def gone(self: Candidates, index: int) -> Candidate:
+    raise InfraError("the server is gone")

@@ -23,6 +23,7 @@ exceptions = library("websockets.exceptions", "websockets", "openenv")
 OPEN_S, ANSWER_S = 10.0, 60.0
 MAX_BYTES = 16 << 20
 _UNREADABLE = "VALIDATION_ERROR"  # an action that the server cannot read
+_FULL = "CAPACITY_REACHED"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Session:
         """The `data` of the answer to a message, or {"error": message, "code": code}."""
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         try:
-            self._socket.send(json.dumps(message))
+            with contextlib.suppress(exceptions.ConnectionClosed):  # the server may have given its reason before
+                self._socket.send(json.dumps(message))
             answer = json.loads(self._socket.recv(ANSWER_S))
         except (OSError, TimeoutError, exceptions.WebSocketException) as error:
             raise InfraError(f"the OpenEnv server {self._address} broke off: {error!r}") from error
@@ -86,6 +88,9 @@ class Session:
         found = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(found, dict):
             raise DataError(f"the OpenEnv server answered {kind} with {one_line(repr(answer), 120)}")
+        if answer.get("type") == "error" and found.get("code") == _FULL:
+            reason = f"the OpenEnv server {self._address} has no room for another session"
+            raise InfraError(f"{reason}: {found.get('message')}. Raise its limit, or lower sampler.concurrent_episodes")
         if answer.get("type") == "error":
             return {"error": str(found.get("message")), "code": found.get("code")}
         return found
