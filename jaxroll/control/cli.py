@@ -52,7 +52,7 @@ def _command(words: list[str], output: lifeline.Outlet | None) -> int:
         if rest and rest[0] not in known and (rest[0][0:1] != "-" or all(word[0:1] == "-" for word in rest)):
             near = difflib.get_close_matches(rest[0], known, n=1)
             hint = f"Did you mean `jaxroll {near[0]}`?" if near else "`jaxroll --help` lists the commands."
-            print(f"jaxroll: there is no command {rest[0]}. {hint}", file=sys.stderr)
+            print(f"jaxroll: there is no command {rest[0]!r}. {hint}", file=sys.stderr)
             return EXIT_USAGE
         options, extra = top.parse_known_args(rest)
         if refused := _settle(options, extra, subparsers(top)[options.command]):
@@ -155,7 +155,7 @@ def _check_values(options: argparse.Namespace, one: argparse.ArgumentParser) -> 
     """Raise ConfigError for an option without a value, as `--config=$FILE` without the variable, or out of bounds."""
     for name, value in vars(options).items():
         key = _POSITIONAL.get(name, f"--{name.replace('_', '-')}")
-        if "" in _listed(value) and name != "prompts" and one.get_default(name) != "":
+        if "" in _listed(value) and name not in ("prompts", "fork") and one.get_default(name) != "":
             raise ConfigError(key, "", "is empty", "Name one, or leave it out.")
         for number in _listed(value) if name in BOUNDS else ():
             least, most = BOUNDS[name]
@@ -179,6 +179,8 @@ def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) 
     if word.startswith("--") and "." in name and hasattr(options, "config"):
         return f"A key of the config is changed with --config.{word.removeprefix('--')}."
     known = [text for action in one._actions for text in action.option_strings if text.startswith("--")]
+    if name in known:
+        return f"Options follow the command: jaxroll {options.command} … {word}"
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
         return f"Did you mean {near[0]}{equals}{value}?"
     return f"`jaxroll {options.command} --help` lists them."

@@ -185,7 +185,7 @@ def abstract(
 def empty(
     spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, **options: Any
 ) -> KVCache:
-    """A cache of zeros, created sharded; `how` is as for `abstract`."""
+    """A cache of zeros, created sharded; `options` are those of `abstract`."""
     like = abstract(spec, shards, pages, page_tokens, mesh, rules, **options)
     lie = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()

@@ -410,6 +410,8 @@ def _forget_ended(control: socket.socket) -> None:
 
 def _exchange(opened: _Open, on_wait: Callable[[], object], deadline: float, line: bytes) -> bytes:
     """Send the line of a call and return the line of its result."""
+    if opened.failure == _SILENT:
+        raise ServerLost(_SILENT)
     opened.output.clear()
     opened.to_send = memoryview(bytes(opened.to_send) + line)
     while not opened.output.endswith(b"\n"):

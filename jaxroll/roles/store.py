@@ -313,7 +313,7 @@ class FeederProcess:
 
     `deadline_s` is the longest time without a progress message; the second child in a row has twice, the third four
     times that, because the machine may be busy. Use it from one event loop. `next` raises ConfigError if the task
-    gives no prompts, InfraError if three children in a row did not answer.
+    gives no prompts, InfraError if three children in a row did not answer, or its source failed for a minute.
     """
 
     def __init__(self, run_dir: Path, *, deadline_s: float = 120.0, command: Sequence[str] = ()) -> None:
@@ -346,6 +346,7 @@ class FeederProcess:
                     await self._stop()
                     continue
                 if reply.error and reply.may_pass:
+                    await self._stop()  # its stream may be ahead of the last prompt that the store has
                     raise InfraError(f"the source of the prompts failed: {reply.error}")
                 if reply.error:
                     remedy = "Change the keys of `task`, or what they name."

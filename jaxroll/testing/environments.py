@@ -436,8 +436,9 @@ class _Check:
         except Exception as error:  # noqa: BLE001 - foreign code; it becomes a violation
             what = f"another instance for the same task raised {described(error)[:300]}"
             self.add(what, f"task {play.task.index}", remedy(str(error)))
-            if not made:
-                return
+            with contextlib.suppress(Exception):  # checked below for an instance that was reset
+                await asyncio.gather(*map(asking.close, made))
+            return
         env = made[0]
         step = asyncio.ensure_future(asking.step(env, play.shown(0)))
         entering = asyncio.ensure_future(env.entered.wait())

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,13 +29,14 @@ from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
 from jaxroll.envs.executors import EnvironmentCalls, Executors
-from jaxroll.errors import ConfigError, DataError, JaxRollError
+from jaxroll.errors import ConfigError, DataError, JaxRollError, described
 from jaxroll.protocols import Environment
 from jaxroll.records import Message
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rpc import http
 from jaxroll.testing import environments
 
+T = TypeVar("T")
 VERSION = "1.0.0"  # of OpenEnv's HTTP interface
 SESSIONS = 256
 _MESSAGES = {
@@ -77,8 +79,8 @@ class Session:
         async with self._lock:
             await self.close_now()
             task = self._server.task(self._server.next_task() if seed is None else seed)
-            self._env = await self._server.create()
-            messages = await self._server.calls.reset(self._env, task)
+            self._env = await _answered(self._server.create())
+            messages = await _answered(self._server.calls.reset(self._env, task))
             self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
             self._over = False
         return _observed(messages, None, False)
@@ -91,7 +93,7 @@ class Session:
         async with self._lock:
             if self._env is None or self._over:
                 raise _Refused("EXECUTION_ERROR", "the episode is over: reset first")
-            result = await self._server.calls.step(self._env, answer)
+            result = await _answered(self._server.calls.step(self._env, answer))
             self.state["step_count"] += 1
             self._over = result.done
         return _observed(result.messages, result.reward if result.done else None, result.done, result.reward_parts)
@@ -106,8 +108,18 @@ class Session:
         env, self._env = self._env, None
         self._over = True
         if env is not None:
-            with contextlib.suppress(JaxRollError):
+            with contextlib.suppress(Exception):  # foreign code; the episode is over
                 await self._server.calls.close(env)
+
+
+async def _answered(call: Awaitable[T]) -> T:
+    """The result of a call of the environment, whose own errors become DataError."""
+    try:
+        return await call
+    except JaxRollError:
+        raise
+    except Exception as error:
+        raise DataError(described(error)) from error
 
 
 def _observed(messages: tuple[Message, ...], reward: float | None, done: bool, parts: Any = None) -> dict[str, Any]:
@@ -209,7 +221,7 @@ class Server:
     async def _session(self, socket: WebSocket) -> None:
         await socket.accept()
         if self._open >= SESSIONS:
-            await socket.send_json(_error("CAPACITY_REACHED", f"{SESSIONS} sessions are open"))
+            await socket.send_json(_error("CAPACITY_REACHED", f"{self._open} of {SESSIONS} sessions are open"))
             return await socket.close()
         self._open += 1
         session = Session(self)

@@ -272,13 +272,13 @@ class Receiver:
 
     def fetch(
         self,
-        snapshot: VersionRef,
+        ref: VersionRef,
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held = NOTHING_HELD,
         relays: Sequence[Relay] = (),
     ) -> Staged | HandedOver:
-        """The verified parameters of `snapshot`, sharded for `target`, in host memory (device channel: on devices).
+        """The verified parameters of `ref`, sharded for `target`, in host memory (device channel: on devices).
 
         A leaf of `held` is not fetched if its shape, dtype and digest equal the published ones. The `relays` are asked
         first, in order, for half of the deadline at most; what one does not deliver comes from the next, and at last
@@ -287,38 +287,38 @@ class Receiver:
         Raises TransferError (deadline passed, publisher gone, shapes that do not match) or one of its subclasses
         VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
-        deadline = Deadline(self._limit_s, f"fetching version {snapshot.version} from {snapshot.address}", self._clock)
+        deadline = Deadline(self._limit_s, f"fetching version {ref.version} from {ref.address}", self._clock)
         if target.keys() != shapes.keys():
             raise TransferError(f"shardings and shapes differ in {sorted(target.keys() ^ shapes.keys())}")
-        if snapshot.channel == channel_device.NAME:
-            return channel_device.hand_over(snapshot, target, shapes)
-        if snapshot.channel not in _READERS:
+        if ref.channel == channel_device.NAME:
+            return channel_device.hand_over(ref, target, shapes)
+        if ref.channel not in _READERS:
             known = ", ".join(sorted((*_READERS, channel_device.NAME)))
-            raise TransferError(f"unknown channel {snapshot.channel!r} (known: {known})")
+            raise TransferError(f"unknown channel {ref.channel!r} (known: {known})")
         is_whole = (not relays and self._relay is None) or all(one.is_fully_addressable for one in target.values())
-        arriving = self._relay.begin(snapshot.version) if self._relay is not None and is_whole else None
-        transfer = _Transfer(snapshot, target, shapes, held, self._buffers, arriving)
+        arriving = self._relay.begin(ref.version) if self._relay is not None and is_whole else None
+        transfer = _Transfer(ref, target, shapes, held, self._buffers, arriving)
         try:
             sources = []
             if relays and is_whole:
                 sources = read_from_relays(
-                    transfer, relays, snapshot.version, self._token, self._tls, self._clock, self._limit_s
+                    transfer, relays, ref.version, self._token, self._tls, self._clock, self._limit_s
                 )
             if not transfer.is_complete:
                 started_s, before = self._clock.now_s(), transfer.fetched_bytes
                 with contextlib.ExitStack() as stack:
 
                     def opened(address: str) -> Any:
-                        made = _READERS[snapshot.channel](address, snapshot.version, self._token, deadline, self._tls)
+                        made = _READERS[ref.channel](address, ref.version, self._token, deadline, self._tls)
                         return stack.enter_context(contextlib.closing(made))
 
-                    transfer.read(opened(snapshot.address), opened)
+                    transfer.read(opened(ref.address), opened)
                 sources.append(Fetched(LEARNER, transfer.fetched_bytes - before, self._clock.now_s() - started_s))
         except BaseException as error:
             if arriving is not None:
-                arriving.end(one_line(f"this relay could not fetch version {snapshot.version}: {error}"))
+                arriving.end(one_line(f"this relay could not fetch version {ref.version}: {error}"))
             raise
-        return Staged(snapshot.version, transfer.leaves, tuple(sources))
+        return Staged(ref.version, transfer.leaves, tuple(sources))
 
 
 class _Transfer:
@@ -326,14 +326,14 @@ class _Transfer:
 
     def __init__(
         self,
-        snapshot: VersionRef,
+        ref: VersionRef,
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held,
         buffers: ReceiveMemory,
         arriving: ArrivingVersion | None,
     ) -> None:
-        self.snapshot, self._target, self._shapes, self._held = snapshot, target, shapes, held
+        self.ref, self._target, self._shapes, self._held = ref, target, shapes, held
         self._buffers, self._arriving = buffers, arriving
         self._published: manifests.Manifest | None = None
         self._missing: dict[int, StagedLeaf] = {}
@@ -358,7 +358,7 @@ class _Transfer:
 
         def verify(number: int) -> None:
             leaf = self._missing[number]
-            _verify(leaf, self.snapshot.version, source.verified)
+            _verify(leaf, self.ref.version, source.verified)
             with self._guard:  # the threads of several hosts may verify
                 del self._missing[number]
                 self.fetched_bytes += leaf.size_bytes
@@ -371,7 +371,7 @@ class _Transfer:
 
     def _manifest(self, reader: Reader) -> manifests.Manifest:
         """The manifest, checked."""
-        published = manifests.decode(encoded := reader.manifest(), self.snapshot)
+        published = manifests.decode(encoded := reader.manifest(), self.ref)
         manifests.check(published, self._shapes)
         if self._arriving is not None:
             self._arriving.open(encoded, published)

@@ -224,6 +224,8 @@ def test_every_command_of_the_parser_has_a_function() -> None:
         (["inspect", "--group=x", "runs/demo"], "Example: jaxroll inspect runs/demo --group=7"),
         (["replay", "runs/nothing"], "`jaxroll list` shows the runs"),
         (["train"], "--config: no experiment named"),
+        (["--json", "inspect", "runs/demo"], "Options follow the command: jaxroll inspect … --json"),
+        (["train", "runs/nothing", "--resume", "--fork"], "no run here"),
     ],
 )
 def test_a_mistake_is_answered_with_what_may_be_meant(

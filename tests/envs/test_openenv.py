@@ -137,7 +137,7 @@ def test_a_server_has_a_limit_of_sessions_and_closes_the_environment_of_each(
     free.ask("reset", {"seed": 1})
     monkeypatch.setattr(openenv_server, "SESSIONS", 1)
     try:
-        with pytest.raises(InfraError, match="no room for another session: 1 sessions are open"):
+        with pytest.raises(InfraError, match="no room for another session: 1 of 1 sessions are open"):
             openenv_env.Session(openenv_env.Settings(url=url).address).ask("reset", {"seed": 1})
     finally:
         free.close()
@@ -222,6 +222,26 @@ def test_resets_at_once_without_a_session_leave_one_environment(url: str, monkey
         counts["before"] = counts["closed"]
         api.post("/reset", json={"seed": 0})
     assert counts["made"] == 5 and counts["closed"] == counts["before"] + 1 and counts["before"] >= 3, counts
+
+
+def test_an_environment_that_raises_anything_is_answered_with_an_error(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def raising(self: EnvironmentCalls, *words: Any) -> Any:
+        raise ValueError("of the environment")
+
+    far = openenv_env.Session(openenv_env.Settings(url=url).address)
+    with monkeypatch.context() as patch, httpx.Client(base_url=url, timeout=DEADLINE_S) as api:
+        assert api.post("/reset", json={"seed": 1}).status_code == 200
+        assert "error" not in far.ask("reset", {"seed": 1})
+        patch.setattr(EnvironmentCalls, "step", raising)
+        patch.setattr(EnvironmentCalls, "close", raising)
+        answer = api.post("/step", json={"action": {"answer": "left"}})
+        assert answer.status_code == 409 and "of the environment" in answer.json()["detail"]["message"]
+        found = far.ask("step", {"answer": "left"})
+        assert found["code"] == "EXECUTION_ERROR" and "of the environment" in found["error"]
+        assert "error" not in far.ask("reset", {"seed": 2}), "a close that fails ends no session"
+    far.close()
 
 
 def test_a_server_that_cannot_be_reached_is_a_failure_of_the_infrastructure() -> None:

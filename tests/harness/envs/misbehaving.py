@@ -208,7 +208,7 @@ LATE: list[str] = []  # the ways of environments that were closed although their
 
 
 def _late() -> None:
-    time.sleep(2 * STEP_LIMIT_S)
+    time.sleep(3 * STEP_LIMIT_S)
 
 
 # The same for what the constructor does; each way is an environment of its own, `making_WAY`.
