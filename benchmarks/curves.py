@@ -83,7 +83,7 @@ TASKS = {
             "evaluator.every=30",
         ),
     ),
-    "code_repair": Task(  # with the default learning rate, it fell to 0 after 17 steps
+    "code_repair": Task(  # with the default learning rate, its reward fell to 0
         "code_repair",
         changes=(
             RANDOM,
