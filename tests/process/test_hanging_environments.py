@@ -34,6 +34,6 @@ def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_ru
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
         assert {row["process"] for row in restarts(train.rows)} == {"sampler-0"}
-        assert "worn out by environments that hang" in train.output.read_text()
+        assert "because too many of its threads hang in environments" in train.output.read_text()
         lost = train.query("SELECT COUNT(*) FROM failures WHERE kind = 'DATA'")[0][0]
         assert lost >= 2 * THREADS // 4, "an environment that hung has no record"
