@@ -146,8 +146,10 @@ def test_an_error_that_may_pass_is_not_one_of_the_config(tmp_path: Path, may_pas
         asked(tmp_path, FAILS.replace("MAY_PASS", may_pass))
 
 
-def test_a_source_that_fails_for_a_while_gives_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, count = configs.load(ROOT / "configs" / "smoke.py"), 6
+@pytest.mark.parametrize("name", ["smoke", "two_tasks"])
+def test_a_source_that_fails_for_a_while_gives_the_same_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and in a mixture, which counts an item as drawn before it is made."""
+    config, count = configs.load(ROOT / "configs" / f"{name}.py"), 6
     fresh = PromptPipeline(config)
     wanted = [(next(fresh), fresh.state()) for _ in range(count)]
     pipeline, calls, at, sent = PromptPipeline(config), itertools.count(), Candidates.at, list[FeedReply]()
