@@ -79,8 +79,8 @@ class Session:
         async with self._lock:
             await self.close_now()
             task = self._server.task(self._server.next_task() if seed is None else seed)
-            self._env = await _answered(self._server.create())
-            messages = await _answered(self._server.calls.reset(self._env, task))
+            self._env = await _with_data_errors(self._server.create())
+            messages = await _with_data_errors(self._server.calls.reset(self._env, task))
             self.state = {"episode_id": data.get("episode_id"), "step_count": 0, "task": task.index}
             self._over = False
         return _observed(messages, None, False)
@@ -93,7 +93,7 @@ class Session:
         async with self._lock:
             if self._env is None or self._over:
                 raise _Refused("EXECUTION_ERROR", "the episode is over: reset first")
-            result = await _answered(self._server.calls.step(self._env, answer))
+            result = await _with_data_errors(self._server.calls.step(self._env, answer))
             self.state["step_count"] += 1
             self._over = result.done
         return _observed(result.messages, result.reward if result.done else None, result.done, result.reward_parts)
@@ -112,7 +112,7 @@ class Session:
                 await self._server.calls.close(env)
 
 
-async def _answered(call: Awaitable[T]) -> T:
+async def _with_data_errors(call: Awaitable[T]) -> T:
     """The result of a call of the environment, whose own errors become DataError."""
     try:
         return await call
