@@ -359,6 +359,8 @@ class _Step(_Known):
 class _Figures(msgspec.Struct):
     accuracy: Share | None
     n: Count
+    samples: Count | None = None
+    solved: Share | None = None
 
 
 class _Eval(_Known):
@@ -366,6 +368,8 @@ class _Eval(_Known):
     n: Count
     correct: Annotated[str, Meta(pattern=r"^[01-]*$")]
     accuracy: Share | None
+    samples: Count | None = None
+    solved: Share | None = None
     lineage: Count | None = None
     t0: Time | None = None
     t1: Time | None = None

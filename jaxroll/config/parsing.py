@@ -350,11 +350,24 @@ def evaluation_set(config: Config, name: str) -> tuple[TaskPart, int]:
         raise ConfigError(key, entry, "not a source", "Write dict(path=…, items=100).")
     if (items := coerce(int, entry.get("items", 0), f"{key}.items")) < 0:
         raise ConfigError(f"{key}.items", items, "must be at least 0", "Set it to 0 for all rows of a file.")
-    task = source_of(config.task, entry, key, ("items",))
+    task = source_of(config.task, entry, key, ("items", "samples"))
     if task.source in FILES and not task.path:
         raise ConfigError(f"{key}.path", "", "there is no file to read", f"Set {key}.path to the file.")
     env = _env(config.task, task, entry, f"sets.{name}")
     return TaskPart("", 1.0, task, key, env=env, given=frozenset(entry)), items
+
+
+def samples_of(config: Config, name: str) -> int:
+    """The number of answers to each item of the held-out set `name`. ConfigError if several would be equal."""
+    entry = config.evaluator.sets.get(name, {})  # none for HELDOUT
+    key = f"evaluator.sets.{name}.samples" if "samples" in entry else "evaluator.samples"
+    samples = coerce(int, entry.get("samples", config.evaluator.samples), key)
+    if samples < 1:
+        raise ConfigError(key, samples, "must be at least 1", "Set it to 1 for one answer to each item.")
+    if samples > 1 and config.evaluator.temperature == 0:
+        reason, remedy = "greedy answers to an item are all the same", "Set evaluator.temperature, as to 1.0."
+        raise ConfigError(key, samples, reason, remedy)
+    return samples
 
 
 def every_part(config: Config) -> tuple[TaskPart, ...]:

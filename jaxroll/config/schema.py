@@ -140,8 +140,7 @@ class TaskConfig:
     answer_after: str = ""
     # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
-    # Sources with shares: dicts of label, weight and other keys of this section, environment and reward included
-    # (docs/prompts.md). Empty: one source.
+    # Sources with shares: dicts of label, weight and other keys of this section (docs/prompts.md). Empty: one source.
     mixture: list = field(default_factory=list)
     # Prompts longer than max_prompt_tokens: drop them, or cut the last message on its left or right side.
     long_prompts: Literal["drop", "truncate_left", "truncate_right"] = "drop"
@@ -223,8 +222,7 @@ class ScheduleConfig:
     in_flight_window: Literal["adaptive", "full"] = "adaptive"
     # At the end of the data, train the remaining groups as a short batch, or drop them.
     last_batch: Literal["deliver", "drop"] = "deliver"
-    # Order in which the members of a claim are leased: that of their prompts, or the longest first, by the mean lengths
-    # of the run's own answers (docs/scheduling.md).
+    # Order in which members are leased: that of their prompts, or the longest first (docs/scheduling.md).
     lease_first: Literal["oldest", "longest"] = "oldest"
     # Order in which ready groups are trained.
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
@@ -292,8 +290,7 @@ class SamplerConfig:
 
     # Number of samplers that the run starts with. 0: all of them join later (docs/machines.md).
     count: NonNegativeInt = 1
-    # Least number of samplers if their number is planned again whenever one joins, leaves or is lost: those that do not
-    # shorten a step leave (docs/placement.md). 0: all stay.
+    # Least number of samplers when those that do not shorten a step leave (docs/placement.md). 0: all stay.
     least_count: NonNegativeInt = 0
     # Mesh of each sampler.
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -459,8 +456,7 @@ class LearnerConfig:
     checkpoint_every: PositiveInt = 20
     # Checkpoints that are kept.
     checkpoints_kept: PositiveInt = 3
-    # Keep the checkpoint with the highest value of this held-out metric, too: accuracy, or sets.NAME.accuracy of a set
-    # of evaluator.sets (docs/resuming.md). Empty: none.
+    # Keep the best checkpoint by accuracy or sets.NAME.accuracy of evaluator.sets, too (docs/resuming.md). Empty: none.
     keep_best: str = ""
     # Control experiment: permute rewards inside each group, so that nothing can be learned.
     shuffle_rewards: bool = False
@@ -476,7 +472,11 @@ class EvaluatorConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     # Sequences decoded at the same time.
     slots: PositiveInt = 64
-    # Held-out sets by name, in addition to task.heldout_items: dicts of items and keys of a source (docs/prompts.md).
+    # Answers to each held-out item. With several, accuracy is the mean over them (docs/prompts.md).
+    samples: PositiveInt = 1
+    # Temperature of these answers. 0: greedy.
+    temperature: NonNegativeFloat = 0.0
+    # More held-out sets by name: dicts of items, samples and keys of a source (docs/prompts.md).
     sets: dict = field(default_factory=dict)
 
 

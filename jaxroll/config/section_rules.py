@@ -15,6 +15,7 @@ from jaxroll.config.parsing import (
     evaluation_set,
     every_part,
     nearest,
+    samples_of,
     task_parts,
 )
 from jaxroll.config.rewards import REMOTE, terms
@@ -432,11 +433,13 @@ def pools(config: Config) -> Pools:
 
 def check_prompts(config: Config) -> None:
     """Raise ConfigError for malformed messages and tools, and for settings that the tokenizer cannot show."""
+    samples_of(config, HELDOUT)
     for name in config.evaluator.sets:
         if name == HELDOUT or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
             remedy = f"Use letters, digits and '_.-', and another name than {HELDOUT}."
             raise ConfigError(f"evaluator.sets.{name}", name, "not a name for a set", remedy)
         evaluation_set(config, name)
+        samples_of(config, name)
     if config.task.mixture and config.task.path:
         raise ConfigError("task.path", config.task.path, "task.mixture has the paths of its sources", "Leave it out.")
     for part in task_parts(config.task):

@@ -178,7 +178,7 @@ def accuracy(evals: Sequence[Row]) -> dict[str, Any]:
     if not evals:
         return dict.fromkeys(names)
     first, last = evals[0], evals[-1]
-    low, high = paired_interval(first["correct"], last["correct"])
+    low, high = paired_interval(first["correct"], last["correct"], samples=last.get("samples") or 1)
     gain = last["accuracy"] - first["accuracy"]
     figures = (
         first["accuracy"],
@@ -204,22 +204,25 @@ def _by_name(first: Row, last: Row, key: str) -> dict[str, list[float | None]] |
     } or None
 
 
-def paired_interval(before: str, after: str, seed: int = 0) -> tuple[float, float] | tuple[None, None]:
-    """95 % bootstrap interval of the mean difference of two strings of 0 and 1.
+def paired_interval(
+    before: str, after: str, seed: int = 0, samples: int = 1
+) -> tuple[float, float] | tuple[None, None]:
+    """95 % bootstrap interval of the mean difference of two strings of 0 and 1, `samples` characters per item.
 
-    Items with - on a side are left out; (None, None) when none is left or the strings are of different items.
+    Items without 0 or 1 on a side are left out; (None, None) when none is left or the strings are of different items.
     """
-    if len(before) != len(after):
+    if len(before) != len(after) or len(before) % samples:
         return (None, None)
-    difference = np.array(
-        [int(b) - int(a) for a, b in zip(before, after, strict=True) if "-" not in (a, b)], np.float64
-    )
+    marks = np.ma.masked_equal([[int(c) for c in text.replace("-", "2")] for text in (before, after)], 2)
+    shares = marks.reshape(2, -1, samples).mean(axis=2)
+    difference = (shares[1] - shares[0]).compressed()
     if not len(difference):
         return (None, None)
-    # A difference is −1, 0 or 1, so a resample of n items is a multinomial draw of three counts.
-    shares = [np.mean(difference == value) for value in (-1, 0, 1)]
-    counts = np.random.default_rng(seed).multinomial(len(difference), shares, BOOTSTRAP_DRAWS)
-    low, high = np.quantile((counts[:, 2] - counts[:, 0]) / len(difference), (0.025, 0.975))
+    # There are few different differences, so a resample of n items is a multinomial draw of their counts.
+    values = np.unique([-1.0, 0.0, 1.0, *difference])
+    found = [np.mean(difference == value) for value in values]
+    counts = np.random.default_rng(seed).multinomial(len(difference), found, BOOTSTRAP_DRAWS)
+    low, high = np.quantile(counts @ values / len(difference), (0.025, 0.975))
     return float(low), float(high)
 
 

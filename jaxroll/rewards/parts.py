@@ -6,9 +6,9 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxroll.errors import DataError
 
@@ -210,3 +210,26 @@ def length(tokens: int, right: bool, settings: LengthSettings) -> float:
         return -used / L_max
     short, long = (settings.right_short, settings.right_long) if right else (settings.wrong_short, settings.wrong_long)
     return long + 0.5 * (short - long) * (1 + math.cos(math.pi * used / L_max))
+
+
+# --- Several answers to each item
+
+
+class Scored(Protocol):
+    """A scored answer: whether it is right, and whether it counts."""
+
+    @property
+    def right(self) -> bool: ...
+
+    @property
+    def pinned(self) -> bool: ...
+
+
+def counts(samples: Sequence[Sequence[Scored]]) -> list[tuple[int, int]]:
+    """(answers that count, right ones) of each item, for the items with any; `samples` has one list per repetition."""
+    found = []
+    for answers in zip(*samples, strict=True):
+        counted = [answer.right for answer in answers if answer.pinned]
+        if counted:
+            found.append((len(counted), sum(counted)))
+    return found

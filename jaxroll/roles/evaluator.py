@@ -2,7 +2,7 @@
 
 It has a small engine of its own, so that a version stays in it for a whole evaluation and no sampler waits. Every
 `evaluator.every` steps, and at the first and the last one, it fetches the newest weights, answers all held-out items
-greedily and reports one row. The store's limiter does not count its requests.
+`evaluator.samples` times and reports one row. The store's limiter does not count its requests.
 
 Threads: the main thread runs JAX; this module runs on the asyncio loop thread (`jaxroll.roles.session`).
 Tasks: one evaluation after the other.
@@ -22,12 +22,12 @@ from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import is_evaluated, next_evaluation
-from jaxroll.config.parsing import HELDOUT
+from jaxroll.config.parsing import HELDOUT, samples_of
 from jaxroll.data import tasks
 from jaxroll.envs.executors import count_cause
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Task, Version, VersionRef
-from jaxroll.rewards.parts import truth_or_empty
+from jaxroll.rewards.parts import counts, truth_or_empty
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import episode
@@ -71,9 +71,9 @@ class EvaluatorLoops:
     def __init__(self, session: sessions.EngineSession, sets: Mapping[str, Sequence[Task]]) -> None:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
-        self.manager = session.manager(sampling_params(self.config, self.tokenizer, 0.0))
+        self.manager = session.manager(sampling_params(self.config, self.tokenizer, self.config.evaluator.temperature))
         self._faults_reported: Counter[str] = Counter()
-        self.tasks, self.sets = sets[HELDOUT], {name: found for name, found in sets.items() if name != HELDOUT}
+        self.sets = sets
         hashes = json.dumps([task.question_hash for found in sets.values() for task in found])
         # the report checks that no held-out item was trained on
         disk.replace_text(session.args.paths.heldout, hashes)
@@ -115,22 +115,28 @@ class EvaluatorLoops:
         return True
 
     async def _row(self, version: Version) -> dict:
-        t0 = unix_s()
-        permits = 2 * self.config.evaluator.slots
-        results = await episode.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
-        others = {
-            name: await episode.scores(self.manager, found, self.tokenizer, version, permits=permits)
-            for name, found in self.sets.items()
-        }
-        sets = {name: _figures(scored) for name, scored in others.items()}
-        failed = _failures_by_cause([results, *others.values()])
+        t0, first, scored = unix_s(), 0, dict[str, Repeated]()
+        for name, found in self.sets.items():
+            scored[name] = await episode.scores(
+                self.manager,
+                found,
+                self.tokenizer,
+                version,
+                permits=2 * self.config.evaluator.slots,
+                samples=samples_of(self.config, name),
+                first=first,
+            )
+            first += len(found)  # so that no two sets draw with the same keys
+        results = scored.pop(HELDOUT)
+        sets = {name: figures(other) for name, other in scored.items()}
+        failed = _failures_by_cause([results, *scored.values()])
         t1 = unix_s()
         self.session.executors.threads.note_leftover(await self.manager.judged_threads())
         faults = self.manager.env_calls.faults + self.session.executors.processes.faults
         faults -= self._faults_reported
         self._faults_reported += faults
-        by_source = episode.grouped(results, lambda score: str(score.task.args().get("source", "")))
-        sources = {label: _figures(scored) for label, scored in by_source.items()}
+        places = episode.grouped(range(len(results[0])), lambda at: str(results[0][at].task.args().get("source", "")))
+        sources = {label: figures([[one[at] for at in items] for one in results]) for label, items in places.items()}
         examples = [
             {
                 "prompt": score.task.messages[-1].content,
@@ -139,7 +145,7 @@ class EvaluatorLoops:
                 "ok": score.right,
             }
             | ({} if score.extracted is None else {"extracted": score.extracted})
-            for score in results[:EXAMPLES]
+            for score in results[0][:EXAMPLES]
         ]
         return (
             {
@@ -148,9 +154,8 @@ class EvaluatorLoops:
                 "kind": "eval",
                 "step": version.step,
                 "lineage": version.lineage,
-                "accuracy": accuracy(results),
                 "correct": marks(results),
-                "n": sum(score.pinned for score in results),
+                **figures(results),
                 "reward_parts": mean_parts(results),
                 "t0": t0,
                 "t1": t1,
@@ -164,31 +169,37 @@ class EvaluatorLoops:
         )
 
 
-def _failures_by_cause(scored: Sequence[Sequence[episode.Score]]) -> dict[str, Counter[str]]:
-    """The number of failed items by kind and cause."""
+Repeated = Sequence[Sequence[episode.Score]]  # a list of scores, in order of the items, for each repetition
+
+
+def _failures_by_cause(sets: Sequence[Repeated]) -> dict[str, Counter[str]]:
+    """The number of failed answers by kind and cause."""
     found: dict[str, Counter[str]] = {}
-    for score in (score for results in scored for score in results if score.failed):
+    for score in (score for results in sets for one in results for score in one if score.failed):
         count_cause(found.setdefault(score.failed, Counter()), score.text)
     return found
 
 
-def _figures(results: Sequence[episode.Score]) -> dict[str, Any]:
-    return {"accuracy": accuracy(results), "n": sum(score.pinned for score in results)}
+def figures(results: Repeated) -> dict[str, Any]:
+    """`n` items with a pinned answer and their accuracy: the mean over items of the share of right answers, or None.
+
+    With several repetitions also their number, and `solved`: the share of the items with a right answer.
+    """
+    found = counts(results)
+    accuracy = sum(right / pinned for pinned, right in found) / len(found) if found else None
+    several = {"samples": len(results), "solved": sum(c > 0 for _, c in found) / len(found) if found else None}
+    return {"accuracy": accuracy, "n": len(found)} | (several if len(results) > 1 else {})
 
 
-def accuracy(results: Sequence[episode.Score]) -> float | None:
-    """Fraction of right answers among the pinned items; None without any."""
-    counted = [score.right for score in results if score.pinned]
-    return sum(counted) / len(counted) if counted else None
+def marks(results: Repeated) -> str:
+    """One character per answer, those of an item one after the other: 1 right, 0 wrong, - not pinned."""
+    return "".join(
+        "01"[answer.right] if answer.pinned else "-" for answers in zip(*results, strict=True) for answer in answers
+    )
 
 
-def marks(results: Sequence[episode.Score]) -> str:
-    """One character per item: 1 right, 0 wrong, - not pinned."""
-    return "".join("01"[score.right] if score.pinned else "-" for score in results)
-
-
-def mean_parts(results: Sequence[episode.Score]) -> dict[str, float]:
-    """The mean of every reward part over the pinned items."""
-    counted = [score.parts for score in results if score.pinned]
+def mean_parts(results: Repeated) -> dict[str, float]:
+    """The mean of every reward part over the pinned answers."""
+    counted = [score.parts for one in results for score in one if score.pinned]
     names = sorted({name for found in counted for name in found})
     return {name: sum(found.get(name, 0.0) for found in counted) / len(counted) for name in names}

@@ -444,9 +444,8 @@ class RolloutManager:
 class Score:
     """Result of one task: its text, and `pinned` if all tokens are of the evaluated version.
 
-    `right` is True if the reward was 1, or if its parts include one called `correct`, if that one was 1.
-    A failed item, and one with tokens of another version, is not pinned and does not count in any mean. `failed` is
-    INFRA or DATA for a failed item, whose text is the error; else ''.
+    `right`: the reward is 1 or, if there is a part `correct`, that is. An item that failed (`failed` is INFRA or DATA,
+    `text` the error) or has tokens of another version is not pinned and counts in no mean.
     """
 
     task: Task
@@ -465,21 +464,22 @@ async def scores(
     version: Version,
     *,
     permits: int,
-    sample: int = 0,
+    samples: int = 1,
     first: int = 0,
-) -> list[Score]:
-    """The score of every task, in order, with at most `permits` episodes at a time.
+) -> list[list[Score]]:
+    """The scores of all tasks in order, a list for each of `samples` repetitions; at most `permits` episodes at a time.
 
-    `sample` is the number of the repetition and `first` that of the first task; both determine the random keys.
+    The number of the repetition and that of the task, where `first` is the first one's, determine the random keys.
     """
     gate = asyncio.Semaphore(permits)
 
-    async def score(index: int, task: Task) -> Score:
+    async def score(index: int, task: Task, sample: int) -> Score:
         async with gate:
             member = await manager.run_member(Grant(first + index, task, ((sample, 0),), ttl_s=0.0), sample, 0)
         return _score(task, member, tokenizer, version)
 
-    return await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
+    found = await asyncio.gather(*(score(at, task, k) for k in range(samples) for at, task in enumerate(tasks)))
+    return [found[k * len(tasks) : (k + 1) * len(tasks)] for k in range(samples)]
 
 
 def grouped(values: Sequence[Any], key: Callable[[Any], str]) -> Mapping[str, list[Any]]:

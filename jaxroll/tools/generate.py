@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ from jaxroll.models import params as pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Task, Version
 from jaxroll.report.summary import wilson
+from jaxroll.rewards.parts import counts
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import RolloutManager, Score
 from jaxroll.rpc import http, protocol
@@ -247,18 +248,15 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
             first = 0
             try:
                 for name, tasks in sets.items():
-                    samples = [
-                        await episode.scores(
-                            manager,
-                            tasks,
-                            model.tokenizer,
-                            model.version,
-                            permits=2 * slots,
-                            sample=sample,
-                            first=first,
-                        )
-                        for sample in range(options.samples)
-                    ]
+                    samples = await episode.scores(
+                        manager,
+                        tasks,
+                        model.tokenizer,
+                        model.version,
+                        permits=2 * slots,
+                        samples=options.samples,
+                        first=first,
+                    )
                     found[name] = figures(samples, options.k)
                     first += len(tasks)  # so that no two sets draw with the same keys
             finally:
@@ -378,16 +376,6 @@ def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket
 RESAMPLES = 1000
 
 
-class Scored(Protocol):
-    """A scored answer: whether it is right, and whether it counts."""
-
-    @property
-    def right(self) -> bool: ...
-
-    @property
-    def pinned(self) -> bool: ...
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate 1 − C(n−c, k)/C(n, k) of the chance that one of k samples is right, given c right of n.
 
@@ -410,16 +398,6 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     draw = random.Random(seed)
     means = sorted(mean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
-
-
-def counts(samples: Sequence[Sequence[Scored]]) -> list[tuple[int, int]]:
-    """(answers that count, right ones) of each item, for the items with any; `samples` has one list per repetition."""
-    found = []
-    for answers in zip(*samples, strict=True):
-        counted = [answer.right for answer in answers if answer.pinned]
-        if counted:
-            found.append((len(counted), sum(counted)))
-    return found
 
 
 def table(found: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[str, tuple[float, float, float]]:

@@ -26,7 +26,7 @@ import pytest
 from jaxroll import config as configs
 from jaxroll import metrics
 from jaxroll.clock import unix_s
-from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
+from jaxroll.config import Config, EvaluatorConfig, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
 from jaxroll.envs import executors, processes
 from jaxroll.envs.processes import MOST_LEFT_THREADS
@@ -325,6 +325,29 @@ def test_failures_in_an_evaluation_are_counted_by_cause(
     shown = capsys.readouterr().out
     assert re.search(r"== failures in evaluations by cause\n.*\n +2 +1 +DATA +.* ago +.*of mine", shown)
     assert re.search(r"1\s+close: .*SystemExit", shown)
+
+
+def test_an_evaluation_can_have_several_answers_to_each_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is drawn with keys of its own, at the temperature of the evaluator."""
+    name, asked = NAME.format("misbehaving"), list[tuple[int, int, float]]()
+    generate = Model.generate
+
+    async def noted(self: Model, prompt: Any, key: GenerationKey, params: SamplingParams, **kind: Any) -> Completion:
+        asked.append((key.group, key.member, params.temperature))
+        return await generate(self, prompt, key, params, **kind)
+
+    monkeypatch.setattr(Model, "generate", noted)
+    sets = {"heldout": Feed(name, ["fair", "raises"]).tasks(), "other": Feed(name, ["fair"]).tasks()}
+    own = EvaluatorConfig(samples=3, temperature=0.7, sets={"other": {"samples": 2}})
+    config = dataclasses.replace(configured(name, 0), evaluator=own)
+    role = functools.partial(evaluate, sets=sets)
+    run(tmp_path, config, Feed(name, []), lambda _: bool(evaluations(tmp_path)), role)
+    (row,) = evaluations(tmp_path)
+    assert (row["correct"], row["n"], row["samples"], row["solved"]) == ("111---", 1, 3, 1.0)
+    assert row["sets"]["other"] == {"accuracy": 1.0, "n": 1, "samples": 2, "solved": 1.0}
+    assert sum(row["failed_by_cause"]["DATA"].values()) == 3
+    assert len(asked) == len(set(asked)) and {temperature for *_, temperature in asked} == {0.7}
+    assert {(group, member) for group, member, _ in asked} >= {(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)}
 
 
 def test_threads_that_environments_leave_in_an_evaluation_are_counted_in_its_row(

@@ -185,6 +185,18 @@ def test_the_interval_is_that_of_resampling_items(pairs, seed):
     np.testing.assert_allclose(summary.paired_interval(before, after), expected, atol=2.01 / len(pairs))
 
 
+@given(st.lists(st.tuples(*[st.text("01", min_size=3, max_size=3)] * 2), min_size=20, max_size=60), st.integers(0, 5))
+def test_the_interval_of_several_answers_is_that_of_resampling_items(pairs, seed):
+    import numpy as np
+
+    before, after = "".join(p[0] for p in pairs), "".join(p[1] for p in pairs)
+    difference = np.array([(p[1].count("1") - p[0].count("1")) / 3 for p in pairs])
+    draws = np.random.default_rng(seed).integers(0, len(pairs), (4000, len(pairs)))
+    expected = np.quantile(difference[draws].mean(axis=1), (0.025, 0.975))
+    np.testing.assert_allclose(summary.paired_interval(before, after, samples=3), expected, atol=2.01 / len(pairs))
+    assert summary.paired_interval("1-0---", "1111--", samples=2) == (0.0, 1.0), "items of 1 and 2 of their answers"
+
+
 def test_items_without_an_answer_and_other_items_make_no_pairs():
     assert summary.paired_interval("0101", "0101") == (0.0, 0.0)
     assert summary.paired_interval("0-0", "1-1") == (1.0, 1.0)

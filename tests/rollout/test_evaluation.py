@@ -34,8 +34,19 @@ def test_reward_parts_are_means_over_the_items_that_count() -> None:
         episode.Score(task, "", right=False, pinned=True, parts={"turns": 1.0}),
         episode.Score(task, "", right=False, pinned=False, parts={"tool_used_ok": 1.0, "other": 9.0}),
     ]
-    assert evaluator.mean_parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
-    assert evaluator.mean_parts([]) == {}
+    assert evaluator.mean_parts([scores]) == {"tool_used_ok": 0.5, "turns": 2.0}
+    assert evaluator.mean_parts([[]]) == {}
+
+
+def test_several_answers_to_an_item_count_as_their_share_of_right_ones() -> None:
+    task = Task(0, (Message("user", "?"),), "x", "{}", 0, "h")
+    yes, no = (episode.Score(task, "", right=right, pinned=True) for right in (True, False))
+    lost = episode.Score(task, "", right=True, pinned=False)
+    results = [[yes, no, lost, yes], [no, no, lost, lost]]
+    assert evaluator.figures(results) == {"accuracy": 0.5, "n": 3, "samples": 2, "solved": 2 / 3}
+    assert evaluator.marks(results) == "1000--1-"
+    assert evaluator.figures(results[:1]) == {"accuracy": 2 / 3, "n": 3}
+    assert evaluator.figures([[lost], [lost]]) == {"accuracy": None, "n": 0, "samples": 2, "solved": None}
 
 
 @pytest.mark.parametrize(

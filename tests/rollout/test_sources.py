@@ -141,7 +141,7 @@ def test_items_of_a_held_out_set_may_have_any_index() -> None:
     (task, *_) = evaluated(made, candidates)["far"]
     assert task.index >= 3 * SOURCE_ITEMS
 
-    async def job() -> list[Score]:
+    async def job() -> list[list[Score]]:
         executors = Executors(_Pool(), made)  # type: ignore[arg-type]
         manager = RolloutManager(
             Scripted({0: Candidate(task, (Message("assistant", "1"),))}, candidates.tokenizer), executors.create,
@@ -151,7 +151,7 @@ def test_items_of_a_held_out_set_may_have_any_index() -> None:
         await executors.close()
         return found
 
-    assert [(score.failed, score.pinned) for score in asyncio.run(job())] == [("", True)]
+    assert [(score.failed, score.pinned) for score in asyncio.run(job())[0]] == [("", True)]
 
 
 def test_a_source_may_have_a_system_prompt_of_its_own() -> None:

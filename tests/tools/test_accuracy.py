@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from jaxroll.rewards.parts import counts
 from jaxroll.rollout import episode
 from jaxroll.tools import generate
 
@@ -52,7 +53,7 @@ def test_bootstrap_intervals_cover_the_mean() -> None:
 
 def test_answers_that_do_not_count_are_left_out() -> None:
     yes, no, lost = Answer(True), Answer(False), Answer(True, pinned=False)
-    found = generate.counts([[yes, no, lost], [no, no, lost], [yes, lost, lost]])
+    found = counts([[yes, no, lost], [no, no, lost], [yes, lost, lost]])
     assert found == [(3, 2), (2, 0)]
     table = generate.table(found, (1, 3))
     assert [table["mean@3"][0], table["pass@1"][0]] == pytest.approx([1 / 3, 1 / 3])

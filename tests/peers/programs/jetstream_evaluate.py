@@ -14,7 +14,7 @@ from jetstream.engine import mock_engine
 
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Message, Task, Version
-from jaxroll.roles.evaluator import accuracy, marks
+from jaxroll.roles.evaluator import figures, marks
 from jaxroll.rollout import episode as rollouts
 from jaxroll.rollout.episode import RolloutManager
 from jaxroll.serving.jetstream_proxy import JetStreamProxy
@@ -55,7 +55,7 @@ class Exact:
         pass
 
 
-async def evaluated(proxy: JetStreamProxy) -> list[rollouts.Score]:
+async def evaluated(proxy: JetStreamProxy) -> list[list[rollouts.Score]]:
     words = Words()
     sampling = SamplingParams(max_tokens=4, temperature=0.0, stop_tokens=STOPS)
     manager = RolloutManager(proxy, lambda name: Exact(), words, sampling)
@@ -74,8 +74,8 @@ def main() -> None:
         results = asyncio.run(evaluated(proxy))
     finally:
         proxy.close()
-    said = {"marks": marks(results), "accuracy": accuracy(results)}
-    print(json.dumps(said | {"texts": [score.text for score in results]}))
+    said = {"marks": marks(results), "accuracy": figures(results)["accuracy"]}
+    print(json.dumps(said | {"texts": [score.text for score in results[0]]}))
 
 
 if __name__ == "__main__":
