@@ -6,6 +6,8 @@ The subclass tells what to fix: the config (`ConfigError`), the machine or the n
 
 from __future__ import annotations
 
+import re
+
 
 class JaxRollError(Exception):
     """Base of all errors raised by JaxRoll."""
@@ -23,13 +25,23 @@ class ConfigError(JaxRollError):
 def _shown(value: object) -> str:
     """The value in at most `_SHOWN` characters, because it may come from a file and be a whole document."""
     try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # an integer with more digits than Python prints
+        text = _ADDRESS.sub("", repr(_listed(value)))
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints, a list in itself
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 _SHOWN, _LINE = 300, 1000
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object without a text of its own
+
+
+def _listed(value: object) -> object:
+    """`value` with lists in place of tuples, as users write them."""
+    if isinstance(value, (tuple, list)):
+        return [_listed(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _listed(each) for key, each in value.items()}
+    return value
 
 
 def one_line(text: str, limit: int = _LINE) -> str:

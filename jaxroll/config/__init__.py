@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxroll import disk
 from jaxroll.config import derived
-from jaxroll.config.parsing import assign, build, plain
+from jaxroll.config.parsing import assign, build, plain, unknown
 from jaxroll.config.rewards import relative_to
 from jaxroll.config.rules import check
 from jaxroll.config.schema import (
@@ -87,6 +87,11 @@ __all__ = [
 # --- automatic values: they depend on other keys
 
 _AUTO_STEPS, _AUTO_RATE, _AUTO_MB = -1, -1.0, -1
+_AUTOMATIC: Mapping[str, Mapping[str, Any]] = {
+    "sft": {"steps": _AUTO_STEPS},
+    "learner": {"learning_rate": _AUTO_RATE},
+    "store": {"retention_mb": _AUTO_MB},
+}
 # A warm start would overwrite an imported model, and the learning rate for a fresh model would destroy it. The rates of
 # imported models are those of published GRPO runs: 1e-6 for all parameters, ten times as much for adapters.
 _IMPORTED_RATE, _ADAPTER_RATE = 1e-6, 1e-5
@@ -126,16 +131,23 @@ def _retention_mb(config: Config) -> int:
 
 
 def defaults() -> Any:
-    """Return every key with its default, as what a `get_config()` starts from; some are automatic until `parse`.
+    """Return every key with its default, for a `get_config()` to start from; some are automatic until `parse`.
 
     ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
     """
     import ml_collections
 
     values = to_dict(Config())
-    values["sft"]["steps"], values["learner"]["learning_rate"] = _AUTO_STEPS, _AUTO_RATE
-    values["store"]["retention_mb"] = _AUTO_MB
+    for section, automatic in _AUTOMATIC.items():
+        values[section] |= automatic
     return ml_collections.ConfigDict(values, type_safe=False)
+
+
+def _with_automatic(values: Mapping[str, Any]) -> dict:
+    """`values` with the automatic values of keys that are absent."""
+    sections = {name: values.get(name, {}) for name in _AUTOMATIC}
+    filled = {name: {**_AUTOMATIC[name], **own} for name, own in sections.items() if isinstance(own, Mapping)}
+    return {**values, **filled}
 
 
 def advice(config: Config) -> list[str]:
@@ -173,6 +185,9 @@ def read(path: str | Path) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a program of the user's, which may raise anything
+        known: Any = getattr(error, "obj", None)
+        if isinstance(error, AttributeError) and _is_config_dict(known):  # a key that the ConfigDict does not have
+            raise unknown("", str(error.name), None, tuple(known), Config) from error
         reason = described(error).partition("\n")[0]
         raise ConfigError("--config", str(path), reason, "Give a Python file whose get_config() runs.") from error
     if not _is_config_dict(config):
@@ -199,14 +214,14 @@ _FILE, _FILE_LIMIT_BYTES = "file:", 1 << 20
 
 
 def parse(values: ml_collections.ConfigDict | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The checked Config that `values` describe; keys that are absent keep their defaults.
+    """The checked Config that `values` describe; keys that are absent have their values of `defaults()`.
 
     `overrides` are those that `values` contain: a key that they name and `schedule.mode` fixes must have its value.
     """
     given: Any = values
     if _is_config_dict(given):
         given = given.to_dict()
-    config = build(Config, with_files(given, Path()))
+    config = build(Config, _with_automatic(with_files(given, Path())))
     named = {_key_and_value(text)[0].removeprefix("schedule.") for text in overrides}
     config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode, named))
     config = _chosen(config)

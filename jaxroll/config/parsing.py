@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -48,7 +48,7 @@ def build(kind: type[T], values: Any, prefix: str = "", root: type | None = None
     made = {}
     for name, value in values.items():
         if name not in names:
-            raise _unknown(prefix, str(name), value, names, root or kind)
+            raise unknown(prefix, str(name), value, names, root or kind)
         key, hint = _join(prefix, name), cast(type, hints[name])
         made[name] = build(hint, value, key, root or kind) if is_dataclass(hint) else coerce(hint, value, key)
     return kind(**made)
@@ -104,7 +104,7 @@ def assign(kind: type, values: dict, path: str, text: str) -> None:
         if is_dataclass(hint):
             known = tuple(field.name for field in fields(hint))
             if name not in known:
-                raise _unknown(prefix, name, text, known, kind)
+                raise unknown(prefix, name, text, known, kind, rest=names[depth + 1 :])
             hint = get_type_hints(hint)[name]
         elif hint is not dict:
             raise ConfigError(path, text, f"{prefix} has no keys of its own", f"Set --config.{prefix}=VALUE.")
@@ -154,10 +154,13 @@ def _any_from_text(text: str) -> Any:
         return text
 
 
-def _unknown(prefix: str, name: str, value: Any, names: tuple[str, ...], root: type) -> ConfigError:
+def unknown(
+    prefix: str, name: str, value: Any, names: Sequence[str], root: type, rest: Sequence[str] = ()
+) -> ConfigError:
     """The refusal of a key that nothing reads, with the likeliest full path.
 
     In this order: a sibling with these initials (lr), the same word elsewhere, a sibling or another word spelled alike.
+    `rest` are the words after `name`, which is a section then.
     """
     path = _join(prefix, name)
     if path in RENAMED:
@@ -167,13 +170,14 @@ def _unknown(prefix: str, name: str, value: Any, names: tuple[str, ...], root: t
     initials = [_join(prefix, known) for known in names if "".join(word[:1] for word in known.split("_")) == name]
     same = [path for path in paths if last[path] == name]
     near = [_join(prefix, known) for known in difflib.get_close_matches(name, names, n=1, cutoff=0.6)]
+    near = [".".join((one, *rest)) if any(path.startswith(f"{one}.") for path in paths) else one for one in near]
     spelled = difflib.get_close_matches(name, tuple(dict.fromkeys(last.values())), n=1, cutoff=0.7)
     likely = initials or same or near or [path for path in paths if last[path] in spelled]
     if likely:
         remedy = f"Did you mean {' or '.join(map(repr, likely[:3]))}?"
     else:
         remedy = f"Valid: {', '.join(_join(prefix, known) for known in sorted(names))}."
-    return ConfigError(_join(prefix, name), value, "unknown key", remedy)
+    return ConfigError(".".join((path, *rest)), value, "unknown key", remedy)
 
 
 def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -181,7 +181,7 @@ class TaskConfig:
 class SftConfig:
     """Warm start: supervised fine-tuning on worked answers before RL."""
 
-    # Optimizer steps. 0: no warm start. -1, as in defaults(): 300, or 0 with model.path.
+    # Optimizer steps. 0: no warm start. -1, as without the key: 300, or 0 with model.path.
     steps: NonNegativeInt = 300
     # Examples per step.
     batch: PositiveInt = 96
@@ -422,7 +422,7 @@ class LearnerConfig:
     lora_path: str = ""
     # Weight sync: parameters with merged adapters, or the adapters alone.
     lora_publish: Literal["merged", "adapters"] = "merged"
-    # Peak learning rate. -1, as in defaults(): this, or with model.path 1e-6 (adapters: 1e-5).
+    # Peak learning rate. -1, as without the key: this, or with model.path 1e-6 (adapters: 1e-5).
     learning_rate: PositiveFloat = 3e-4
     # Keep the moments of AdamW in host memory except in the update (docs/models.md).
     optimizer_offload: bool = False

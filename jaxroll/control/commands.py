@@ -36,13 +36,13 @@ def run_train(options: argparse.Namespace) -> int:
     from jaxroll.control import train
 
     if (options.fork is not None or options.new_log) and not options.resume:
-        raise ConfigError("--resume", False, "a new run has nothing for --fork or --new-log", "Add RUN and --resume.")
+        raise ConfigError("--resume", None, "a new run has nothing for --fork or --new-log", "Add RUN and --resume.")
     if options.insecure and options.host is None:
-        raise ConfigError("--insecure", True, "all traffic stays on this machine", "Leave it out, or add --host=NAME.")
+        raise ConfigError("--insecure", None, "all traffic stays on this machine", "Leave it out, or add --host=NAME.")
     given = {name: getattr(options, name) for name in ("fork", "new_log", "host", "insecure")}
     if options.resume:
         if not options.run:
-            raise ConfigError("--resume", True, "no run named", "Add RUN (`jaxroll list` shows the runs).")
+            raise ConfigError("RUN", None, "--resume names no run", "Add RUN (`jaxroll list` shows the runs).")
         path = run_dir.checked(options.run)
         if options.config:
             remedy = "Leave --config out; --config.KEY=VALUE may change a few keys."
@@ -101,7 +101,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     words = dict(zip(same, same, strict=True)) | {"drain": "drain_s"}
     given = {key: getattr(options, word) for word, key in words.items() if hasattr(options, word)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
-    return preflight.checked_host(RoleArgs(config, path, getattr(options, "store", None), index, **given), options)
+    return program.checked_host(RoleArgs(config, path, getattr(options, "store", None), index, **given), options)
 
 
 def run_offline(options: argparse.Namespace) -> int:
@@ -218,9 +218,9 @@ def run_sim(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", None, "no run named", "As in `jaxroll sim calibrate runs/demo`.")
         print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
         return
-    if not options.cluster or len(options.targets) > 1:
-        remedy = "Name one by --cluster=FILE (`jaxroll sim calibrate RUN` makes it), and at most one RUN."
-        raise ConfigError("--cluster", options.cluster, "more than one RUN, or no cluster", remedy)
+    if (several := len(options.targets) > 1) or not options.cluster:
+        key, value, reason = ("RUN", options.targets, "more than one") if several else ("--cluster", None, "no cluster")
+        raise ConfigError(key, value, reason, "Add --cluster=FILE; `jaxroll sim calibrate RUN` measures one.")
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):

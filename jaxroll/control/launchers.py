@@ -382,7 +382,7 @@ def engine_of(options: argparse.Namespace) -> str:
     if unknown or len(named) > 1 or not (named or options.target):
         reason = f"must name one engine, not {len(named)}" if not unknown else "no such engine"
         hint = nearest(unknown[0], KNOWN) if unknown else f"Engines: {', '.join(KNOWN)}."
-        raise ConfigError("--on", " ".join(unknown or named), reason, hint)
+        raise ConfigError("--on", " ".join(unknown or named) or None, reason, hint)
     engine = named[0] if named else ""
     _check_options(options, engine)
     return engine

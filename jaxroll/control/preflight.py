@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from jaxroll import config as configs
-from jaxroll.config import Config, MeshConfig, RoleArgs, TaskConfig
+from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.config.derived import (
     COLOCATED,
     cache_tokens,
@@ -48,7 +48,7 @@ from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.report import trackers
-from jaxroll.rpc import tls
+from jaxroll.rpc import protocol, tls
 from jaxroll.run_paths import RunPaths
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import HFTokenizer
@@ -384,20 +384,30 @@ def _check_algorithm(name: str) -> None:
         raise ConfigError(
             "learner.algorithm",
             name,
-            f"{spec.origin} registers no algorithm of that name",
+            f"{spec.origin or module} registers no algorithm of that name",
             nearest(short, names) if names else f"Put @register({short!r}) before it.",
         )
 
 
+_MOST_FILES = 200  # that are read in seconds
+
+
 def _registered(spec: ModuleSpec) -> tuple[str, ...] | None:
-    """The names that the source of a module registers; None if only its execution can tell."""
-    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py") or spec.submodule_search_locations:
+    """The names that the source of a module, or any of a package, registers; None if only its execution can tell."""
+    if spec.name.partition(".")[0] in sys.stdlib_module_names:
+        return ()
+    files = [path for folder in spec.submodule_search_locations or () for path in sorted(Path(folder).rglob("*.py"))]
+    if len(files) > _MOST_FILES:
         return None
-    try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return None  # the learner gives the reason
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _callee(node.func) == "register"]
+    if not files and spec.has_location and spec.origin:
+        files = [Path(spec.origin)]
+    calls = list[ast.Call]()
+    for path in files:
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, ValueError, SyntaxError, RecursionError):
+            return None  # the learner gives the reason
+        calls += [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _callee(node.func) == "register"]
     names = [node.args[0].value for node in calls if node.args and isinstance(node.args[0], ast.Constant)]
     return tuple(map(str, names)) if len(names) == len(calls) else None
 
@@ -477,24 +487,11 @@ def check_options(options: argparse.Namespace, config: Config) -> None:
     if options.command == COLOCATED and not config.placement.colocated:
         reason = "this run has a process for each role"
         raise ConfigError("placement.colocated", False, reason, "Set it to True, for every process of the run.")
+    if options.command == "store" and not options.child and options.store:
+        path = run_dir.checked(options.run) if options.run else Path()
+        protocol.listening("--store", options.store, insecure=options.insecure, has_tls=tls.load(path) is not None)
     if options.command != "actor":
         return
     if not config.placement.actors:
         remedy = "Start the run, and every role of it, with --config.placement.actors=N."
         raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves", remedy)
-
-
-def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
-    """`args`. ConfigError for a process that the role does not have."""
-    if options.command == "store" and bool(args.peer) != args.config.store.standby:
-        remedy = "Give both stores --peer=HOST:PORT and store.standby=True, or neither."
-        raise ConfigError("--peer", args.peer, f"the config has store.standby={args.config.store.standby}", remedy)
-    if options.command == "store" and args.index > bool(args.peer):
-        remedy = "Use 0 for the one that begins the run, and 1 for its standby (store.standby)."
-        raise ConfigError("--index", args.index, "there is no such store", remedy)
-    if options.command not in ("learner", "sampler"):
-        return args
-    hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"
-    if not 0 <= hosts.index < hosts.count:
-        raise ConfigError(option, hosts.index, f"the run has {hosts.key}={hosts.count}", "They are numbered from 0.")
-    return args

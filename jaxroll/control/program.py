@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import subprocess
@@ -193,6 +194,22 @@ def check_stores(config: Config) -> None:
         raise ConfigError(
             "store.standby", True, reason, "Use launch --on=ssh, or start the roles by hand (docs/machines.md)."
         )
+
+
+def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
+    """`args`. ConfigError for a process that the role does not have."""
+    if options.command == "store" and bool(args.peer) != args.config.store.standby:
+        remedy = "Give both stores --peer=HOST:PORT and store.standby=True, or neither."
+        raise ConfigError("--peer", args.peer, f"the config has store.standby={args.config.store.standby}", remedy)
+    if options.command == "store" and args.index > bool(args.peer):
+        remedy = "Use 0 for the one that begins the run, and 1 for its standby (store.standby)."
+        raise ConfigError("--index", args.index, "there is no such store", remedy)
+    if options.command not in ("learner", "sampler"):
+        return args
+    hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"
+    if not 0 <= hosts.index < hosts.count:
+        raise ConfigError(option, hosts.index, f"the run has {hosts.key}={hosts.count}", "They are numbered from 0.")
+    return args
 
 
 def role_words(name: str) -> tuple[str, ...]:

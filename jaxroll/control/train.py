@@ -233,6 +233,9 @@ def join(options: argparse.Namespace, runs: Path) -> int:
         if value:
             raise ConfigError(name, value, "a sampler that joins gets it from the store", f"Leave {name} out.")
     shared = Path(os.path.abspath(options.join)) if os.path.isdir(options.join) else None
+    if shared is None and not all(map(protocol.is_address, options.join.split(","))):
+        reason = "neither HOST:PORT of a store nor the folder of a run"
+        raise ConfigError("--join", options.join, reason, "Write it as in --join=127.0.0.1:7077 or --join=runs/demo.")
     if shared is not None and options.run:
         raise ConfigError("RUN", options.run, f"{options.join} is the folder of this sampler", "Leave RUN out.")
     address = options.join if shared is None else _store_address(shared)

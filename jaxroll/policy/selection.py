@@ -322,7 +322,7 @@ class Filter:
             raise ConfigError(
                 "schedule.filter",
                 self.kind,
-                f"with the rewards {_TRIED}: {tried.reason}",
+                f"with the rewards {[*_TRIED]}: {tried.reason}",
                 "It takes a tuple of rewards and returns '' or a reason.",
             )
 

@@ -30,7 +30,7 @@ from jaxroll.report import activity, record
 from jaxroll.report.formats import UNKNOWN, Section, moment, number, show
 from jaxroll.report.record import best_checkpoint
 from jaxroll.report.summary import trained_steps
-from jaxroll.report.trajectory import Decoder, decoder, supports_of
+from jaxroll.report.trajectory import Decoder, decoder, shown_state, supports_of
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.log import database
 from jaxroll.store.log.replay import Replayed, replay_log
@@ -215,6 +215,7 @@ def _member_row(found: Row, decode: Decoder | None) -> Row:
     prompt, answer = _texts(outcome, decode)
     return found | {
         "group": found.pop("group_id"),
+        "state": shown_state(found["state"]),
         "question": messages[-1]["content"] if messages else None,
         "prompt_text": prompt,
         "answer_text": answer,

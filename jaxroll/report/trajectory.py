@@ -46,6 +46,7 @@ def facts(db: sqlite3.Connection, group: int, decode: Decoder | None) -> Facts:
         highest = db.execute("SELECT MAX(id) FROM groups").fetchone()[0]
         remedy = "None was issued yet." if highest is None else f"Use one of 0 to {highest}."
         raise ConfigError("--group", group, "there is no such group", remedy)
+    row["state"] = shown_state(row["state"])
     row["issued_ago_s"] = now - row.pop("issued_unix_s")
     ended = row.pop("ended_unix_s")
     row["ended_ago_s"] = None if ended is None else now - ended
@@ -233,7 +234,7 @@ def sections(f: Facts, why_no_text: str) -> list[Section]:
     group, task = f["group"], f["task"]
     again = f", to replace group {group['reissue_of']}" if group["reissue_of"] is not None else ""
     rows = [
-        ("state", shown_state(group["state"]) + (f": {group['reason']}" if group["reason"] else "")),
+        ("state", group["state"] + (f": {group['reason']}" if group["reason"] else "")),
         *([] if task else [("question", NO_TEXT)]),
         ("issued", f"{duration(group['issued_ago_s'])} ago{again}"),
     ]

@@ -46,6 +46,7 @@ def main(args: RoleArgs) -> None:
 
 
 async def _serve(args: RoleArgs) -> None:
+    from jaxroll.rpc import protocol, tls
     from jaxroll.rpc.server import is_silent
     from jaxroll.store.server.server import serve  # the feeder starts without it
 
@@ -63,9 +64,8 @@ async def _serve(args: RoleArgs) -> None:
             print("store: stopped", flush=True)
             return
     feeder = FeederProcess(args.run_dir)
-    host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write for example --store=127.0.0.1:7077.")
+    has_tls, named = tls.load(args.run_dir) is not None, args.store_address or "127.0.0.1:0"
+    host, port = protocol.listening("--store", named, insecure=args.insecure, has_tls=has_tls)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.ensure_future(
         serve(
@@ -73,7 +73,7 @@ async def _serve(args: RoleArgs) -> None:
             args.run_dir,
             feeder,
             host=host,
-            port=int(port),
+            port=port,
             ready=address.set_result,
             insecure=args.insecure,
             vocab_size=Vocabulary(args.config, args.run_dir),

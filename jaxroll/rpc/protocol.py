@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -148,6 +149,34 @@ def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bo
             "would carry plain text to other machines",
             "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a trusted network.",
         )
+
+
+def listening(option: str, text: str, *, insecure: bool, has_tls: bool) -> tuple[str, int]:
+    """Host and port of `text`, where this process can listen. ConfigError that names `option` if it cannot."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
+        raise ConfigError(option, text, "not HOST:PORT", f"Write for example {option}=127.0.0.1:7077.")
+    if not (is_loopback(host) or has_tls or insecure):
+        reason = "would carry plain text to other machines"
+        remedy = "Set JAXROLL_TLS to a folder of certificates, or use --insecure on a trusted network."
+        raise ConfigError(option, text, reason, remedy)
+    if error := bind_error(host, int(port)):
+        taken = error.errno == errno.EADDRINUSE
+        reason = "another process has this port" if taken else f"cannot listen there ({error.strerror})"
+        raise ConfigError(option, text, reason, "Choose another one.")
+    return host, int(port)
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """The reason why this process cannot listen on `port` (0: on any) of `host` now; None if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            return error
+    return None
 
 
 def raise_descriptor_limit() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +90,7 @@ class RawServer:
     def bind(self, host: str, port: int, *, insecure: bool = False) -> int:
         """Bind to `port` if it is free, otherwise (and for 0) to any; the port bound. ConfigError if that fails."""
         rpc_protocol.check_exposure(host, secret=self._secret, has_tls=self._tls is not None, insecure=insecure)
-        if port and not _is_free(host, port):
+        if port and rpc_protocol.bind_error(host, port):
             port = 0
         address = rpc_protocol.address(host, port)
         try:
@@ -277,14 +276,3 @@ async def is_silent(address: str, limit_s: float) -> bool:
         if writer is not None:
             writer.close()
     return False
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError:
-            return False
-    return True

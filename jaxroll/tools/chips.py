@@ -96,8 +96,8 @@ def topology(name: str) -> Topology:
         return Topology(name, "cpu", "cpu", int(match[1]))
     raise ConfigError(
         "--topology",
-        name,
-        "unknown hardware",
+        name or None,
+        "unknown hardware" if name else "no hardware named",
         f"Use a slice such as v5e:8x8, v5p:4x4x4 or v6e:8x8, gpu:8x{gpus[0]} (or {', '.join(gpus[1:])}), or cpu:2.",
     )
 

@@ -188,6 +188,35 @@ def test_an_imported_model_is_not_trained_over(tmp_path, lines, overrides, steps
     assert config.parse(config.to_dict(found)) == found, "run.json holds what was chosen"
 
 
+@pytest.mark.parametrize("learner", [{}, {"lora_rank": 4}])
+def test_a_config_without_defaults_has_the_same_automatic_values(tmp_path: Path, learner: dict) -> None:
+    """`parse` of a few keys, and a file whose ConfigDict does not start from `defaults()`."""
+    values = {"model": {"path": "/m"}, "learner": learner}
+    found = config.parse(values)
+    wanted = config.load(config_file(tmp_path), ["model.path=/m", *(f"learner.{k}={v}" for k, v in learner.items())])
+    assert found == wanted and found.sft.steps == 0
+    file = tmp_path / "bare.py"
+    file.write_text(f"from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({values})\n")
+    assert config.load(file) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "overrides", "shown"),
+    [
+        ("config.lerner.x = 1", [], "lerner: unknown key. Did you mean 'learner'?"),
+        ("config.lerner = 1", [], "lerner = 1: unknown key. Did you mean 'learner'?"),
+        ("pass", ["schedul.alpha=1"], "schedul.alpha = '1': unknown key. Did you mean 'schedule.alpha'?"),
+        ("pass", ["run.nam.x=1"], "run.nam.x = '1': unknown key. Did you mean 'run.name'?"),
+        ("config.run.name = ('a', ('b',))", [], "run.name = ['a', ['b']]: a tuple where a string"),
+        ("config.run.name = lambda: 0", [], "<function get_config.<locals>.<lambda>>"),
+    ],
+)
+def test_a_mistake_in_a_file_is_shown_as_it_was_written(tmp_path, line, overrides, shown) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(config_file(tmp_path, line), overrides)
+    assert shown in str(caught.value)
+
+
 def test_paths_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir("/")
     file = config_file(

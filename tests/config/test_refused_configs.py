@@ -20,7 +20,7 @@ BAD = [
     pytest.param(["learner.learning_rat=1"], "learner.learning_rat", "1", "learner.learning_rate", id="unknown key"),
     pytest.param(["learner.alpha=1"], "learner.alpha", "1", "schedule.alpha", id="key of another section"),
     pytest.param(["batch=1"], "batch", "1", "sft.batch", id="key without its section"),
-    pytest.param(["lerner.substeps=1"], "lerner", "1", "learner", id="unknown section"),
+    pytest.param(["lerner.substeps=1"], "lerner.substeps", "1", "learner", id="unknown section"),
     pytest.param(["learner=1"], "learner", "1", "a section", id="a section set"),
     pytest.param(["model.size.x=1"], "model.size.x", "1", "model.size", id="a value with keys"),
     pytest.param(["schedule.alpha=much"], "schedule.alpha", "much", "a number", id="not a number"),

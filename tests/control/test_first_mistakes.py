@@ -103,7 +103,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("init mine.py --task=chain_sums", ("chain_sums",), "init mine.py --task=chain_sum"),
     ("init mine.py --model=models/none", ("models/none", "config.json", "the folder of"), "init mine.py --model=model"),
     # plans
-    ("plan --config=configs/smoke.py", ("--topology", "v5e:8x8"), "plan --config=configs/smoke.py --topology=v5e:8x8"),
+    ("plan --config=configs/smoke.py", ("--topology: no hardware", "v5e:8x8"),
+     "plan --config=configs/smoke.py --topology=v5e:8x8"),
     ("plan --config=configs/smoke.py --topology=v5e:3x3", ("--topology", "v5e:8x8"),
      "plan --config=configs/smoke.py --topology=v5e:8x8"),
     ("plan --topology=v5e:8x8", ("--config", "configs/demo.py"), "plan --config=configs/demo.py --topology=v5e:8x8"),
@@ -119,6 +120,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), "sim calibrate long"),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"),
      "sim --config=configs/smoke.py --cluster=cluster.toml --config.schedule.steps=2"),
+    ("sim calibrte long", ("RUN = ['calibrte', 'long']", "jaxroll sim calibrate RUN"), "sim calibrate long"),
     ("sim calibrate old", ("too few", "ten steps"), "sim calibrate long"),
     ("place --config=configs/smoke.py", ("--cluster=FILE", "docs/placement.md"),
      "place --config=configs/smoke.py --cluster=hardware.toml"),
@@ -172,7 +174,9 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("actor begun", ("placement.actors", "--config.placement.actors=N"),
      "actor --config=configs/smoke.py --run=r --config.placement.actors=1"),
     ("store begun --store=localhost", ("--store", "--store=127.0.0.1:7077"), "store begun --store=127.0.0.1:0"),
-    ("launch --config=configs/smoke.py", ("--on", "slurm"), "launch --config=configs/smoke.py --on=skypilot --dry-run"),
+    ("sampler --join=nope", ("--join", "nope", "--join=127.0.0.1:7077"), "sampler --help"),
+    ("launch --config=configs/smoke.py", ("--on: must name", "slurm"),
+     "launch --config=configs/smoke.py --on=skypilot --dry-run"),
 ]  # fmt: skip
 
 
@@ -369,6 +373,23 @@ def test_a_port_that_another_process_has(home: Path) -> None:
         )
     assert done.returncode == 64 and f"127.0.0.1:{port}" in done.stderr and "another process" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_store_that_cannot_listen_leaves_no_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next attempt with that name would find a run there."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        taken = f"127.0.0.1:{held.getsockname()[1]}"
+        for address, why in (
+            (taken, "another process has this port"),
+            ("8.8.8.8:1", "plain text"),
+            ("8.8.8.8:1 --insecure", "cannot listen there"),
+            ("127.0.0.1:x", "not HOST:PORT"),
+        ):
+            words = ["store", "fresh", "--config=configs/smoke.py", *f"--store={address}".split()]
+            assert cli.main(words) == 64
+            shown = capsys.readouterr().err
+            assert f"--store = '{address.split()[0]}'" in shown and why in shown
+            assert not (home / "runs" / "fresh").exists() and not (home / "fresh").exists()
 
 
 def test_every_command_has_a_mistake() -> None:

@@ -342,7 +342,6 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "store/log/database.py": HERE,
     "store/server/server.py::serve": HERE,
     "store/server/standby.py::Follower._call": HERE,
-    "roles/store.py::_serve": HERE,
     "learner/checkpoint.py::Checkpoints.__init__": TYPED,
     "learner/checkpoint.py::Checkpoints.at": HERE,
     "learner/checkpoint.py::_check_same": HERE,

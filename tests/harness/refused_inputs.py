@@ -70,6 +70,17 @@ def module(text: str) -> Make:
     return lambda here: (here / "game.py").write_text(text)
 
 
+def package(text: str) -> Make:
+    """A package game in the working folder, with `text` in one of its modules."""
+
+    def make(here: Path) -> None:
+        (here / "game").mkdir()
+        (here / "game" / "__init__.py").write_text("from game.inner import *\n")
+        (here / "game" / "inner.py").write_text(text)
+
+    return make
+
+
 GOOD = {"question": "1+1", "answer": "2"}
 JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
 OF_SOURCE = 'task.mixture=[{{"label": "a", {}}}]'
@@ -200,6 +211,11 @@ CASES: dict[str, Case] = {
     "algorithm not registered": (
         module("def mine(learner): ..."), ["learner.algorithm=game:mine"], "learner.algorithm", "game:mine",
         "@register('mine')"),
+    "algorithm of a library": (
+        None, ["learner.algorithm=math:sqrt"], "learner.algorithm", "math:sqrt", "registers no algorithm"),
+    "algorithm absent in its package": (
+        package("from jaxroll.algorithms.registry import register\n@register('mine')\ndef f(learner): ..."),
+        ["learner.algorithm=game:main"], "learner.algorithm", "game:main", "Did you mean 'mine'?"),
     "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
     "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
     "no such rows of a set": (

@@ -225,7 +225,7 @@ def test_a_group_without_its_payloads_names_the_key(tmp_path: Path) -> None:
     asyncio.run(recorded_run(tmp_path, compact_every=3, keep_bytes=0, history_bytes=0))
     with database.transaction(tmp_path) as db:
         found = trajectory.facts(db, 0, None)
-    assert found["group"]["state"] == "TRIMMED" and found["task"] is None and found["events"] == []
+    assert found["group"]["state"] == "DURABLE" and found["task"] is None and found["events"] == []
     assert all("keep_trajectories_mb" in member["gone"] and member["tokens"] == 4 for member in found["members"])
 
 
