@@ -7,7 +7,7 @@ the event loop is late by at most 50 ms in 99 of 100 samples taken every 5 ms. I
 ten hangs in its thread and one in ten raises: every lost member must have its record, and the others must take no
 longer.
 
-    python benchmarks/environments.py [--quick] [--environments=2000] [--rounds=3]
+    python -m benchmarks.environments [--quick] [--environments=2000] [--rounds=3]
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> None:
     say(f"aims {aims}: {'missed in ' + ', '.join(missed) if missed else 'met in every arm'}")
     finish(
         {**settings, "rounds": rounds, "aims": aims, "missed": missed, **summary},
-        command="python benchmarks/environments.py",
+        command="python -m benchmarks.environments",
         started=started,
     )
 

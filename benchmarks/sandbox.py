@@ -6,7 +6,7 @@ are called with a case. Aim: at least 2,000 scores per second on two cores for o
 and every escape of `benchmarks.lib.hacks` is run: none may be paid, none may have an effect, and the pool must still
 score. `cpu_ms_per_score` counts all processes and depends less on other work on the machine than the rate does.
 
-    python benchmarks/sandbox.py [--quick] [--scores=8000] [--rounds=3]
+    python -m benchmarks.sandbox [--quick] [--scores=8000] [--rounds=3]
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def main() -> None:
             "escapes": len(escaped),
             "escaped": escaped,
         },
-        command="python benchmarks/sandbox.py",
+        command="python -m benchmarks.sandbox",
         started=started,
     )
 

@@ -1,8 +1,8 @@
 """Qwen3-0.6B on arithmetic: learner on four devices (fsdp), sampler on four (tensor); for TPU and GPU.
 
 Command   jaxroll train --config=configs/rlvr_qwen3_0p6b.py
-Needs     models/Qwen3-0.6B with the weights and tokenizer.json; a host with eight TPU chips (v5e or later) or eight
-          GPUs, four per role; on four GPUs both roles share all of them
+Needs     models/Qwen3-0.6B with the weights and tokenizer.json, pip install 'jaxroll[hf]' for its chat template; a host
+          with eight TPU chips (v5e or later) or eight GPUs, four per role; on four GPUs both roles share all of them
 State     a starting point: its programs compile for a v5e slice (`make soak`); it has never run on the hardware
 """
 

@@ -3,9 +3,9 @@
 Command   launch/tpu_vm.sh --config=configs/rlvr_qwen3_8b.py --on store=a --on learner=a --on sampler=b …
           (launch/README.md), launch/gpu.sh with the same arguments, or on one machine with eight GPUs that both roles share:
           jaxroll train --config=configs/rlvr_qwen3_8b.py --config.schedule.mode=sync
-Needs     models/Qwen3-8B with the weights and tokenizer.json on both machines; parameters, gradients and AdamW's
-          moments take 131 GB in float32, so 16.4 GB on each of the learner's devices before activations: v6e, v5p, or
-          80 GB GPUs
+Needs     models/Qwen3-8B with the weights and tokenizer.json, and pip install 'jaxroll[hf]' for its chat template, on
+          both machines; parameters, gradients and AdamW's moments take 131 GB in float32, so 16.4 GB on each of the
+          learner's devices before activations: v6e, v5p, or 80 GB GPUs
 State     a starting point: it has never run on the hardware
 """
 

@@ -383,7 +383,7 @@ def replay_sections(run_dir: Path, found: Replayed) -> list[Section]:
     rows = [
         ("records", f"{number(found.records)}, {begun} to record {number(found.last)}"),
         ("kinds", kinds or "none"),
-        ("state checkpoints", f"{found.snapshots} compared with the state at their position"),
+        ("state checkpoints", f"{found.checkpoints} compared with the state at their position"),
         ("tables", f"compared at the end: {tables}" if tables else "not compared: the log itself is broken"),
     ]
     checks = [(text,) for text in (*CHECKED, largest if found.ages_checked else "ages: the log names no bound")]

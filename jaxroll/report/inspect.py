@@ -232,7 +232,7 @@ def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
     path = RunPaths(run_dir).database
     wal = path.with_name(path.name + "-wal")
     first, last = db.execute("SELECT MIN(position), MAX(position) FROM log").fetchone()
-    snapshot = db.execute("SELECT MAX(position) FROM snapshots").fetchone()[0]
+    checkpoint = db.execute("SELECT MAX(position) FROM snapshots").fetchone()[0]
     kept, kept_bytes = db.execute("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM retired").fetchone()
     return {
         "database_bytes": path.stat().st_size,
@@ -240,8 +240,8 @@ def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
         "free_pages": db.execute("PRAGMA freelist_count").fetchone()[0],
         "history_from": first,
         "history_to": last,
-        "snapshot": snapshot,
-        "kept_groups": kept,
+        "state_checkpoint": checkpoint,
+        "ended_groups_kept": kept,
         "kept_bytes": kept_bytes,
     }
 
@@ -494,7 +494,7 @@ def _disk(f: Facts) -> Section:
     rows = [
         ("store.db, its WAL", f"{_mb(disk['database_bytes'])} MB, {_mb(disk['wal_bytes'])} MB"),
         ("records", f"{number(disk['history_from'])} to {number(disk['history_to'])} are kept; state checkpoint at "
-                    f"{number(disk['snapshot'])}"),
-        ("trajectories", f"{disk['kept_groups']} groups that ended are kept ({_mb(disk['kept_bytes'])} MB)"),
+                    f"{number(disk['state_checkpoint'])}"),
+        ("trajectories", f"{disk['ended_groups_kept']} groups that ended are kept ({_mb(disk['kept_bytes'])} MB)"),
     ]  # fmt: skip
     return Section("on disk", (), rows)

@@ -97,7 +97,7 @@ class MemoryLog:
 
     def __init__(self, *, keep_bytes: int = 0) -> None:
         self.connection = sqlite3.connect(":memory:", isolation_level=None)
-        database.prepared(self.connection, Path(":memory:"))
+        database.prepare(self.connection, Path(":memory:"))
         self.recovered = database.recovered(self.connection)
         self.failure: InfraError | None = None
         self.commits = 0

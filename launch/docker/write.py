@@ -1,4 +1,4 @@
-"""Write the Dockerfiles of this folder: the packages of requirements.txt and of one accelerator, each at its pin.
+"""Write the Dockerfiles of this folder: requirements.txt, extras of real models and an accelerator, each at its pin.
 
 `make constraints` runs it. Needs `packaging`, to read the conditions of the pins.
 """
@@ -22,6 +22,8 @@ IMAGE = {
     "platform_system": "Linux",
     "platform_machine": "x86_64",
 }
+# For the configs of real models: chat templates, mathematical equality, Parquet (the extras hf, math and data).
+RECIPES = r"jinja2|markupsafe|math-verify|latex2sympy2-extended|antlr4-python3-runtime|pyarrow"
 # Kind of image: (further packages of constraints.txt, by name; options of `docker run`).
 KINDS = {
     "cpu": ("", ""),
@@ -55,7 +57,8 @@ def pins(file: Path, names: str = ".*") -> list[str]:
 def dockerfile(kind: str) -> str:
     """The text of the Dockerfile of one kind."""
     names, options = KINDS[kind]
-    chosen = sorted({*pins(ROOT / "requirements.txt"), *pins(ROOT / "constraints.txt", names)})
+    further = pins(ROOT / "constraints.txt", f"{RECIPES}|{names}" if names else RECIPES)
+    chosen = sorted({*pins(ROOT / "requirements.txt"), *further})
     return TEMPLATE.format(kind=kind, options=options, python=PYTHON, pins=" \\\n".join(f"  {pin}" for pin in chosen))
 
 

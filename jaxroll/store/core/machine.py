@@ -148,7 +148,7 @@ def _issued(state: State, e: ev.Issued, now_s: float) -> None:
     ordinal = state.next_ordinal if e.ordinal < 0 else e.ordinal
     slots = [Slot() for _ in range(e.size)]
     group = state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal, e.wanted)
-    state.index.opened(group)
+    state.index.add(group)
     state.next_group = e.group + 1
     state.issued += 1
     touch(state.questions, e.task.question_hash).issued += 1
@@ -189,7 +189,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
         slot.reserved_for = ""
     note_seen(state, e.holder, now_s)
-    state.index.changed(group)
+    state.index.update(group)
     no_room(state, e.holder)
     receipt = state.receipts.get(key := state.receipt_key(e.session, e.reserved))
     if receipt is None or receipt.request != e.request:
@@ -205,7 +205,7 @@ def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
         slot.rests_until_s = now_s + RESERVED_S if e.reserved_for else 0.0
         if e.holder_rest_s is not None:
             puts.note_too_slow(state, slot.holder, e.holder_rest_s, now_s)
-    state.index.changed(group)
+    state.index.update(group)
 
 
 def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
@@ -214,7 +214,7 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
         group.slots[member].status, group.slots[member].flushed = DROPPED, None
     group.note = e.reason
     state.shrunk += 1
-    state.index.changed(group)
+    state.index.update(group)
     puts.note_ready(state, group)
 
 
@@ -223,13 +223,13 @@ def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
     for member in e.members:
         group.slots[member].status, group.slots[member].flushed = DROPPED, None
     state.aborted_members += len(e.members)
-    state.index.changed(group)
+    state.index.update(group)
     puts.note_ready(state, group)
 
 
 def _expired(state: State, e: ev.Expired, now_s: float) -> None:
     group = state.open.pop(e.group, None) or state.held.pop(e.group)
-    state.index.ended(group)
+    state.index.remove(group)
     kind = e.reason.partition(":")[0]
     state.expired[kind] = state.expired.get(kind, 0) + 1
     if kind == FILTERED:
@@ -240,7 +240,7 @@ def _expired(state: State, e: ev.Expired, now_s: float) -> None:
 
 def _died(state: State, e: ev.Died, now_s: float) -> None:
     group = state.open.pop(e.group)
-    state.index.ended(group)
+    state.index.remove(group)
     state.dead, state.died = state.dead + 1, state.died + 1
     _lost(state, group, "dead")
 
@@ -259,7 +259,7 @@ def _lost(state: State, group: Group, reason: str) -> None:
 def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     for gid in e.groups:
         group = state.held[gid] = state.open.pop(gid)
-        state.index.claimed(group)
+        state.index.close(group)
         group.step = e.step
         _count_trained(state, group)
     if (cut := training.cut_of(state)) is not None:
@@ -311,7 +311,7 @@ def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
     training.keep_cut(state, e.version)
     for step in range(state.durable, e.version.step):
         for gid in state.batches[step].groups:
-            state.index.ended(state.held.pop(gid))
+            state.index.remove(state.held.pop(gid))
             state.trimmed += 1
     state.durable = e.version.step
     state.moved_at_s = now_s
@@ -356,7 +356,7 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
     for group in state.open.values():
         for _, slot in group.missing():  # the holder samples in a lineage that has ended
             slot.status, slot.fenced, slot.flushed = FREE, slot.attempt, None
-        state.index.changed(group)
+        state.index.update(group)
     state.receipts.clear()
 
 

@@ -292,7 +292,7 @@ def apply_put(state: State, e: ev.Put, now_s: float) -> None:
     state.tokens_put += slot.tokens
     state.member_bytes = max(state.member_bytes, e.size_bytes)
     state.moved_at_s = now_s
-    state.index.changed(group)
+    state.index.update(group)
     note_ready(state, group)
 
 
@@ -320,7 +320,7 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     _note_end(state, slot.holder, failed=True)
     if e.holder_rest_s is not None:
         _note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
-    state.index.changed(group)
+    state.index.update(group)
 
 
 def _note_duration(state: State, holder: str, took_s: float, tokens: int, *, is_measured: bool) -> None:

@@ -161,7 +161,7 @@ class Index:
         self._lacking_order: list[int] = []
         self._shares: dict[int, tuple[int, int, int]] = {}  # group → what it adds to `pending`, `leased`, `put_bytes`
         for group in open_.values():
-            self.opened(group)
+            self.add(group)
         self.begun = dict(sorted(self.begun.items(), key=lambda one: one[1].leased_at_s or 0.0))
         for group in held.values():
             self._count(group, is_open=False)
@@ -192,12 +192,12 @@ class Index:
         """The leased members of `holder`."""
         return self._leased_to.get(holder, {}).values()
 
-    def opened(self, group: Group) -> None:
+    def add(self, group: Group) -> None:
         """Add a group that was issued after all others."""
         self._order.append(group.id)
-        self.changed(group)
+        self.update(group)
 
-    def changed(self, group: Group) -> None:
+    def update(self, group: Group) -> None:
         """Update the entries of an open group whose members changed."""
         statuses = [slot.status for slot in group.slots]
         free, leased = FREE in statuses, LEASED in statuses
@@ -215,12 +215,12 @@ class Index:
             self._filled(group)
         self._count(group, is_open=True)
 
-    def claimed(self, group: Group) -> None:
+    def close(self, group: Group) -> None:
         """Remove a claimed group from the open ones; it stays alive."""
         self._closed(group)
         self._count(group, is_open=False)
 
-    def ended(self, group: Group) -> None:
+    def remove(self, group: Group) -> None:
         """Remove a group that is not alive any more."""
         self._closed(group)
         self._add(self._shares.pop(group.id), -1)

@@ -48,12 +48,12 @@ class Log:
         another version of JaxRoll wrote it.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        database.checked_folder(run_dir)
+        database.check_folder(run_dir)
         self.path = RunPaths(run_dir).database
         self._lock = database.locked(RunPaths(run_dir).store_lock)
         try:
             self._connection = database.connected(self.path)
-            database.prepared(self._connection, self.path)
+            database.prepare(self._connection, self.path)
             self._reader, self._replaying = database.reading(self.path), database.reading(self.path)
             self.recovered, self.meta = database.recovered(self._connection), database.meta(self._connection)
             self._upkeep = Maintenance(self._connection, history_bytes, keep_bytes)

@@ -185,7 +185,7 @@ _SYNCHRONOUS = "FULL"
 _PROMISED = {"journal_mode": "wal", "synchronous": 2}
 
 
-def checked_folder(run_dir: Path) -> None:
+def check_folder(run_dir: Path) -> None:
     """Raise ConfigError if the folder is on a file system that cannot keep the log's promises."""
     try:
         table = disk.MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
@@ -246,7 +246,7 @@ def reading(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def prepared(connection: sqlite3.Connection, path: Path) -> None:
+def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new file or migrate those of an older version; ConfigError for any other version."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if _is_foreign(connection, version):

@@ -209,7 +209,7 @@ class Replayed:
     last: int = 0
     whole: bool = True
     kinds: Counter[str] = field(default_factory=Counter)
-    snapshots: int = 0
+    checkpoints: int = 0
     tables: Counter[str] = field(default_factory=Counter)
     largest_age: int = 0
     ages_checked: bool = False
@@ -267,8 +267,8 @@ def _drive(db: sqlite3.Connection, state: State, seen: Seen, found: Replayed) ->
     for position, kind, body, group in db.execute(_SELECT, (state.position,)):
         violation = _record(state, seen, position, kind, body, group)
         if violation is None and position in kept:
-            violation = _snapshot(db, state)
-            found.snapshots += 1
+            violation = _checkpoint_violation(db, state)
+            found.checkpoints += 1
         if violation is not None:
             found.violations.append(violation)
             raise _Broken
@@ -321,14 +321,14 @@ def _applied(state: State, seen: Seen, event: ev.Event) -> str:
     return f"conservation: {residual(state)} groups too many are issued" if residual(state) else ""
 
 
-def _snapshot(db: sqlite3.Connection, state: State) -> Violation | None:
+def _checkpoint_violation(db: sqlite3.Connection, state: State) -> Violation | None:
     """Compare the state checkpoint at the state's position with the state."""
     try:
         saved = load(db, state.position)
     except msgspec.MsgspecError as error:
-        return Violation(state.position, "snapshot", f"cannot be read: {error}")
+        return Violation(state.position, "state checkpoint", f"cannot be read: {error}")
     difference = next(differences(state, saved), None)
-    return Violation(state.position, "snapshot", f"differs from the log: {difference}") if difference else None
+    return Violation(state.position, "state checkpoint", f"differs from the log: {difference}") if difference else None
 
 
 def differences(left: Any, right: Any, path: str = "state") -> Iterator[str]:
@@ -344,7 +344,7 @@ def differences(left: Any, right: Any, path: str = "state") -> Iterator[str]:
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             yield from differences(a, b, f"{path}[{i}]")
     elif left != right:
-        yield f"{path} is {left!r:.80} in the log, {right!r:.80} in the snapshot"
+        yield f"{path} is {left!r:.80} in the log, {right!r:.80} in the state checkpoint"
 
 
 # --- comparison of the tables of RUN/store.db with the state, and of payloads with their digests

@@ -118,7 +118,7 @@ class Audit:
         """Add a row: the store did `what` on its own."""
         self._write("store", "store", "", what, detail, "ok")
 
-    def refused(self, peer: str, who: str, why: str) -> None:
+    def add_refusal(self, peer: str, who: str, why: str) -> None:
         """Add a row for a refused caller; `who` is its own claim (role:name)."""
         self.tick()
         if self._written >= AT_ONCE:

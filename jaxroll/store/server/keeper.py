@@ -435,7 +435,7 @@ class Workers:
         """Addresses of the samplers that serve actors, by name."""
         return {name: one.serves_on for name, one in self._present.items() if one.serves_on}
 
-    def called(self, caller: Caller) -> None:
+    def note_call(self, caller: Caller) -> None:
         """Note a call of a sampler or actor."""
         if caller.right != RIGHT or self._keeper.state.sessions.get(caller.name) != caller.session:
             return
@@ -446,10 +446,10 @@ class Workers:
                 self._row(caller.name, "join", "is back")
         one.called_s = self._keeper.now_s()
 
-    def arrived(self, caller: Caller) -> None:
+    def note_arrival(self, caller: Caller) -> None:
         """Note that a process joined; its session is new."""
         self._silent.pop(caller.name, None)
-        self.called(caller)
+        self.note_call(caller)
         if caller.right == RIGHT:
             self._row(caller.name, "join", "joined")
 

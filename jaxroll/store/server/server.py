@@ -102,7 +102,7 @@ async def serve(
                 position=lambda: keeper.state.position,
                 tls=certificates,
                 mutual_tls=config.store.mutual_tls,
-                refused=store.audit.refused,
+                refused=store.audit.add_refusal,
             )
             taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
             if port and taken != port:

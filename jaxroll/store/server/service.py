@@ -178,7 +178,7 @@ class StoreService:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
         self._page_bytes, self._turns, self._workers = page_bytes, turns, workers
         self._run_id = keeper.run_id
-        self.handshake = HandshakeCheck(keeper, config_digest, workers.called)
+        self.handshake = HandshakeCheck(keeper, config_digest, workers.note_call)
         self._put = PutPipeline(keeper, audit, vocab_size)
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
@@ -232,7 +232,7 @@ class StoreService:
                 self.handshake.count_arrival()
             await self._keeper.answer(ev.Arrive(caller.name, caller.session, hello.pool))
             if is_new:
-                self._workers.arrived(caller)
+                self._workers.note_arrival(caller)
         state = self._keeper.state
         return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, tuple(state.lineages))
 
@@ -457,7 +457,7 @@ class StoreService:
             if self._keep_best:
                 self._measured |= selection.measured(rows, self._keep_best)
             if left_out:
-                self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
+                self._audit.add_refusal(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
             if self._profiles:
                 self._profiles.note(caller.name, rows)
             self._reported[call.request] = True

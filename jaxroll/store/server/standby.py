@@ -221,7 +221,7 @@ class Follower:
         self._session, self._after, self._last = "", 0, ""
         if self._paths.database.exists():
             with contextlib.closing(database.connected(self._paths.database)) as connection:
-                database.prepared(connection, self._paths.database)
+                database.prepare(connection, self._paths.database)
                 self._note(database.meta(connection))
 
     async def epoch_of_peer(self, run_id: str, epoch: int) -> int:

@@ -43,7 +43,7 @@ def test_a_sound_log_passes(sound: Path) -> None:
         found = replay_log(db)
     assert found.violations == []
     assert found.whole and found.first == 1 and found.last == found.records
-    assert found.snapshots >= 1 and found.ages_checked and found.largest_age == 1
+    assert found.checkpoints >= 1 and found.ages_checked and found.largest_age == 1
     assert found.kinds["put"] > 10 and {"claimed", "began", "durable", "died", "expired"} <= set(found.kinds)
     assert found.tables["payloads"] > 10 and found.tables["claims"] == 2
 
@@ -162,7 +162,8 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     "a lineage's fork": (run_sql("UPDATE lineages SET fork_step = 0 WHERE lineage = 1"), "lineages", "by the log"),
     "a snapshot": (
         run_sql("UPDATE snapshot_parts SET body = (SELECT body FROM snapshot_parts p WHERE field = 'held') WHERE field"
-                " = 'open' AND position = (SELECT MIN(position) FROM snapshots)"), "snapshot", "differs from the log"),
+                " = 'open' AND position = (SELECT MIN(position) FROM snapshots)"),
+        "state checkpoint", "differs from the log"),
 }  # fmt: skip
 
 

@@ -316,7 +316,7 @@ def test_knocking_does_not_fill_the_disk() -> None:
     for minute in range(3):
         now_s[0] = minute * schema.WINDOW_S
         for _ in range(10_000):
-            book.refused("ipv4:1.2.3.4:5", "sampler:" + "x" * 10_000 + "\n\x00é", "no valid token")
+            book.add_refusal("ipv4:1.2.3.4:5", "sampler:" + "x" * 10_000 + "\n\x00é", "no valid token")
     book.flush()
     assert len(rows) == 3 * (schema.AT_ONCE + 1) and len(trims) == 3
     assert sum(row[-1] for row in rows) == 30_000
@@ -335,7 +335,7 @@ def test_only_the_newest_refusals_are_kept(tmp_path: Path, monkeypatch: pytest.M
     book = schema.Audit(append, lambda: 0.0)
     book.record(SimpleNamespace(name="l", right="learner", peer=""), "Close", "kept", "ok")  # type: ignore[arg-type]
     for i in range(50):
-        book.refused("", f"sampler:{i}", "no")
+        book.add_refusal("", f"sampler:{i}", "no")
     book.flush()
     whats = [what for (what,) in db.execute("SELECT what FROM audit ORDER BY id")]
     assert whats == ["Close"] + ["refused"] * 5
