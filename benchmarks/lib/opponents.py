@@ -11,7 +11,8 @@ from jaxroll.envs.adapters.tool_calls import Problem, Tool, stocktaking
 def tictactoe(**make: Any) -> Any:
     """Tictactoe in which the second player moves at random: an AECEnv with the agent `player_1` alone.
 
-    It needs PettingZoo. The moves of the opponent follow the seed of `reset`.
+    It needs PettingZoo. The moves of the opponent follow the seed of `reset`. A game not won has reward 0: where
+    a lost one costs more than an unfinished one, a policy learns to answer nothing once its position is bad.
     """
     from pettingzoo.classic import tictactoe_v3  # pyright: ignore[reportMissingImports]
     from pettingzoo.utils import BaseWrapper  # pyright: ignore[reportMissingImports]
@@ -22,6 +23,10 @@ def tictactoe(**make: Any) -> Any:
         def __init__(self, env: Any) -> None:
             super().__init__(env)
             self.possible_agents = ["player_1"]
+
+        @property
+        def rewards(self) -> dict[str, float]:
+            return {agent: max(0.0, reward) for agent, reward in self.env.rewards.items()}
 
         def reset(self, seed: int | None = None, options: dict | None = None) -> None:
             super().reset(seed, options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,19 +240,35 @@ def test_an_edit_replaces_one_line_and_keeps_its_indentation() -> None:
         assert with_edit(lines, answer) is None, answer[:20]
 
 
-def test_a_broken_file_fails_all_its_tests_and_the_repair_passes_them() -> None:
-    """By Python itself, on files of our own making."""
+@pytest.mark.parametrize("noise", [0.0, 0.7])
+def test_the_teacher_of_repairs_edits_until_the_tests_pass(noise: float) -> None:
+    """By Python itself, on files of our own making: all tests fail before, and those that it is shown after an edit."""
     from jaxroll.envs.adapters import code_repair
 
+    config, found = loaded("code_repair"), Counter[int]()
+    source = code_repair.CodeRepairSource(
+        dataclasses.replace(config.task, args={"lines": 3, "tests": 3, "max_turns": 4, "noise": noise})
+    )
     for seed in range(60):
-        made = code_repair.broken(seed, code_repair.Settings(lines=3, tests=3))
-        repaired = code_repair.with_edit(made.lines, f"{made.place + 1}:{made.right}")
-        for text, right in ((made.lines, False), (repaired, True)):
-            names: dict = {}
-            exec("\n".join(text or ()), names)
-            for test in made.tests:
-                call, value = test.removeprefix("assert ").split("==")
-                assert (eval(call, names) == int(value)) is right, (seed, text, test)
+        made, worked = code_repair.broken(seed, code_repair.Settings(lines=3, tests=3)), source.item(seed).worked
+        lines: list[str] | None = list(made.lines)
+        assert failing_by_python(lines, made.tests) == list(made.tests)
+        for message in worked:
+            if message.role == "assistant":
+                lines = code_repair.with_edit(lines or (), message.content)
+            else:
+                assert "\n".join(failing_by_python(lines or (), made.tests)) == message.content
+        edits = len(worked) // 2 + 1
+        found[edits] += 1
+        assert worked[-1].role == "assistant" and (edits == 4 or not failing_by_python(lines or (), made.tests))
+    assert set(found) == ({1} if noise == 0 else {1, 2, 3, 4})
+
+
+def failing_by_python(lines: Sequence[str], tests: Sequence[str]) -> list[str]:
+    names: dict = {}
+    exec("\n".join(lines), names)
+    calls = [(test, *test.removeprefix("assert ").split("==")) for test in tests]
+    return [test for test, call, value in calls if eval(call, names) != int(value)]
 
 
 @pytest.mark.process

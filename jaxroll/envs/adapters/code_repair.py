@@ -122,20 +122,38 @@ class Settings:
             raise ValueError("lines and tests are 1 to 8, max_turns is 1 to 64")
 
 
+Step = tuple[str, str, str]  # a = a <operator> <operand>, or b = …
+
+
 @dataclass(frozen=True)
 class Broken:
-    """A file whose line `place` (from 0) should be `right`; `tests` fail before."""
+    """A file of `steps` in which step `place` has another operator than `right`, which makes all its tests pass."""
 
-    lines: tuple[str, ...]
+    steps: tuple[Step, ...]
     place: int
     right: str
-    tests: tuple[str, ...]
+    cases: tuple[tuple[int, int, int], ...]  # a, b and the expected result of each test
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of the file."""
+        return ("def f(a,b):", *(f" {_line(step)}" for step in self.steps), " return a+b")
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The tests, which fail."""
+        return tuple(f"assert f({a},{b})=={value}" for a, b, value in self.cases)
 
     @property
     def text(self) -> str:
         """The file with line numbers, then the tests."""
         numbered = [f"{number}:{line}" for number, line in enumerate(self.lines, 1)]
         return "\n".join([*numbered, *self.tests])
+
+    def failing(self, steps: Sequence[Step]) -> tuple[str, ...]:
+        """The tests that fail for other steps."""
+        pairs = zip(self.tests, self.cases, strict=True)
+        return tuple(test for test, (a, b, value) in pairs if _value(steps, a, b) != value)
 
 
 _OPERATORS = "+-*"
@@ -152,23 +170,16 @@ def broken(seed: int, settings: Settings) -> Broken:
         wrong = list(steps)
         wrong[place] = (left, random.choice(_OPERATORS.replace(operator, "")), right)
         inputs = [(random.randint(2, 5), random.randint(2, 5)) for _ in range(settings.tests)]
-        expected = [_value(steps, *pair) for pair in inputs]
-        if all(_value(wrong, *pair) != value for pair, value in zip(inputs, expected, strict=True)):
-            tests = tuple(f"assert f({a},{b})=={value}" for (a, b), value in zip(inputs, expected, strict=True))
-            return Broken(_file(wrong), place + 1, _line(steps[place]), tests)
+        cases = tuple((*pair, _value(steps, *pair)) for pair in inputs)
+        made = Broken(tuple(wrong), place, operator, cases)
+        if len(made.failing(wrong)) == len(cases):
+            return made
     raise DataError(f"seed {seed} gives no file whose tests show the mistake")
-
-
-Step = tuple[str, str, str]  # a = a <operator> <operand>, or b = …
 
 
 def _line(step: Step) -> str:
     target, operator, operand = step
     return f"{target}={target}{operator}{operand}"
-
-
-def _file(steps: Sequence[Step]) -> tuple[str, ...]:
-    return ("def f(a,b):", *(f" {_line(step)}" for step in steps), " return a+b")
 
 
 def _value(steps: Sequence[Step], a: int, b: int) -> int:
@@ -183,7 +194,8 @@ def _value(steps: Sequence[Step], a: int, b: int) -> int:
 class CodeRepairSource:
     """Small files with a wrong operator, by seed.
 
-    `task.args`: the settings, and `noise`, the share of the teacher's first edits that choose an operator at random.
+    `task.args`: the settings, and `noise`, the share of the teacher's edits that choose a line and an operator at
+    random.
     """
 
     size = None
@@ -203,13 +215,19 @@ class CodeRepairSource:
         return Item(RULES + made.text, made.text, None, args, self._worked(made, index))
 
     def _worked(self, made: Broken, index: int) -> tuple[Message, ...]:
-        """The right edit or, with probability `noise`, one with a random operator in a random line."""
-        random = Random(f"teacher {index}")
-        if random.random() >= self._noise:
-            return (Message("assistant", f"{made.place + 1}:{made.right}"),)
-        place = random.randrange(1, len(made.lines) - 1)
-        line = re.sub(r"[-+*]", random.choice(_OPERATORS), made.lines[place].strip())
-        return (Message("assistant", f"{place + 1}:{line}"),)
+        """Edits until the tests pass, with the failing tests after each: right ones, or with `noise` random ones."""
+        random, steps, messages = Random(f"teacher {index}"), list(made.steps), list[Message]()
+        for edit in range(self._settings.max_turns):
+            place, operator = made.place, made.right
+            if random.random() < self._noise:
+                place, operator = random.randrange(len(steps)), random.choice(_OPERATORS)
+            steps[place] = (steps[place][0], operator, steps[place][2])
+            messages.append(Message("assistant", f"{place + 2}:{_line(steps[place])}"))  # line 1 is the def
+            failing = made.failing(steps)
+            if not failing or edit == self._settings.max_turns - 1:
+                break
+            messages.append(Message("tool", shown(failing)))
+        return tuple(messages)
 
     def alphabet(self) -> str:
         """The characters of files, tests and edits; printable ASCII for full prompts."""
