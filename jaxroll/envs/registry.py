@@ -189,12 +189,15 @@ def share(args: dict[str, Any], name: str) -> float:
 
 
 def settings_of(kind: type, args: Mapping[str, Any]) -> Any:
-    """The dataclass `kind` made from `args`. ConfigError for an unknown name or a value that `kind` refuses."""
+    """The dataclass `kind` made from `args`. ConfigError for an unknown name, a wrong type or a refused value."""
     refuse_unknown(args, tuple(field.name for field in dataclasses.fields(kind)))
     try:
-        return kind(**args)
+        return msgspec.convert(dict(args), kind)
     except (TypeError, ValueError) as error:
-        raise ConfigError("task.args", dict(args), str(error), "See docs/add_an_environment.md.") from error
+        reason, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`").partition("[")[0].partition(".")[0]
+        key, value = (f"task.args.{name}", args[name]) if name in args else ("task.args", dict(args))
+        raise ConfigError(key, value, reason.replace("`", ""), "See docs/environments.md.") from error
 
 
 def refuse_unknown(args: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -180,6 +180,11 @@ CASES: dict[str, Case] = {
         "a: it cannot be loaded"),
     "game's setting unknown": (
         None, [*GAME, "task.args.seize=4"], "task.args.seize", "4", "Did you mean 'size'?"),
+    "game's setting of another type": (
+        None, ["task.source=game", "task.name=sokoban", "task.env=sokoban", "task.args={\"rows\": \"4\"}"],
+        "task.args.rows", "'4'", "Expected int, got str"),
+    "text for a list of moves": (
+        None, [*GYM, 'task.args={"actions": "(0, 1)"}'], "task.args.actions", "(0, 1)", "Expected array, got str"),
     "game's setting wrong": (None, [*GAME, "task.args.size=1"], "task.args", "'size': 1", "2..16"),
     "game's share": (None, [*GAME, "task.args.noise=2"], "task.args.noise", "2", "between 0 and 1"),
     "game's module absent": (None, [*GAME, "task.name=nowhere_at_all:X"], "task.name", "nowhere_at_all:X", "imported"),

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ class Settings:
 
     python: str
     env: Mapping[str, Any]
-    path: tuple[str, ...] | list[str] = ()
+    path: Sequence[str] = ()
     client: Literal["train", "eval"] = "train"
     tokenizer: str = ""
     renderer: Mapping[str, Any] = field(default_factory=lambda: {"name": "auto"})
