@@ -43,7 +43,7 @@ CASES = [
     Case("transformers_equal", "torch", 3.0, 64, 1, 16, 32, repeats=8,
          options={"prefill_rows": 64, "decode_chunk": 32, "page_tokens": 8}),
 ]  # fmt: skip
-SMALL = Scale(watched=2, tokens=48, guests=2, guest_prompt=80, guest_tokens=2, chunk=4, prefill_tokens=16)
+SMALL = Scale(watched=2, tokens=48, extra=2, extra_prompt=80, extra_tokens=2, chunk=4, prefill_tokens=16)
 LITTLE = Speculation(slots=4, requests=4, prompt=16, tokens=64, chunk=4)
 
 

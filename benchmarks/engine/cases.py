@@ -149,7 +149,7 @@ def _storm(results: dict[str, list[dict]]) -> dict[str, Any]:
         "between_reports_p99_ratio": ratio(between["storm"], between["quiet"]),
         "first_token_ms": {str(percent): percentile_ms(waits, percent) for percent in (50, 99)},
         "host_share": spread([run["host_share"] for run in quiet]),
-        **{key: sum(run[key] for run in storm) for key in ("adds", "aborts", "guests_finished", "prefill_tokens")},
+        **{key: sum(run[key] for run in storm) for key in ("adds", "aborts", "extra_finished", "prefill_tokens")},
     }
 
 

@@ -27,13 +27,13 @@ from jaxroll.records import Version
 
 @dataclass(frozen=True)
 class Scale:
-    """`watched` requests sample `tokens` each; in a storm up to `guests` requests with long prompts run as well."""
+    """`watched` requests sample `tokens` each; in a storm up to `extra` more requests with long prompts run."""
 
     watched: int = 16
     tokens: int = 512
-    guests: int = 8
-    guest_prompt: int = 1024
-    guest_tokens: int = 8
+    extra: int = 8
+    extra_prompt: int = 1024
+    extra_tokens: int = 8
     chunk: int = 8
     prefill_tokens: int = 64
     dispatches_per_swap: int = 8
@@ -41,8 +41,8 @@ class Scale:
     def options(self) -> dict[str, Any]:
         """The engine's options: long prompts are prefilled in pieces, one between two dispatches."""
         return {
-            "slots": self.watched + self.guests,
-            "max_tokens": self.guest_prompt + self.guest_tokens,
+            "slots": self.watched + self.extra,
+            "max_tokens": self.extra_prompt + self.extra_tokens,
             "prefill_rows": 1,
             "prefill_buckets": [self.prefill_tokens],
             "decode_chunk": self.chunk,
@@ -58,7 +58,7 @@ class Bench:
         self._other = {name: leaf + 0.0 for name, leaf in self._weights.items()}
         jax.block_until_ready(self._other)
         self._scale, self._rng, self._versions, self._ids = scale, np.random.default_rng(0), 0, 0
-        self._guests: list[int] = []
+        self._extra: list[int] = []
 
     def _add(self, prompt_tokens: int, tokens: int, on_done: Callable[[int], None]) -> int:
         self._ids += 1
@@ -67,9 +67,9 @@ class Bench:
         self._engine.add(request, lambda _, id=self._ids: on_done(id))
         return self._ids
 
-    def _gone(self, guest: int) -> None:
-        if guest in self._guests:  # otherwise it was just aborted
-            self._guests.remove(guest)
+    def _gone(self, other: int) -> None:
+        if other in self._extra:  # otherwise it was just aborted
+            self._extra.remove(other)
 
     def _swap(self) -> None:
         self._versions += 1
@@ -95,9 +95,9 @@ class Bench:
             seconds.append(now - at)
             steps.append(stats.decode_steps - counted)
             at, counted = now, stats.decode_steps
-        for id in list(self._guests):
+        for id in list(self._extra):
             self._engine.abort(id, keep=False)
-        self._guests.clear()
+        self._extra.clear()
         while self._engine.step():
             pass
         if self._engine.stats().compiles:
@@ -113,17 +113,17 @@ class Bench:
         return {**_latencies(seconds, steps), "host_share": host}
 
     def storm(self) -> dict[str, Any]:
-        """Latency while long prompts arrive before every dispatch, up to `guests`, and every second one is aborted."""
+        """Latency while long prompts arrive before every dispatch, up to `extra`, and every second one is aborted."""
         adds, aborts = [0], [0]
         before = self._engine.stats()
 
         def between(_: int) -> None:
-            while len(self._guests) < self._scale.guests:
-                self._guests.append(self._add(self._scale.guest_prompt, self._scale.guest_tokens, self._gone))
+            while len(self._extra) < self._scale.extra:
+                self._extra.append(self._add(self._scale.extra_prompt, self._scale.extra_tokens, self._gone))
                 adds[0] += 1
             if self._rng.random() < 0.5:
-                guest = self._guests.pop(int(self._rng.integers(len(self._guests))))
-                self._engine.abort(guest, keep=False)
+                other = self._extra.pop(int(self._rng.integers(len(self._extra))))
+                self._engine.abort(other, keep=False)
                 aborts[0] += 1
 
         seconds, steps, _ = self.watch(between)
@@ -132,7 +132,7 @@ class Bench:
             **_latencies(seconds, steps),
             "adds": adds[0],
             "aborts": aborts[0],
-            "guests_finished": after.finished - before.finished - self._scale.watched,
+            "extra_finished": after.finished - before.finished - self._scale.watched,
             "prefill_tokens": after.prefill_tokens - before.prefill_tokens,
         }
 
@@ -152,14 +152,14 @@ class Bench:
         """The extra time of a dispatch after a weight swap, in units of the median dispatch."""
 
         def between(dispatch: int) -> bool:
-            if flips := dispatch % self._scale.dispatches_per_swap == self._scale.dispatches_per_swap - 1:
+            if swaps := dispatch % self._scale.dispatches_per_swap == self._scale.dispatches_per_swap - 1:
                 self._swap()
-            return flips
+            return swaps
 
-        seconds, steps, flips = self.watch(between)
-        whole = [s for s, count, flip in zip(seconds, steps, flips, strict=True) if not flip and count == max(steps)]
+        seconds, steps, swaps = self.watch(between)
+        whole = [s for s, count, swap in zip(seconds, steps, swaps, strict=True) if not swap and count == max(steps)]
         usual = float(np.median(whole))
-        pauses = [s - usual for s, flip in zip(seconds, flips, strict=True) if flip]
+        pauses = [s - usual for s, swap in zip(seconds, swaps, strict=True) if swap]
         return {"chunk_s": usual, "pause_s": pauses, "swaps": len(pauses)}
 
 

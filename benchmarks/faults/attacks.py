@@ -259,7 +259,7 @@ class Line:
     sock: socket.socket
     since_s: float
     rounds: int = 0
-    told: bytes = b""
+    sent: bytes = b""
     stream: int = 1
 
 
@@ -296,7 +296,7 @@ def silent(attack: Attack, speak: Callable[[Line], None] | None = None) -> None:
 
 def _end(line: Line) -> str:
     """The reason for a connection's end, as far as the client can tell."""
-    if _UNPARSABLE in line.told:
+    if _UNPARSABLE in line.sent:
         return "dropped for malformed bytes"
     return "dropped for being slow" if line.rounds and time.monotonic() - line.since_s > STALE_S else "dropped"
 
@@ -304,7 +304,7 @@ def _end(line: Line) -> str:
 def _is_closed(line: Line) -> bool:
     try:
         while data := line.sock.recv(4096):
-            line.told = (line.told + data)[-4096:]
+            line.sent = (line.sent + data)[-4096:]
     except BlockingIOError:
         return False
     except OSError:
@@ -356,9 +356,9 @@ def two_gb(attack: Attack) -> None:
     def speak(line: Line) -> None:
         if line.rounds == 0:
             begin(line)
-        elif _TOO_LARGE in line.told:
+        elif _TOO_LARGE in line.sent:
             attack.note("refused as too large")
-            line.told, line.stream = b"", line.stream + 2
+            line.sent, line.stream = b"", line.stream + 2
             begin(line)
         for _ in range(64):
             attack.note("bytes", line.sock.send(_data(line.stream, bytes(16_000))))

@@ -24,7 +24,7 @@ CONFIG = ROOT / "configs" / "rlvr_tiny.py"
 
 def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Overrides of configs/rlvr_tiny.py for a run; `options` are the settings on trial, by key."""
-    longest, members = work.prompt_tokens + work.said_tokens, GROUPS * GROUP
+    longest, members = work.prompt_tokens + work.conversation_tokens, GROUPS * GROUP
     several = {"task.max_episode_tokens": longest} if work.turns > 1 else {}
     # A row of one turn holds an answer and the last token of its prompt; the group shares the rest of the prompt.
     shared = (

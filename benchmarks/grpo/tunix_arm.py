@@ -115,9 +115,9 @@ class Links(base_environment.BaseTaskEnv):
 
 def cache_tokens(work: Work) -> int:
     """Cache tokens per row: a later turn's prompt is the whole conversation, padded to a power of two."""
-    last = work.prompt_tokens + work.said_tokens - work.answer_tokens
+    last = work.prompt_tokens + work.conversation_tokens - work.answer_tokens
     room = last if work.turns == 1 else 1 << (last - 1).bit_length()
-    return max(work.prompt_tokens, room) + work.said_tokens
+    return max(work.prompt_tokens, room) + work.conversation_tokens
 
 
 def meshes(apart: bool) -> tuple[Mesh, Mesh]:
@@ -139,7 +139,7 @@ def cluster(folder: Path, work: Work, options: dict[str, Any], steps: int) -> rl
         **(dict.fromkeys(sizes, GROUPS) if agentic(options) else {}),
     )
     sampling = base_rollout.RolloutConfig(
-        max_tokens_to_generate=work.said_tokens,
+        max_tokens_to_generate=work.conversation_tokens,
         max_prompt_length=work.prompt_tokens,
         temperature=1.0,
         top_p=1.0,
@@ -174,7 +174,7 @@ def learner(made: rl_cluster.RLCluster, work: Work, options: dict[str, Any]) -> 
     }
     if agentic(options):
         config = agentic_grpo_learner.GRPOConfig(
-            max_response_length=work.said_tokens,
+            max_response_length=work.conversation_tokens,
             max_concurrency=options["at_once"],
             off_policy_steps=options["ahead"],
             **settings,

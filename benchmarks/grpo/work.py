@@ -40,7 +40,7 @@ class Work:
         return 2
 
     @property
-    def said_tokens(self) -> int:
+    def conversation_tokens(self) -> int:
         """Tokens of a whole conversation after its prompt."""
         return self.turns * self.answer_tokens + (self.turns - 1) * self.shown_tokens
 
@@ -116,7 +116,10 @@ def batch(work: Work, seed: int = 3) -> Batch:
     """One step's conversations, cut at different lengths: otherwise the loss of GRPO's first step would always be 0."""
     chance, count = np.random.default_rng(seed), GROUPS * GROUP
     prompts = np.array([work.prompt(row // GROUP) for row in range(count)], np.int32)
-    said, mask = np.zeros((count, work.said_tokens), np.int32), np.zeros((count, work.said_tokens), bool)
+    said, mask = (
+        np.zeros((count, work.conversation_tokens), np.int32),
+        np.zeros((count, work.conversation_tokens), bool),
+    )
     for row in range(count):
         parts = []
         for turn in range(work.turns):

@@ -68,9 +68,9 @@ WORKLOADS = [
                env="benchmarks.schedules.envs:waiting",
                evaluations=16, target=0.8, capitals=0.75, settings={"learner.learning_rate": 2e-4})
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),
-    Workload("no_training", 100, 48, env="benchmarks.schedules.envs:pays_nobody"),
+    Workload("no_training", 100, 48, env="benchmarks.schedules.envs:pays_nothing"),
     Workload(
-        "tail_alone", 200, 8, sigma=1.0, most=64, env="benchmarks.schedules.envs:pays_nobody", choices=_SLOTS
+        "tail_alone", 200, 8, sigma=1.0, most=64, env="benchmarks.schedules.envs:pays_nothing", choices=_SLOTS
     ),
 ]  # fmt: skip
 

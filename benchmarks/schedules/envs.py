@@ -2,7 +2,7 @@
 
 The environment variable JAXROLL_RACE holds a `Race` as JSON. Latencies are slept, not computed.
 
-`waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` gives every member reward 0, so
+`waiting` judges like the ordinary one-turn environment, after a latency. `pays_nothing` gives every member reward 0, so
 that no member has an advantage and training takes no time. `lottery` gives random rewards, with `Race.score_s` after a
 scoring worker has taken that long. With `Race.turns` each
 answer of the model is followed by a reply after a latency. To switch mechanisms off, environments wait for each other:
@@ -200,8 +200,8 @@ class Waiting(_Judged):
     """An environment that judges after a latency."""
 
 
-@registry.register("pays_nobody")
-class PaysNobody(_Judged):
+@registry.register("pays_nothing")
+class PaysNothing(_Judged):
     """An environment whose rewards are all 0."""
 
     async def _paid(self, answer):

@@ -10,7 +10,7 @@ schedule and not of the processors; replication is bound by the sampler, and win
     redundancy    with a filter that rejects four groups in ten: twice the groups in progress; without: replacements
     redundant_envs  one step in ten takes ten times as long: four redundant members per group; without: none
     replication   a group's members spread over two samplers; without: together on one
-    replication_seats  the same with slots for two of three groups, and slept time
+    replication_slots  the same with slots for two of three groups, and slept time
     replication_auto   the same by load (auto) instead of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
     straggler     one answer in ten (long ones more often) takes ten times as long: its group is closed without it
@@ -74,9 +74,9 @@ def _pair(name: str, on: Race, off: Race, **more: Any) -> tuple[Workload, Worklo
 def _queue() -> Mechanism:
     # One turn of a log-normal number of answers would be CPU-bound: here each environment's length is a sleep.
     def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
-        seats, all_of_them = ({"sampler.concurrent_episodes": count} for count in (_WAVE, ENVIRONMENTS))
+        slots, all_of_them = ({"sampler.concurrent_episodes": count} for count in (_WAVE, ENVIRONMENTS))
         return (
-            _workload(f"{name}_on", Race(latency_s), settings=seats),
+            _workload(f"{name}_on", Race(latency_s), settings=slots),
             _workload(f"{name}_off", Race(latency_s, wave=_WAVE), settings=all_of_them),
         )
 
@@ -131,11 +131,11 @@ def _replication() -> Mechanism:
     return Mechanism(*both("replication", 1.0), both("replication_null", 0.0))
 
 
-def _replication_seats(how: str) -> Mechanism:
+def _replication_slots(how: str) -> Mechanism:
     # Three groups for two samplers with slots for one each: a third whole group waits until another has ended.
     def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
-        seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.concurrent_episodes": GROUP_SIZE}
-        shape = seats | {"schedule.groups_per_step": 3}
+        slots = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.concurrent_episodes": GROUP_SIZE}
+        shape = slots | {"schedule.groups_per_step": 3}
         made = [
             _workload(f"{name}_{kind}", Race(latency_s), settings=shape | {"schedule.group_placement": kind})
             for kind in (how, "together")
@@ -182,7 +182,7 @@ def _window() -> Mechanism:
 
 
 def _rolling() -> Mechanism:
-    def both(name: str, flip: str) -> tuple[Workload, Workload]:
+    def both(name: str, swap: str) -> tuple[Workload, Workload]:
         two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.concurrent_episodes": ENVIRONMENTS // 2}
         made = [
             _workload(
@@ -190,7 +190,7 @@ def _rolling() -> Mechanism:
                 Race(),
                 sigma=1.0,
                 most=64,
-                settings=two | {"schedule.weight_swap": flip, "schedule.rolling_updates": count},
+                settings=two | {"schedule.weight_swap": swap, "schedule.rolling_updates": count},
             )
             for kind, count in (("on", 1), ("off", 0))
         ]
@@ -222,7 +222,7 @@ def _failing() -> Mechanism:
 MECHANISMS = {
     "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
-    "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
+    "replication_slots": _replication_slots("spread"), "replication_auto": _replication_slots("auto"),
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
     "colocated": _colocated(),
 }  # fmt: skip

@@ -116,7 +116,7 @@ def main() -> int:
         print(f"MISSING   {name}: nothing works without it. Get it: pip install jaxroll (or `make`)")
     for line in device_lines():
         print(f"devices   {line}")
-    print(f"scoring   {scoring_doors()}")
+    print(f"scoring   {scoring_limits()}")
     for line in certificate_lines():
         print(f"tls       {line}")
     for line in optional_lines():
@@ -167,7 +167,7 @@ def device_lines(python: str = sys.executable) -> list[str]:
     return lines
 
 
-def scoring_doors(python: str = sys.executable) -> str:
+def scoring_limits(python: str = sys.executable) -> str:
     """The restrictions of scoring processes here; a child tries them out, because they are permanent."""
     try:
         done = subprocess.run(

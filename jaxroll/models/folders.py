@@ -196,7 +196,7 @@ def opened_folder(folder: Path) -> Tensors | None:
     files: Any = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise DataError(f"its {INDEX} has no weight_map")
-    held = {file: opened(_beside(folder, file)) for file in sorted(set(files.values()))}
+    held = {file: opened(_in_folder(folder, file)) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in held[file]:
             raise DataError(f"its {INDEX} puts {name!r} in {file}, which does not hold it")
@@ -269,7 +269,7 @@ def _placed(path: Path, data: int, entry: _Entry) -> Placed:
     return Placed(leaf, path, data + start)
 
 
-def _beside(folder: Path, file: str) -> Path:
+def _in_folder(folder: Path, file: str) -> Path:
     """The path of `file` in `folder`; DataError when an index names a file outside of it."""
     if Path(file).name != file or file in ("", ".", ".."):
         raise DataError(f"its {INDEX} names {file!r}, which is not a file of the folder")

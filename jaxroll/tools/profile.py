@@ -118,7 +118,7 @@ async def recorded(client: StoreClient, read: Callable[[], list[metrics.Row]], o
 async def _row_of(client: StoreClient, read: Callable[[], list[metrics.Row]], order: ProfileOrder) -> metrics.Row:
     _say(f"{order.role}: waiting for its next step")
     now_s = asyncio.get_running_loop().time
-    began_s = looked_s = told_s = now_s()
+    began_s = looked_s = last_line_s = now_s()
     until_s, phase = began_s + order.limit_s, "began no step"
     while now_s() < until_s:
         for row in read():
@@ -134,8 +134,8 @@ async def _row_of(client: StoreClient, read: Callable[[], list[metrics.Row]], or
             looked_s = now_s()
             if (await client.status())["closed"]:  # the last row may be on its way
                 until_s = min(until_s, now_s() + LOOK_S)
-        if now_s() - told_s >= NOTICE_S:
-            told_s = now_s()
+        if now_s() - last_line_s >= NOTICE_S:
+            last_line_s = now_s()
             _say(f"{order.role}: {phase} yet, {now_s() - began_s:.0f} s")
         await asyncio.sleep(POLL_S)
     closed = (await client.status())["closed"]

@@ -50,7 +50,7 @@ def test_a_batch_is_paid_in_groups_and_masked_where_the_environment_speaks(parts
     made = parts["work"]
     work = made.Work(links=3, choices=4, turns=2, prompt_tokens=6)
     batch = made.batch(work)
-    assert batch.prompts.shape == (64, 6) and batch.said.shape == (64, work.said_tokens) == (64, 10)
+    assert batch.prompts.shape == (64, 6) and batch.said.shape == (64, work.conversation_tokens) == (64, 10)
     assert np.array_equal(batch.prompts[0], batch.prompts[7]) and not np.array_equal(batch.prompts[7], batch.prompts[8])
     groups = batch.advantages.reshape(8, 8)
     assert np.allclose(groups.mean(1), 0, atol=1e-6) and np.allclose(groups.std(1, ddof=1), 1, atol=1e-6)

@@ -215,8 +215,8 @@ def test_held_out_questions_are_judged_at_once(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(envs.VARIABLE, json.dumps({"latency_s": [1.0, 0.0], "questions": str(file)}))
 
     async def judged(number: int) -> float:
-        env = envs.PaysNobody(None, None)
-        await env.reset(Task(number, (Message("user", f"q{number}"),), "pays_nobody", "{}", 0, "hash"), 0)
+        env = envs.PaysNothing(None, None)
+        await env.reset(Task(number, (Message("user", f"q{number}"),), "pays_nothing", "{}", 0, "hash"), 0)
         return (await env.step("answer")).reward
 
     for number in (envs.HELD_OUT, envs.HELD_OUT - 1, envs.HELD_OUT + 1, 0):
@@ -303,7 +303,7 @@ def test_no_schedule_is_faster_where_nothing_can_be_gained() -> None:
 
 def test_three_groups_on_the_slots_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanisms = importlib.import_module("benchmarks.schedules.mechanisms").MECHANISMS
-    for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
+    for name, how in (("replication_slots", "spread"), ("replication_auto", "auto")):
         for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):
             assert on.settings | {"schedule.group_placement": "together"} == off.settings
             assert (on.settings["schedule.group_placement"], on.race) == (how, off.race)
@@ -377,7 +377,7 @@ def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
 
 SWITCHES = {
     "replication": "schedule.group_placement",
-    "replication_seats": "schedule.group_placement",
+    "replication_slots": "schedule.group_placement",
     "replication_auto": "schedule.group_placement",
     "rolling": "schedule.rolling_updates",
     "colocated": "placement.colocated",

@@ -50,7 +50,7 @@ def test_doctor_names_python_packages_devices_and_missing_parts(capsys: pytest.C
 
 @pytest.mark.process
 def test_a_failed_probe_of_the_scoring_process_counts_as_unrestricted(tmp_path: Path) -> None:
-    assert preflight.scoring_doors(str(tmp_path / "nothing")).startswith("OPEN: everything")
+    assert preflight.scoring_limits(str(tmp_path / "nothing")).startswith("OPEN: everything")
 
 
 def test_missing_packages_are_named_with_their_effect_and_remedy() -> None:
