@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll env check my_module:MyEnv"),
         Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
                 "jaxroll tls runs/a --host=learner.example"),
-        Command("launch", "start the roles with an engine: ssh, Ray, Slurm, JobSet, SkyPilot, TPU VMs",
+        Command("launch", "start the roles with a launcher: ssh, Ray, Slurm, JobSet, SkyPilot, TPU VMs",
                 "jaxroll launch --on=slurm --config=configs/rlvr_qwen3_0p6b.py --accelerator=gpu:h100 --dry-run"),
     ),
 }  # fmt: skip

@@ -408,21 +408,21 @@ def run_tls(options: argparse.Namespace) -> None:
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """`launch`: start the roles with an engine, or print what launch/*.sh runs."""
+    """`launch`: start the roles with a launcher, or print what launch/*.sh runs."""
     from jaxroll.control import launchers, train
 
-    engine = launchers.engine_of(options)
-    if engine == "local" and not options.dry_run:
+    launcher = launchers.launcher_of(options)
+    if launcher == "local" and not options.dry_run:
         options.resume = options.fork = options.host = options.new_log = None
         return run_train(options)
     config = preflight.named_config(options)
     preflight.check_described(config)  # the files it names are on the hosts
     run_dir.checked(os.path.join("/", options.run or ""))
-    if engine in launchers.ENGINES:
-        return launchers.hand_over(config, engine, options, _absolute(options.run or launchers.Target.run))
-    if engine == "ssh" and not options.dry_run:
+    if launcher in launchers.LAUNCHERS:
+        return launchers.hand_over(config, launcher, options, _absolute(options.run or launchers.Target.run))
+    if launcher == "ssh" and not options.dry_run:
         return train.over_ssh(config, launchers.target_of(options), options.words)
-    print(launchers.shown(config, engine, options))
+    print(launchers.shown(config, launcher, options))
     return 0
 
 

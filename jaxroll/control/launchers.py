@@ -2,7 +2,7 @@
 
 A host with one role gives it all its devices; a host with several splits them as `placement` does. The store listens
 on loopback when everything is on one host. launch/*.sh run the lines, and so does a supervisor with `--on=ssh`; other
-engines get files.
+launchers get files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import LEADERS, actor_names, device_processes, memory_fractions, sampler_names
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
-from jaxroll.control import child, engines, on_ray, program
+from jaxroll.control import child, clusters, on_ray, program
 from jaxroll.control.program import STANDBY, ProcessSpec, gang, role_of, role_words
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import CONNECTION, PARENT_ENV
@@ -37,8 +37,8 @@ from jaxroll.run_paths import RunPaths
 
 LOCAL = "localhost"
 CACHE = ".cache/jax"
-ENGINES = ("ray", *engines.ENGINES)  # which get the program of `engines.program_of`
-KNOWN = ("local", "ssh", *ENGINES)  # what `--on` may name, in addition to hosts
+LAUNCHERS = ("ray", *clusters.LAUNCHERS)  # which get the program of `clusters.program_of`
+KNOWN = ("local", "ssh", *LAUNCHERS)  # what `--on` may name, in addition to hosts
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class Launch:
 
 
 LISTED = ("ssh", "tpu_vm", "gpu")  # roles are started by the lines of `plan`; the last two are kinds of --target
-ALL = (*LISTED, *ENGINES)
-# Default, placeholder, help and readers of each option; `engine_of` refuses it elsewhere.
+ALL = (*LISTED, *LAUNCHERS)
+# Default, placeholder, help and readers of each option; `launcher_of` refuses it elsewhere.
 OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
-    "name": ("", "NAME", "the name of the job (default: run.name)", ENGINES),
-    "accelerator": ("", "TYPE", "as the engine names it: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
-                    "(SkyPilot), v5litepod-8 (TPU VM), gpu:H100 or tpu:TPU-V5P (Ray); none: CPU hosts", ENGINES),
+    "name": ("", "NAME", "the name of the job (default: run.name)", LAUNCHERS),
+    "accelerator": ("", "TYPE", "as the launcher names it: gpu:h100 (Slurm), gpu or tpu:TYPE:TOPOLOGY (JobSet), H100 "
+                    "(SkyPilot), v5litepod-8 (TPU VM), gpu:H100 or tpu:TPU-V5P (Ray); none: CPU hosts", LAUNCHERS),
     "address": ("", "HOST:PORT", "the Ray cluster (default: the one of this node)", ("ray",)),
     "image": ("", "IMAGE", "the container image of pods", ("jobset",)),
     "queue": ("", "NAME", "the partition or local queue", ("slurm", "jobset")),
@@ -104,13 +104,13 @@ OPTIONS: Mapping[str, tuple[str | int | bool, str, str, tuple[str, ...]]] = {
 
 
 def add_options(one: argparse.ArgumentParser) -> None:
-    """Add the options of `jaxroll launch`; `engine_of` sets their defaults."""
+    """Add the options of `jaxroll launch`; `launcher_of` sets their defaults."""
     one.add_argument("--target", choices=("tpu_vm", "gpu"), help="print lines for this kind of machine (launch/*.sh)")
     one.add_argument(
         "--on",
         action="append",
         default=[],
-        metavar="ENGINE|ROLE=HOST",
+        metavar="LAUNCHER|ROLE=HOST",
         help=f"{', '.join(KNOWN[:-1])} or {KNOWN[-1]}; or the host of a role, repeatable: store=a, "
         "learner=b, sampler-0=c",
     )
@@ -127,13 +127,13 @@ def _spelled(reader: str) -> str:
     return f"--target={reader}" if reader in ("tpu_vm", "gpu") else f"--on={reader}"
 
 
-def _check_options(options: argparse.Namespace, engine: str) -> None:
-    """Set the defaults of options that were not given. ConfigError for one that the engine or target does not read."""
-    reader = engine or options.target
+def _check_options(options: argparse.Namespace, launcher: str) -> None:
+    """Set the defaults of options that were not given. ConfigError for one that the launcher (or target) ignores."""
+    reader = launcher or options.target
     given = {name: getattr(options, name.replace("-", "_")) for name in OPTIONS}
     hosts = [word for word in options.on if "=" in word]
-    if engine and options.target:
-        raise ConfigError("--target", options.target, f"--on={engine} does not read it", "Leave one of them out.")
+    if launcher and options.target:
+        raise ConfigError("--target", options.target, f"--on={launcher} does not read it", "Leave one of them out.")
     if hosts and reader not in LISTED:
         raise ConfigError("--on", hosts[0], f"{_spelled(reader)} chooses the hosts", "Leave it out, or use --on=ssh.")
     if options.tls and options.insecure:
@@ -335,9 +335,9 @@ def text(config: Config, target: Target, *, dry_run: bool) -> str:
     return "\n\n".join(map(describe, launches)) if dry_run else "\n".join(shell_line(one, target) for one in launches)
 
 
-def shown(config: Config, engine: str, options: argparse.Namespace) -> str:
+def shown(config: Config, launcher: str, options: argparse.Namespace) -> str:
     """The processes of `local`, `ssh` or --target, for reading, or the lines that launch/*.sh run."""
-    if engine != "local":
+    if launcher != "local":
         return text(config, target_of(options), dry_run=options.dry_run)
     run = Path(os.path.abspath(options.run or f"runs/{config.run.name}"))
     inventory, cache_dir = program.find(config.placement.platform), program.default_cache_dir(run, os.environ)
@@ -369,70 +369,70 @@ def shell_line(one: Launch, target: Target, before: str = "") -> str:
     return shlex.join(["ssh", "-tt", one.host, inner])  # -tt: closing the connection ends the role
 
 
-# --- `--on=ENGINE`: the engine starts the roles, and starts them again
+# --- `--on=LAUNCHER`: the launcher starts the roles, and starts them again
 
 
-def engine_of(options: argparse.Namespace) -> str:
-    """The engine that `--on` names; '' with --target. It sets the defaults of all options.
+def launcher_of(options: argparse.Namespace) -> str:
+    """The launcher that `--on` names; '' with --target. It sets the defaults of all options.
 
-    ConfigError for two engines, none, or an unknown one, and for an option that the engine does not read.
+    ConfigError for two launchers, none, or an unknown one, and for an option that the launcher does not read.
     """
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
-        reason = f"must name one engine, not {len(named)}" if not unknown else "no such engine"
+        reason = f"must name one launcher, not {len(named)}" if not unknown else "no such launcher"
         hint = nearest(unknown[0], KNOWN) if unknown else f"Engines: {', '.join(KNOWN)}."
         raise ConfigError("--on", " ".join(unknown or named) or None, reason, hint)
-    engine = named[0] if named else ""
-    _check_options(options, engine)
-    return engine
+    launcher = named[0] if named else ""
+    _check_options(options, launcher)
+    return launcher
 
 
-def request_of(config: Config, options: argparse.Namespace) -> engines.Request:
-    """The options, for an engine other than local and ssh."""
+def request_of(config: Config, options: argparse.Namespace) -> clusters.Request:
+    """The options, for a launcher other than local and ssh."""
     program.check_stores(config)
-    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(engines.Request)}
+    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(clusters.Request)}
     given |= {"config_file": options.config, "overrides": tuple(options.overrides), "name": _name(config, options)}
     given["run"] = options.run or Target.run
-    return engines.Request(**given)
+    return clusters.Request(**given)
 
 
-def files_of(config: Config, engine: str, options: argparse.Namespace) -> dict[str, str]:
-    """The files of an engine other than local and ssh, by name; for Ray a description."""
+def files_of(config: Config, launcher: str, options: argparse.Namespace) -> dict[str, str]:
+    """The files of a launcher other than local and ssh, by name; for Ray a description."""
     request = request_of(config, options)
-    described = engines.program_of(config, request)
-    if engine == "ray":
+    described = clusters.program_of(config, request)
+    if launcher == "ray":
         return on_ray.files(config, described, request)
-    return engines.ENGINES[engine].render(described, request)
+    return clusters.LAUNCHERS[launcher].render(described, request)
 
 
 def _name(config: Config, options: argparse.Namespace) -> str:
     return options.name or config.run.name.replace("_", "-").lower()  # a DNS name, for Kubernetes and clouds
 
 
-def hand_over(config: Config, engine: str, options: argparse.Namespace, path: Path) -> int:
-    """Write the engine's files into RUN/launch, with mode 0600, and run its commands; the exit code of the last one.
+def hand_over(config: Config, launcher: str, options: argparse.Namespace, path: Path) -> int:
+    """Write the launcher's files into RUN/launch, with mode 0600, and run its commands; the exit code of the last one.
 
     The run's secret is made if there is none. A dry run prints the files, which hold no secret. Ray gets no files.
     """
-    if engine == "ray" and not options.dry_run:
+    if launcher == "ray" and not options.dry_run:
         options.scratch, options.run = os.path.abspath(options.scratch), str(path)
         return on_ray.run(config, request_of(config, options), options.words)
-    files, folder = files_of(config, engine, options), RunPaths(path).launch
+    files, folder = files_of(config, launcher, options), RunPaths(path).launch
     if options.dry_run:
         print("\n".join(f"# --- {name}\n{content}" for name, content in files.items()), end="")
         return 0
     path.mkdir(parents=True, exist_ok=True)
     with child.locked_if_possible(path):  # not for the commands: the store may start on this machine
         secret = protocol.create(path)
-        if engine == "jobset":
-            files["secret.json"] = engines.secret_manifest(_name(config, options), _secrets(path))
+        if launcher == "jobset":
+            files["secret.json"] = clusters.secret_manifest(_name(config, options), _secrets(path))
         folder.mkdir(exist_ok=True)
         for name, content in files.items():
             with disk.replaced(folder / name) as draft:
                 draft.touch(mode=0o600)
                 draft.write_text(content, encoding="utf-8")
-    for command in engines.ENGINES[engine].commands:
+    for command in clusters.LAUNCHERS[launcher].commands:
         words = [str(folder / word) if word in files else word for word in command]
         print(shlex.join(words), flush=True)
         if code := subprocess.run(words, env={**os.environ, TOKEN_VARIABLE: secret}, check=False).returncode:
@@ -443,7 +443,7 @@ def hand_over(config: Config, engine: str, options: argparse.Namespace, path: Pa
 def _secrets(run_dir: Path) -> dict[str, bytes]:
     """Token and certificates of the run, by name; never the key of the authority."""
     paths = RunPaths(run_dir)
-    found = {"token": paths.token, **{name: paths.tls / name for name in engines.CERTIFICATES}}
+    found = {"token": paths.token, **{name: paths.tls / name for name in clusters.CERTIFICATES}}
     return {name: path.read_bytes() for name, path in found.items() if path.exists()}
 
 
@@ -460,7 +460,7 @@ def supervised(config: Config, target: Target) -> tuple[ProcessSpec, ...]:
         # Here the warm start is a child of the shell, with the learner's devices and under the lock of this command.
         own = f"env {shlex.join(f'{key}={value}' for key, value in sorted(one.env.items()))} {PARENT_ENV}=$$ "
         own = own if one.host == LOCAL else ""
-        warm = engines.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
+        warm = clusters.warm_start(config, one.argv, target.run, own) if one.name == "learner" else ""
         shell = shell_line(one, target, warm)
         inner = shell if one.host == LOCAL else f"exec {shell}"
         command = (sys.executable, "-m", "jaxroll.lifeline", "bash", "-c", inner)

@@ -1,7 +1,7 @@
 """The program of a run on a Ray cluster: a placement group for each copy of a role, an actor for each process.
 
-`groups_of` is pure. `run` is the driver: the supervisor of all engines, which starts each process in an actor and, when
-the process, its actor or its node dies, in a new actor of the same placement group, which Ray moves to another node.
+`groups_of` is pure. `run` is the driver: the usual supervisor, which starts each process in an actor and, when the
+process, its actor or its node dies, in a new actor of the same placement group, which Ray moves to another node.
 Only this module imports Ray, and only in functions. A node's Python needs Ray; the roles run with `--python` in
 `--workdir`.
 """
@@ -25,8 +25,8 @@ import yaml
 from jaxroll import config as configs
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import Config
-from jaxroll.control import engines, program, run_dir
-from jaxroll.control.engines import Program, Request, Role
+from jaxroll.control import clusters, program, run_dir
+from jaxroll.control.clusters import Program, Request, Role
 from jaxroll.control.live import open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -64,7 +64,7 @@ class Group:
 
 def groups_of(config: Config, program: Program, request: Request) -> tuple[Group, ...]:
     """The placement groups. A copy of a role is packed on one node; the hosts of a learner are spread over nodes."""
-    engines.check_scratch(request)
+    clusters.check_scratch(request)
     found = []
     for role in program.roles:
         if role.name == "sampler" and role.hosts > 1:
@@ -104,9 +104,9 @@ def _line(config: Config, role: Role, request: Request, copy: int) -> str:
         return role.line()
     # Other roles are alone on their node: they find its devices themselves.
     bound = f"{PARENT_ENV}=$$ {request.python} -m jaxroll.lifeline env -u {PARENT_ENV} "
-    warm = engines.warm_start(config, role.command, request.run, bound) if role.before else ""
+    warm = clusters.warm_start(config, role.command, request.run, bound) if role.before else ""
     own = [f"--run={request.run}/samplers/{copy}"] if role.name == "sampler" else []
-    return f"unset {PARENT_ENV}; {warm}exec {engines.line([*role.command, *own])}"
+    return f"unset {PARENT_ENV}; {warm}exec {clusters.line([*role.command, *own])}"
 
 
 def files(config: Config, program: Program, request: Request) -> dict[str, str]:
@@ -348,7 +348,7 @@ def run(config: Config, request: Request, words: Sequence[str]) -> int:
         reason = "a Ray client is on no node, and the store is on the driver's"
         remedy = "Run this on a node of the cluster, or with `ray job submit`."
         raise ConfigError("--address", request.address, reason, remedy)
-    groups = groups_of(config, engines.program_of(config, request), request)
+    groups = groups_of(config, clusters.program_of(config, request), request)
     path = run_dir.shared(request.scratch, config, words)
     specs = [_spec(process, group, path) for group in groups for process in group.processes]
     with run_dir.locked(path), contextlib.ExitStack() as closing:

@@ -188,7 +188,7 @@ def store_names(config: Config) -> tuple[str, ...]:
 
 
 def check_stores(config: Config) -> None:
-    """Refuse a standby, which most engines do not start."""
+    """Refuse a standby, which most launchers do not start."""
     if config.store.standby:
         reason = "no standby is started here"
         raise ConfigError(

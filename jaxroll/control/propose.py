@@ -312,7 +312,7 @@ def run_place(options: argparse.Namespace) -> None:
         rows = [_described(planner, *each) for each in place.simulated_best(planner, chosen, options.objective)]
         best = rows[0] | {"compared": [{key: row[key] for key in COMPARED} for row in rows]}
     accelerator = best["accelerator"]
-    start = ["launch", "--on=ENGINE", f"--accelerator={accelerator}"] if accelerator else ["train"]
+    start = ["launch", "--on=LAUNCHER", f"--accelerator={accelerator}"] if accelerator else ["train"]
     words = [f"--config={options.config or 'FILE'}", *(f"--config.{change}" for change in best["overrides"])]
     best["launch"] = shlex.join(["jaxroll", *start, *words])
     if options.json:

@@ -1,4 +1,4 @@
-"""Files of `jaxroll launch --on=ENGINE`, compared with golden files and run with stand-ins for gcloud, srun and ssh."""
+"""Files of `jaxroll launch --on=LAUNCHER`, compared with golden files and run with stand-ins for their programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxroll.control import cli, launchers
 from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parent / "golden" / "engines"
+GOLDEN = Path(__file__).parent / "golden" / "launchers"
 SCHEMA = ROOT / "third_party" / "jobset" / "jobset.v1alpha2.schema.json"
 COMMON = ["--config=configs/rlvr_tiny.py", "--name=spell"]
 TPU_VM = ["--zone=us-central2-b", "--accelerator=v5litepod-8", "--runtime=v2-alpha-tpuv5-lite", "--run=/shared/spell",
@@ -169,12 +169,12 @@ def outcome(config: Any, *words: str) -> str:
     options = PARSER.parse_args(["launch", "--config=configs/rlvr_tiny.py", *rest])
     options.overrides = overrides
     try:
-        engine = launchers.engine_of(options)
-        if engine in launchers.ENGINES:
-            return str(launchers.files_of(config, engine, options))
+        launcher = launchers.launcher_of(options)
+        if launcher in launchers.LAUNCHERS:
+            return str(launchers.files_of(config, launcher, options))
         found = ""
         for options.dry_run in (True, False):
-            found += launchers.shown(config, engine, options)
+            found += launchers.shown(config, launcher, options)
         return found
     except ConfigError as error:
         return f"error: {error}"
@@ -208,15 +208,15 @@ def test_options_in_vain_are_not_refused_where_they_are_read(capsys: pytest.Capt
         launch: {name for name in launchers.OPTIONS if launch.partition("=")[2] in launchers.OPTIONS[name][3]}
         for launch in LAUNCHES
     }
-    all_of_them, engines = {"workdir", "python", "port", "insecure"}, {"name", "accelerator"}
+    all_of_them, given = {"workdir", "python", "port", "insecure"}, {"name", "accelerator"}
     assert read == {
         "--on=local": set(),
         "--on=ssh": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb", "new-log"},
-        "--on=ray": all_of_them | engines | {"scratch", "address"},
-        "--on=slurm": all_of_them | engines | {"queue", "scratch"},
-        "--on=jobset": all_of_them | engines | {"image", "queue", "spot"},
-        "--on=skypilot": all_of_them | engines | {"spot"},
-        "--on=tpu-vm": all_of_them | engines | {"scratch", "runtime", "zone", "project", "spot"},
+        "--on=ray": all_of_them | given | {"scratch", "address"},
+        "--on=slurm": all_of_them | given | {"queue", "scratch"},
+        "--on=jobset": all_of_them | given | {"image", "queue", "spot"},
+        "--on=skypilot": all_of_them | given | {"spot"},
+        "--on=tpu-vm": all_of_them | given | {"scratch", "runtime", "zone", "project", "spot"},
         "--target=gpu": all_of_them | {"tls", "devices-per-host", "gpu-memory-mb"},
         "--target=tpu_vm": all_of_them | {"tls", "devices-per-host", "zone", "project"},
     }
@@ -229,7 +229,7 @@ def stand_in(folder: Path, name: str, script: str) -> None:
 
 
 def engine_env(tmp_path: Path) -> dict[str, str]:
-    """The environment in which programs of engines are stand-ins that write their arguments into `calls`."""
+    """The environment in which programs of launchers are stand-ins that write their arguments into `calls`."""
     kept = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
     return kept | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(tmp_path / "calls")}
 

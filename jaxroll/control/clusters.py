@@ -1,8 +1,8 @@
-"""The program of a run for engines that start and restart processes: Slurm, JobSet, SkyPilot, TPU queued resources.
+"""The program of a run for launchers that start and restart processes: Slurm, JobSet, SkyPilot, TPU queued resources.
 
-`program_of` is the one description: commands, hosts, devices, restarts and spot capacity by role. Each engine renders
-it as files; nothing here starts a process. Samplers join the run (`jaxroll sampler --join`), so an engine may add and
-remove them at any time. Secrets are files with mode 0600 or secrets of the engine, never arguments of a command.
+`program_of` is the one description: commands, hosts, devices, restarts and spot capacity by role. Each launcher renders
+it as files; nothing here starts a process. Samplers join the run (`jaxroll sampler --join`), so a launcher may add and
+remove them at any time. Secrets are files with mode 0600 or secrets of the launcher, never arguments of a command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.run_paths import RunPaths
 
-# Variables that each engine sets before the command; FIRST is the first host of a sampler on several.
+# Variables that each launcher sets before the command; FIRST is the first host of a sampler on several.
 STORE, LEARNER, HOST, INDEX = "${STORE_HOST}", "${LEARNER_HOST}", "${HOST_NAME}", "${ROLE_INDEX}"
 FIRST = "${FIRST_HOST}"
 GROUP_INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"  # the copy of a role whose copies are jobs
@@ -34,7 +34,7 @@ DRAIN_S = 20  # below the 25 s and 30 s that clouds give before they take a mach
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `jaxroll launch`; `accelerator` is named as the engine names it; '' is for CPU hosts."""
+    """The options of `jaxroll launch`; `accelerator` is named as the launcher names it; '' is for CPU hosts."""
 
     config_file: str
     overrides: Sequence[str] = ()
@@ -84,7 +84,7 @@ class Program:
 def program_of(config: Config, request: Request) -> Program:
     """The program of `config`. ConfigError for a run that cannot be spread over hosts."""
     if config.placement.colocated:
-        reason = "the engines start a process for each role"
+        reason = "the launchers start a process for each role"
         raise ConfigError("placement.colocated", True, reason, "Set it to False, or use --on=local.")
     common = [f"--config={request.config_file}", *(f"--config.{text}" for text in request.overrides)]
     plain = ("--insecure",) if request.insecure else ()
@@ -113,7 +113,7 @@ def program_of(config: Config, request: Request) -> Program:
 
 
 def line(command: Sequence[str]) -> str:
-    """The command as a line of shell; words with a variable of the engine keep it."""
+    """The command as a line of shell; words with a variable of the launcher keep it."""
     return " ".join(f'"{word}"' if "${" in word else shlex.quote(word) for word in command)
 
 
@@ -471,19 +471,19 @@ supervise() {{
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine: the renderer of its files by name, and the commands that hand them over."""
+class Launcher:
+    """A launcher: the renderer of its files by name, and the commands that hand them over."""
 
     render: Callable[[Program, Request], dict[str, str]]
     commands: tuple[tuple[str, ...], ...]
 
 
-ENGINES: Mapping[str, Engine] = {
-    "slurm": Engine(slurm, (("sbatch", "job.sbatch"),)),
-    "jobset": Engine(jobset, (("kubectl", "apply", "-f", "secret.json"),
-                              ("kubectl", "apply", "-f", "jobset.yaml"))),
-    "skypilot": Engine(skypilot, (("sky", "launch", "--yes", "--detach-run", "--secret", TOKEN_VARIABLE, "run.yaml"),)),
-    "tpu-vm": Engine(tpu_vm, (("bash", "tpu_vm.sh"),)),
+LAUNCHERS: Mapping[str, Launcher] = {
+    "slurm": Launcher(slurm, (("sbatch", "job.sbatch"),)),
+    "jobset": Launcher(jobset, (("kubectl", "apply", "-f", "secret.json"), ("kubectl", "apply", "-f", "jobset.yaml"))),
+    "skypilot": Launcher(
+        skypilot, (("sky", "launch", "--yes", "--detach-run", "--secret", TOKEN_VARIABLE, "run.yaml"),)),
+    "tpu-vm": Launcher(tpu_vm, (("bash", "tpu_vm.sh"),)),
 }  # fmt: skip
 
 
