@@ -191,8 +191,11 @@ def main() -> int:
         one = world("fixed", 100, 1000 * GROUPS * SIZE)
         found = measured(one)
         minutes = found["all_us"] * one.members / 60e6
-        finish({"class": "P", "whole": found, "members": one.members, "processor_minutes": minutes}, command=command,
-               started=started)  # fmt: skip
+        finish(
+            {"class": "P", "whole": found, "members": one.members, "processor_minutes": minutes},
+            command=command,
+            started=started,
+        )
         return 0
     numbers = chosen.samplers or ([4, 40] if chosen.quick else [10, 100, 1000])
     members, rounds = (256, 1) if chosen.quick else (chosen.members, chosen.rounds or 3)

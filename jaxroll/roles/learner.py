@@ -183,8 +183,12 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
         def start() -> Mapping[str, np.ndarray]:
             params = weights.initial_of_role(args.config, args.run_dir, trainer.spec)
             if params is None:
-                raise ConfigError("RUN", str(args.run_dir), "has initial parameters on the first host and none here",
-                                  "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
+                raise ConfigError(
+                    "RUN",
+                    str(args.run_dir),
+                    "has initial parameters on the first host and none here",
+                    "All hosts of the learner need the run's folder and that of model.path.",
+                )
             return params
 
         with contextlib.closing(_publisher(replace(args, host=leader.host), announce=leader.serves)) as publisher:

@@ -61,15 +61,22 @@ def main(run: Path, options: argparse.Namespace) -> int:
         print(json.dumps(place) if options.json else f"{text}\n{folder}")
         return 0
     found = shares(folder, row.get("seconds"), row["steps"])
-    print(json.dumps({"role": order.role, "folder": str(folder), **found.values()}) if options.json
-          else "\n".join([*lines(order.role, found), *_openers(folder)]))  # fmt: skip
+    print(
+        json.dumps({"role": order.role, "folder": str(folder), **found.values()})
+        if options.json
+        else "\n".join([*lines(order.role, found), *_openers(folder)])
+    )
     return 0
 
 
 def _openers(folder: Path) -> list[str]:
     (trace,) = list(folder.rglob("*.trace.json.gz"))[:1] or [folder]
-    return ["", f"trace       {folder}", f"TensorBoard tensorboard --logdir={folder} (with xprof)",
-            f"Perfetto    https://ui.perfetto.dev, open {trace}"]  # fmt: skip
+    return [
+        "",
+        f"trace       {folder}",
+        f"TensorBoard tensorboard --logdir={folder} (with xprof)",
+        f"Perfetto    https://ui.perfetto.dev, open {trace}",
+    ]
 
 
 # --- the order
