@@ -48,10 +48,14 @@ PADDING = 0.15  # fraction of padded tokens that costs less time than compiling 
 
 @dataclass(frozen=True)
 class WarmStartPlan:
-    """The data of a warm start: the packed micro-batches of every step, and examples that it never trains on."""
+    """The data of a warm start: the packed micro-batches of every step, and examples that it never trains on.
+
+    `too_long` is the share of its examples with an answer that `sampling.max_tokens` does not allow in a rollout.
+    """
 
     batches: list[list[packing.MicroBatch]]
     check: list[Sample]
+    too_long: float
 
 
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -72,6 +76,9 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     buckets = packing.learner_buckets(config.learner)
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     plan = prepared(config, text, buckets)
+    if plan.too_long:
+        limit = f"sampling.max_tokens = {config.sampling.max_tokens}"
+        progress(f"warning: {plan.too_long:.0%} of the worked answers are longer than {limit}, where rollouts end")
     programs = Programs(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
     if model_folder(config):
@@ -116,14 +123,21 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmSta
         task.question_hash: example(text, task, worked) for task, worked in examples if task.question_hash in kept_out
     }
     taught = itertools.cycle(pair for pair in examples if pair[0].question_hash not in kept_out)
-    tokens, batches = sample_tokens(config.learner), []
+    tokens, batches, too_long = sample_tokens(config.learner), [], 0
     for step in range(steps):
         taken = [example(text, task, worked) for task, worked in itertools.islice(taught, size)]
+        too_long += sum(longest_answer(sample.mask) > config.sampling.max_tokens for sample in taken)
         batch = minibatch.weighted(taken, "token_mean", SUPERVISED)
         if step == 0:
             buckets = _fewest(buckets, batch, tokens)
         batches.append(packing.pack(batch, tokens, buckets))
-    return WarmStartPlan(batches, list(check.values()))
+    return WarmStartPlan(batches, list(check.values()), too_long / (steps * size))
+
+
+def longest_answer(mask: np.ndarray) -> int:
+    """The most tokens in a row that are trained on (bool [T]): one answer with its end."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
 def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> Sample:

@@ -51,6 +51,18 @@ def test_where_prompts_are_shared_a_worked_answer_has_the_room_of_both():
     assert max(place.length for batches in course.batches for batch in batches for place in batch.placements) <= 29
 
 
+def test_worked_answers_that_a_rollout_has_no_room_for_are_counted():
+    """A policy that learns them ends every rollout truncated, with reward 0."""
+    words = tokenizers.build(config(2).tokenizer, sources.alphabet(config(2).task))
+    shares = {}
+    for limit in (1, 3, 4, 64):
+        cfg = replace(config(2), sampling=replace(config(2).sampling, max_tokens=limit))
+        shares[limit] = sft.prepared(cfg, words, (4,)).too_long
+    assert shares == {1: 1.0, 3: 1.0, 4: 0.0, 64: 0.0}, "three letters and the end"
+    masks = {"": 0, "0": 0, "1": 1, "0110": 2, "1101110": 3, "0111": 3}
+    assert {m: sft.longest_answer(np.array([c == "1" for c in m], bool)) for m in masks} == masks
+
+
 def test_progress_is_reported(warm):
     _, _, said = warm
     assert any("compiling" in text for text in said) and any("step 150/150" in text for text in said)
