@@ -265,6 +265,23 @@ def reward_by_source(steps: Sequence[Row], count: int = 10) -> dict[str, list[fl
     return {name: [_mean_of_source(part, name, key) for part, key in asked] for name in names} or None
 
 
+_COLLAPSE, _COLLAPSED_STEPS = 0.1, 10
+
+
+def collapsed_after(steps: Sequence[Row]) -> int | None:
+    """The last step before the reward fell to a tenth of its first ten steps' mean and stayed there; None without.
+
+    It has to stay there for ten steps, to the end.
+    """
+    rewards = [(row["step"], row["reward_mean"]) for row in steps if row.get("reward_mean") is not None]
+    first = [reward for _, reward in rewards[:_COLLAPSED_STEPS]]
+    bound = _COLLAPSE * sum(first) / len(first) if first else 0.0
+    alive = [step for step, reward in rewards if reward > bound]
+    if bound <= 0 or len(rewards) < 2 * _COLLAPSED_STEPS or rewards[-_COLLAPSED_STEPS][0] <= alive[-1]:
+        return None
+    return alive[-1]
+
+
 def _mean_of_source(steps: Sequence[Row], name: str, key: str) -> float | None:
     """The mean over all samples of the source; None without any."""
     found = [of for row in steps if (of := (row.get("sources") or {}).get(name))]

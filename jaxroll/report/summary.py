@@ -111,6 +111,7 @@ def summary(run: Run) -> dict[str, Any]:
         **progress(steps, rows, run.created_s),
         **learning(steps),
         "reward_by_source": activity.reward_by_source(steps),
+        "collapsed_after": activity.collapsed_after(steps),
         "failed_by_source": counts_by_reason(rows, "failed_by_source"),
         "alpha": config["schedule"]["alpha"],
         "alpha_wanted": alpha_wanted(rows, steps, history, config),
@@ -214,14 +215,13 @@ def paired_interval(
     if len(before) != len(after) or len(before) % samples:
         return (None, None)
     marks = np.ma.masked_equal([[int(c) for c in text.replace("-", "2")] for text in (before, after)], 2)
-    shares = marks.reshape(2, -1, samples).mean(axis=2)
-    difference = (shares[1] - shares[0]).compressed()
+    difference = np.ma.diff(marks.reshape(2, -1, samples).mean(axis=2), axis=0).compressed()
     if not len(difference):
         return (None, None)
     # There are few different differences, so a resample of n items is a multinomial draw of their counts.
     values = np.unique([-1.0, 0.0, 1.0, *difference])
-    found = [np.mean(difference == value) for value in values]
-    counts = np.random.default_rng(seed).multinomial(len(difference), found, BOOTSTRAP_DRAWS)
+    shares = [np.mean(difference == value) for value in values]
+    counts = np.random.default_rng(seed).multinomial(len(difference), shares, BOOTSTRAP_DRAWS)
     low, high = np.quantile(counts @ values / len(difference), (0.025, 0.975))
     return float(low), float(high)
 
@@ -474,12 +474,13 @@ def evaluation_failures(rows: Sequence[Row], now: float) -> list[dict[str, Any]]
 
 
 def warnings(f: Mapping[str, Any]) -> list[str]:
-    """Sentences about a run that ended in order but cannot have learned: its reward never changed."""
+    """Sentences about a run that ended in order but cannot have learned: its reward never changed, or collapsed."""
+    if (step := f.get("collapsed_after")) is not None:
+        return [f"The reward collapsed after step {step}: lower learner.learning_rate, or set learner.kl_coef."]
     if not f["steps"] or f["reward_max"] is None or f["reward_max"] != f["reward_min"]:
         return []
-    value = number(f["reward_max"])
     reasons = ", ".join(f"{count} {reason}" for reason, count in (f["answers_rejected"] or {}).items())
-    found = f"Every step had the mean reward {value}, so the policy had nothing to learn from."
+    found = f"Every step had the mean reward {number(f['reward_max'])}, so the policy had nothing to learn from."
     if f["reward_max"] == 0:
         found += " No answer was right: look at some with `jaxroll inspect RUN --group=ID`."
         found += " Check task.prompt_style and the scorer."

@@ -317,6 +317,27 @@ def test_a_run_without_any_reward_ends_with_a_warning():
     assert "mean reward 0" in sentence and "3 too long" in sentence
     assert summary.warnings(seen | {"reward_max": 0.5}) == []
     assert summary.warnings(seen | {"steps": 0}) == []
+    (sentence,) = summary.warnings(seen | {"reward_max": 0.5, "collapsed_after": 7})
+    assert "after step 7" in sentence and "learner.learning_rate" in sentence
+
+
+@pytest.mark.parametrize(
+    ("rewards", "step"),
+    [
+        ([0.5] * 18 + [0.0] * 12, 18),
+        ([0.5] * 18 + [0.04, 0.0] * 6, 18),
+        ([0.5] * 18 + [0.0] * 9, None),  # too early to say
+        ([0.5] * 18 + [0.0] * 12 + [0.5], None),  # it came back
+        ([0.5] * 18 + [0.06] * 12, None),
+        ([0.0] * 30, None),
+        ([-0.5] * 10 + [-1.0] * 20, None),
+        ([0.5] * 15, None),
+        ([], None),
+    ],
+)
+def test_a_reward_that_falls_to_a_tenth_and_stays_there_has_collapsed(rewards: list[float], step: int | None) -> None:
+    rows = [{"kind": "step", "step": number, "reward_mean": reward} for number, reward in enumerate(rewards, 1)]
+    assert activity.collapsed_after(rows) == step
 
 
 def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
