@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.data.sources import PRINTABLE
@@ -37,7 +37,7 @@ class Settings:
     python: str
     env: Mapping[str, Any]
     path: Sequence[str] = ()
-    client: Literal["train", "eval"] = "train"
+    client: str = "train"  # or "eval"
     tokenizer: str = ""
     renderer: Mapping[str, Any] = field(default_factory=lambda: {"name": "auto"})
     tasks: int = 4096
@@ -47,7 +47,7 @@ class Settings:
             raise ValueError(f"client = {self.client!r}: use 'train' (token ids) or 'eval' (chat)")
         if self.client == "train" and not self.tokenizer:
             raise ValueError("tokenizer is missing: give the model's folder, or use client 'eval'")
-        if not isinstance(self.tasks, int) or self.tasks < 1:
+        if self.tasks < 1:
             raise ValueError(f"tasks = {self.tasks!r}: give a number above 0")
 
     def for_worker(self) -> dict[str, Any]:
