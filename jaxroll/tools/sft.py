@@ -22,7 +22,7 @@ from jaxroll import sharding as layouts
 from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import model_folder, sample_tokens, tokenizer_folder
+from jaxroll.config.derived import answer_tokens, model_folder, sample_tokens, tokenizer_folder
 from jaxroll.data import preparation, sources
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, packing, step_metrics, weights
@@ -77,7 +77,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     plan = prepared(config, text, buckets)
     if plan.too_long:
-        limit = f"sampling.max_tokens = {config.sampling.max_tokens}"
+        limit = f"the {answer_tokens(config)} tokens of sampling.max_tokens"
         progress(f"warning: {plan.too_long:.0%} of the worked answers are longer than {limit}, where rollouts end")
     programs = Programs(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
@@ -126,7 +126,7 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmSta
     tokens, batches, too_long = sample_tokens(config.learner), [], 0
     for step in range(steps):
         taken = [example(text, task, worked) for task, worked in itertools.islice(taught, size)]
-        too_long += sum(longest_answer(sample.mask) > config.sampling.max_tokens for sample in taken)
+        too_long += sum(longest_answer(sample.mask) > answer_tokens(config) for sample in taken)
         batch = minibatch.weighted(taken, "token_mean", SUPERVISED)
         if step == 0:
             buckets = _fewest(buckets, batch, tokens)
