@@ -488,7 +488,7 @@ def check_options(options: argparse.Namespace, config: Config) -> None:
         reason = "this run has a process for each role"
         raise ConfigError("placement.colocated", False, reason, "Set it to True, for every process of the run.")
     if options.command == "store" and not options.child and options.store:
-        path = run_dir.checked(options.run) if options.run else Path()
+        path = run_dir.checked(options.run) if options.run else None
         protocol.listening("--store", options.store, insecure=options.insecure, has_tls=tls.load(path) is not None)
     if options.command != "actor":
         return

@@ -142,10 +142,14 @@ def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bo
             "other machines can reach it and the run's token can be guessed",
             f"Use at least {MIN_SECRET_CHARS} characters.",
         )
+    _check_encrypted("host", host, has_tls=has_tls, insecure=insecure)
+
+
+def _check_encrypted(key: str, value: str, *, has_tls: bool, insecure: bool) -> None:
     if not (has_tls or insecure):
         raise ConfigError(
-            "host",
-            host,
+            key,
+            value,
             "would carry plain text to other machines",
             "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a trusted network.",
         )
@@ -154,12 +158,10 @@ def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bo
 def listening(option: str, text: str, *, insecure: bool, has_tls: bool) -> tuple[str, int]:
     """Host and port of `text`, where this process can listen. ConfigError that names `option` if it cannot."""
     host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
+    if not host or not (port.isascii() and port.isdigit()) or len(port) > 5 or int(port) > 65535:
         raise ConfigError(option, text, "not HOST:PORT", f"Write for example {option}=127.0.0.1:7077.")
-    if not (is_loopback(host) or has_tls or insecure):
-        reason = "would carry plain text to other machines"
-        remedy = "Set JAXROLL_TLS to a folder of certificates, or use --insecure on a trusted network."
-        raise ConfigError(option, text, reason, remedy)
+    if not is_loopback(host):
+        _check_encrypted(option, text, has_tls=has_tls, insecure=insecure)
     if error := bind_error(host, int(port)):
         taken = error.errno == errno.EADDRINUSE
         reason = "another process has this port" if taken else f"cannot listen there ({error.strerror})"

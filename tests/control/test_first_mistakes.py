@@ -384,12 +384,23 @@ def test_a_store_that_cannot_listen_leaves_no_run(home: Path, capsys: pytest.Cap
             ("8.8.8.8:1", "plain text"),
             ("8.8.8.8:1 --insecure", "cannot listen there"),
             ("127.0.0.1:x", "not HOST:PORT"),
+            ("127.0.0.1:0000080000", "not HOST:PORT"),
         ):
             words = ["store", "fresh", "--config=configs/smoke.py", *f"--store={address}".split()]
             assert cli.main(words) == 64
             shown = capsys.readouterr().err
             assert f"--store = '{address.split()[0]}'" in shown and why in shown
             assert not (home / "runs" / "fresh").exists() and not (home / "fresh").exists()
+
+
+def test_a_folder_tls_in_the_working_folder_is_not_that_of_a_run(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It belongs to something else: a new run without a name has no certificates yet."""
+    (home / "tls").mkdir()
+    assert cli.main(["store", "--config=configs/smoke.py", "--store=8.8.8.8:1"]) == 64
+    shown = capsys.readouterr().err
+    assert "--store = '8.8.8.8:1'" in shown and "plain text" in shown
 
 
 def test_every_command_has_a_mistake() -> None:
