@@ -195,6 +195,9 @@ def test_the_interval_of_several_answers_is_that_of_resampling_items(pairs, seed
     expected = np.quantile(difference[draws].mean(axis=1), (0.025, 0.975))
     np.testing.assert_allclose(summary.paired_interval(before, after, samples=3), expected, atol=2.01 / len(pairs))
     assert summary.paired_interval("1-0---", "1111--", samples=2) == (0.0, 1.0), "items of 1 and 2 of their answers"
+    one = ["".join(p[side][0] for p in pairs) for side in (0, 1)]
+    alike = ["".join(3 * mark for mark in text) for text in one]
+    assert summary.paired_interval(*alike, seed, samples=3) == summary.paired_interval(*one, seed), "no more items"
 
 
 def test_items_without_an_answer_and_other_items_make_no_pairs():
