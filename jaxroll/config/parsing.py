@@ -361,17 +361,24 @@ def evaluation_set(config: Config, name: str) -> tuple[TaskPart, int]:
     return TaskPart("", 1.0, task, key, env=env, given=frozenset(entry)), items
 
 
-def samples_of(config: Config, name: str) -> int:
-    """The number of answers to each item of the held-out set `name`. ConfigError if several would be equal."""
+def samples_of(config: Config, name: str, *, samples: int | None = None, temperature: float | None = None) -> int:
+    """The number of answers to each item of the held-out set `name`. ConfigError if several would be equal.
+
+    `samples` and `temperature` are the options of `jaxroll eval`: each comes before the config's value, if it is given.
+    """
     entry = config.evaluator.sets.get(name, {})  # none for HELDOUT
     key = f"evaluator.sets.{name}.samples" if "samples" in entry else "evaluator.samples"
-    samples = coerce(int, entry.get("samples", config.evaluator.samples), key)
-    if samples < 1:
-        raise ConfigError(key, samples, "must be at least 1", "Set it to 1 for one answer to each item.")
-    if samples > 1 and config.evaluator.temperature == 0:
-        reason, remedy = "greedy answers to an item are all the same", "Set evaluator.temperature, as to 1.0."
-        raise ConfigError(key, samples, reason, remedy)
-    return samples
+    remedy = "Set evaluator.temperature, as to 1.0."
+    count = coerce(int, entry.get("samples", config.evaluator.samples) if samples is None else samples, key)
+    if samples is not None:
+        key, remedy = "--samples", "Add --temperature=1, for example."
+    if count < 1:
+        raise ConfigError(key, count, "must be at least 1", "Set it to 1 for one answer to each item.")
+    if count > 1 and (config.evaluator.temperature if temperature is None else temperature) == 0:
+        if temperature is not None:
+            remedy = "Set --temperature above 0, or add --samples=1."
+        raise ConfigError(key, count, "greedy answers to an item are all the same", remedy)
+    return count
 
 
 def every_part(config: Config) -> tuple[TaskPart, ...]:

@@ -118,8 +118,6 @@ def _settle(options: argparse.Namespace, extra: list[str], one: argparse.Argumen
     if extra:
         return f"unknown argument {extra[0]}. {_hint(options, extra[0], one)}"
     _check_values(options, one)
-    if options.command == "eval":
-        _check_samples(options)
     if (folder := getattr(options, "folder", None)) is None or not hasattr(options, "run"):
         return ""
     if folder.endswith(".py"):
@@ -161,16 +159,6 @@ def _check_values(options: argparse.Namespace, one: argparse.ArgumentParser) -> 
             least, most = BOUNDS[name]
             if isinstance(number, int | float) and not least <= number <= most:
                 raise ConfigError(key, number, "is out of range", f"Give a number from {least:,} to {most:,}.")
-
-
-def _check_samples(options: argparse.Namespace) -> None:
-    """Raise ConfigError if `eval` cannot compute its figures from so many answers."""
-    for k in options.k:
-        if k > options.samples:
-            raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={k} or more.")
-    if options.samples > 1 and options.temperature <= 0:
-        reason = "several greedy answers are all the same"
-        raise ConfigError("--temperature", options.temperature, reason, "Set it above 0, for example to 1.")
 
 
 def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) -> str:
@@ -398,9 +386,11 @@ def _generate_options(one: argparse.ArgumentParser) -> None:
 def _eval_options(one: argparse.ArgumentParser) -> None:
     text = "a held-out set: heldout or a name of evaluator.sets, repeatable (default: all)"
     one.add_argument("--set", action="append", default=[], metavar="NAME", help=text)
-    one.add_argument("--samples", type=int, default=1, metavar="N", help="answers per item (default: 1)")
-    one.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
-    text = "print pass@K, repeatable; needs --samples of at least K"
+    text = "answers per item (default: evaluator.samples, or those of the set)"
+    one.add_argument("--samples", type=int, metavar="N", help=text)
+    text = "sampling temperature; 0 is greedy (default: evaluator.temperature)"
+    one.add_argument("--temperature", type=float, help=text)
+    text = "print pass@K, repeatable; needs at least K answers per item"
     one.add_argument("--k", action="append", type=int, default=[], metavar="K", help=text)
     one.add_argument("--json", action="store_true", help="print one JSON object")
 

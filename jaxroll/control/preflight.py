@@ -36,7 +36,7 @@ from jaxroll.config.derived import (
     page_size,
     sample_tokens,
 )
-from jaxroll.config.parsing import HELDOUT, about, evaluation_set, every_part, nearest, task_parts
+from jaxroll.config.parsing import HELDOUT, about, evaluation_set, every_part, nearest, samples_of, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
@@ -476,11 +476,16 @@ def run_with_other_sets(options: argparse.Namespace) -> tuple[Config, Path] | No
 
 
 def check_options(options: argparse.Namespace, config: Config) -> None:
-    """Raise ConfigError if the run has no such role or held-out set, or if no answer fits into a served context."""
+    """Raise ConfigError if the run has no such role, or a held-out set, its samples or a context are impossible."""
     known, context = (HELDOUT, *config.evaluator.sets), getattr(options, "context", None)
-    for name in options.set if options.command == "eval" else ():
+    for name in (options.set or known) if options.command == "eval" else ():
         if name not in known:
             raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
+        samples = samples_of(config, name, samples=options.samples, temperature=options.temperature)
+        if (k := max(options.k, default=0)) > samples:
+            raise ConfigError(
+                "--k", k, f"needs as many answers, and {name} has {samples}", f"Add --samples={k} or more."
+            )
     if context is not None and context <= longest_prompt(config):
         reason = f"the config's longest prompt has {longest_prompt(config)} tokens, and an answer needs one more"
         raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")

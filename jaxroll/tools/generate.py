@@ -26,6 +26,7 @@ from jaxroll import lifeline
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import episode_tokens, longest_prompt, request_tokens
+from jaxroll.config.parsing import samples_of
 from jaxroll.config.section_rules import opening_messages
 from jaxroll.data import sources
 from jaxroll.data import tasks as heldout
@@ -228,9 +229,10 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
     pool.start()
     try:
         slots = config.evaluator.slots
+        temperature = config.evaluator.temperature if options.temperature is None else options.temperature
         max_tokens = episode_tokens(config) - config.task.max_prompt_tokens
         model = load(config, args.run_dir, slots=slots, max_tokens=max_tokens)
-        sampling = episode.sampling_params(config, model.tokenizer, options.temperature)
+        sampling = episode.sampling_params(config, model.tokenizer, temperature)
 
         async def play(proxy: EngineProxy) -> None:
             executors = Executors(pool, config)
@@ -254,7 +256,7 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
                         model.tokenizer,
                         model.version,
                         permits=2 * slots,
-                        samples=options.samples,
+                        samples=samples_of(config, name, samples=options.samples, temperature=temperature),
                         first=first,
                     )
                     found[name] = figures(samples, options.k)

@@ -67,19 +67,6 @@ def test_an_empty_value_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("eval RUN --samples=2 --temperature=1 --k=3", "--k = 3: pass@3 needs as many samples. Add --samples=3"),
-        ("eval RUN --samples=2", "--temperature = 0.0: several greedy answers are all the same. Set it above 0"),
-    ],
-)
-def test_figures_that_eval_cannot_compute_are_refused(
-    capsys: pytest.CaptureFixture[str], line: str, reason: str
-) -> None:
-    assert reason in refusal(capsys, line.split())
-
-
-@pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["eval", MODEL, SMOKE, "--config.task.max_prompt_tokens=48", "--set=nothing"], "--set = 'nothing'"),
