@@ -59,7 +59,7 @@ test: venv
 	case "$${halves[*]}" in "0 0" | "0 5" | "5 0") ;; *) echo "the halves of make test ended with $${halves[*]}"; exit 1;; esac
 
 soak: venv peers
-	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
+	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 --timeout=1800 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
 
 # The peer tests that every commit runs: JetStream drives our model and serves our evaluation.
 test-jetstream: venv venv-jetstream
