@@ -360,6 +360,7 @@ def game_file(seed: int, settings: TextWorldSettings) -> Path:
         options.seeds, options.path = seed % 2**31, str(Path(scratch) / path.name)
         options.nb_rooms, options.nb_objects = settings.rooms, settings.objects
         options.quest_length = settings.quest_length
+        options.kb = textworld.generator.KnowledgeBase.default()  # else each game parses all rules again
         compiled = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
         for part in (compiled.with_suffix(".json"), compiled.with_suffix(".ni"), compiled):  # the game last
             if part.exists():
