@@ -58,8 +58,9 @@ test: venv
 	echo "the first half, without processes:"; sed -n '/= short test summary info =/,$$p' .cache/first_half.log | sed 1d | grep . || tail -n 1 .cache/first_half.log; \
 	case "$${halves[*]}" in "0 0" | "0 5" | "5 0") ;; *) echo "the halves of make test ended with $${halves[*]}"; exit 1;; esac
 
+# In a process of its own, so that a test that hangs does not end the others; alone (ARGS='-k NAME -n 0') it shows its stacks.
 soak: venv peers
-	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 --timeout=1800 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
+	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 --timeout=1800 -n 1 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
 
 # The peer tests that every commit runs: JetStream drives our model and serves our evaluation.
 test-jetstream: venv venv-jetstream

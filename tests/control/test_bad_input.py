@@ -240,6 +240,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, dashboard: bool = True) -> None
     monkeypatch.setattr(colocated, "main", connects)
     monkeypatch.setattr(actor, "main", connects)
     monkeypatch.setattr(client, "JOIN_S", 0.01)
+    monkeypatch.setattr(train, "_say_what_it_waits_for", lambda error: None)
 
 
 # The others are for `make soak`: test_inputs_of_commands has a cell of each class for them.

@@ -105,7 +105,7 @@ def assert_those_of_whole_rows(variant: str, requests: list[Request], results: d
         got = results[one.id].completion
         versions.update(run.version.step for run in got.versions)
         chosen = np.take_along_axis(wanted, got.tokens[:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(got.logprobs, chosen, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(got.logprobs, chosen, rtol=0, atol=3e-5)  # 1.3e-5 on an Intel Xeon
         if one.params.temperature == 0:
             assert (wanted.max(axis=1) - chosen < 1e-5).all(), "not the likeliest token"
     assert versions == {1, 2}
