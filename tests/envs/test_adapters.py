@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.config import Config
+from jaxroll.config import Config, rules
 from jaxroll.config.derived import episode_tokens
-from jaxroll.data import preparation, sources
+from jaxroll.data import preparation, sources, tasks
 from jaxroll.data.tasks import Candidates
 from jaxroll.envs import registry
+from jaxroll.errors import ConfigError
 from jaxroll.records import Message
 from jaxroll.testing.environments import check_environment
 from jaxroll.text import tokenizers
@@ -70,6 +72,25 @@ def test_worked_play_is_that_of_the_environment_and_fits_the_config(name: str) -
         assert sum(len(run) for run, _ in runs) <= episode_tokens(config)
 
 
+def test_a_number_of_games_is_played_again_and_again_without_the_held_out_ones() -> None:
+    """In the training and in the warm start: 40 games, of which the last eight are held out."""
+    config = loaded("shop")
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, args={**config.task.args, "games": 40}))
+    rules.check(dataclasses.replace(config, task=dataclasses.replace(config.task, heldout_start=32)))
+    heldout = {task.args()["seed"] for task in tasks.tasks(config)}
+    trained = [task.args()["seed"] for task in itertools.islice(tasks.PromptPipeline(config), 96)]
+    shown = [task.args()["seed"] for task, _ in preparation.examples(config, 96)]
+    assert heldout == {*range(32, 40)} and {*trained} == {*shown} == {*range(32)}
+    assert {*Counter(trained).values()} == {*Counter(shown).values()} == {3}, "an epoch has each game once"
+
+
+@pytest.mark.parametrize("games", [0, -1, True, 2.0, "many"])
+def test_a_wrong_number_of_games_is_refused(games: object) -> None:
+    config = loaded("shop")
+    with pytest.raises(ConfigError, match=r"task\.args\.games.*an integer above 0"):
+        sources.open_source(dataclasses.replace(config.task, args={**config.task.args, "games": games}))
+
+
 @pytest.mark.parametrize("name", [*GAMES, "code_repair"])
 @pytest.mark.process
 def test_it_keeps_the_contract(name: str) -> None:
@@ -118,8 +139,6 @@ def test_text_steps_are_those_of_the_environment_itself() -> None:
     ({"id": "CartPole-v1", "observation": "nowhere:f"}, "no such function"),
 ])  # fmt: skip
 def test_what_has_no_text_is_refused(settings: dict, words: str) -> None:
-    from jaxroll.errors import ConfigError
-
     with pytest.raises(ConfigError, match=words):
         gymnasium_text(**settings)
 
@@ -132,7 +151,6 @@ def test_a_rendered_view_marks_the_coloured_cell() -> None:
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxroll.envs.adapters.games import library
-    from jaxroll.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"jaxroll\[envs-more\]"):
         library("a_package_that_nobody_has", "it", "envs-more")

@@ -94,7 +94,8 @@ class GameEnvironment:
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
         args = settings_given(config)
         share(args, "noise")
-        self._turns = self.max_turns = _turns(args)
+        _count(args, "games")
+        self._turns = self.max_turns = _count(args, "max_turns") or MAX_TURNS
         self._settings = settings_of(self.game.Settings, args)
         self._game: Game | None = None
         self._taken = self._misread = 0
@@ -126,20 +127,20 @@ class GameEnvironment:
 
 
 class GameSource:
-    """Games by seed, without an end.
+    """Games by seed: without an end, or `games` of them, which are played again and again.
 
-    `task.args`: the settings of the game, `max_turns`, and `noise`, the share of random moves in the play of the
-    teacher, who otherwise takes the game's advice.
+    `task.args`: the settings of the game, `max_turns`, `games`, and `noise`, the share of random moves in the play of
+    the teacher, who otherwise takes the game's advice.
     """
 
     name: ClassVar[str]
     game: ClassVar[type[Game]]
-    size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
         args = settings_given(cfg)
         self._noise = share(args, "noise")
-        self._turns = _turns(args)
+        self._turns = _count(args, "max_turns") or MAX_TURNS
+        self.size = _count(args, "games")
         self._settings = settings_of(self.game.Settings, args)
         self._as_compact = is_compact(cfg)
         self.game(self._settings).close()  # refuses a missing package before the run begins
@@ -184,12 +185,16 @@ class GameSource:
         return tuple(messages[:-1] if messages and messages[-1].role != "assistant" else messages)
 
 
-def _turns(args: dict[str, Any]) -> int:
-    """Remove `max_turns` from `args` and return it."""
-    turns = args.pop("max_turns", MAX_TURNS)
-    if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-        raise ConfigError("task.args.max_turns", turns, "it must be an integer above 0", f"Give {MAX_TURNS}.")
-    return turns
+def _count(args: dict[str, Any], name: str) -> int | None:
+    """Remove the number `name` from `args` and return it; None if it is not there."""
+    if name not in args:
+        return None
+    count = args.pop(name)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(
+            f"task.args.{name}", count, "it must be an integer above 0", f"Give {MAX_TURNS}, for example."
+        )
+    return count
 
 
 def library(name: str, package: str, extra: str) -> Any:
