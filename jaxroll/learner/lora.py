@@ -93,7 +93,8 @@ def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Para
     """Fresh adapters, created sharded: A normal with deviation 1/√in, B zero; the same on every mesh."""
     # One program creates every layer: a program for all of them compiles in a time that grows with their number.
     where, everywhere = shardings(spec, layout, lora), layouts.replicated(layout.mesh)
-    keys = jax.device_put(jax.random.split(key, len(where)), everywhere)
+    # By a program, because device_put places no keys on devices of other hosts.
+    keys = jax.jit(jax.random.split, static_argnums=1, out_shardings=everywhere)(key, len(where))
     names, numbers = params.in_layer(where), {name: number for number, name in enumerate(where)}
     out = {name: where[f"layers.00.{name}"] for name in names}
     create, found = jax.jit(functools.partial(_created, spec, lora), out_shardings=out), {}

@@ -144,11 +144,11 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resume_is_exact(tmp_path, adapt
 def test_another_mesh_gives_the_same_losses(adapted, make_claim):
     one, many = adapted(), adapted(mesh=MeshConfig(fsdp=2, tensor=2))
     where = {name: value.sharding.spec for name, value in many.state.params.items()}
-    assert where["layers.00.attn.q.A"] == jax.P("fsdp", None) and where["layers.00.attn.q.B"] == jax.P(
-        None, "tensor", None
-    )
+    embed = ("fsdp", "expert", "sequence")
+    assert where["layers.00.attn.q.A"] == jax.P(embed, None)
+    assert where["layers.00.attn.q.B"] == jax.P(None, "tensor", None)
     assert where["layers.00.attn.o.A"] == jax.P("tensor", None, None)
-    assert where["layers.00.attn.o.B"] == jax.P(None, "fsdp")
+    assert where["layers.00.attn.o.B"] == jax.P(None, embed)
     for number in (1, 2, 3):
         rows = [trainer.train(make_claim(number)) for trainer in (one, many)]
         for key in ("loss", "grad_norm", "entropy"):
