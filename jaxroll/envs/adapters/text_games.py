@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from jaxroll import disk
 from jaxroll.envs.adapters.games import (
@@ -332,11 +332,15 @@ _PROMPT = ">"
 
 @dataclass(frozen=True)
 class TextWorldSettings:
-    """Settings of `task.args`: size of the world, length of the quest, and the folder of compiled games."""
+    """Settings of `task.args`: size of the world, length of the quest, style of the texts, folder of compiled games.
+
+    The theme `basic` has short texts with names such as box66, which a tiny model can learn.
+    """
 
     rooms: int = 2
     objects: int = 3
     quest_length: int = 2
+    theme: Literal["house", "basic"] = "house"
     folder: str = "~/.cache/jaxroll/textworld"
 
     def __post_init__(self) -> None:
@@ -359,7 +363,7 @@ def game_file(seed: int, settings: TextWorldSettings) -> Path:
         options = textworld.GameOptions()
         options.seeds, options.path = seed % 2**31, str(Path(scratch) / path.name)
         options.nb_rooms, options.nb_objects = settings.rooms, settings.objects
-        options.quest_length = settings.quest_length
+        options.quest_length, options.grammar.theme = settings.quest_length, settings.theme
         options.kb = textworld.generator.KnowledgeBase.default()  # else each game parses all rules again
         compiled = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
         for part in (compiled.with_suffix(".json"), compiled.with_suffix(".ni"), compiled):  # the game last
