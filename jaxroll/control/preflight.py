@@ -483,9 +483,7 @@ def check_options(options: argparse.Namespace, config: Config) -> None:
             raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
         samples = samples_of(config, name, samples=options.samples, temperature=options.temperature)
         if (k := max(options.k, default=0)) > samples:
-            raise ConfigError(
-                "--k", k, f"needs as many answers, and {name} has {samples}", f"Add --samples={k} or more."
-            )
+            raise ConfigError("--k", k, f"{name} has {samples} answers per item", f"Add --samples={k} or more.")
     if context is not None and context <= longest_prompt(config):
         reason = f"the config's longest prompt has {longest_prompt(config)} tokens, and an answer needs one more"
         raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")

@@ -118,9 +118,9 @@ def test_an_evaluation_has_the_samples_and_temperature_of_the_config_unless_othe
     [
         (CONFIG, "--samples=2", "--samples = 2: greedy answers to an item are all the same. Add --temperature=1"),
         (SEVERAL, "--temperature=0", "evaluator.samples = 4: greedy .* Set --temperature above 0, or add --samples=1"),
-        (SEVERAL, "--k=5", "--k = 5: needs as many answers, and heldout has 4. Add --samples=5"),
-        (SEVERAL, "--set=hard --k=2 --k=9", "--k = 9: needs as many answers, and hard has 8. Add --samples=9"),
-        (CONFIG, "--samples=2 --temperature=1 --k=3", "--k = 3: needs as many answers, and heldout has 2"),
+        (SEVERAL, "--k=5", "--k = 5: heldout has 4 answers per item. Add --samples=5"),
+        (SEVERAL, "--set=hard --k=2 --k=9", "--k = 9: hard has 8 answers per item. Add --samples=9"),
+        (CONFIG, "--samples=2 --temperature=1 --k=3", "--k = 3: heldout has 2 answers per item"),
     ],
 )
 def test_figures_that_cannot_be_computed_are_refused(config: Config, words: str, reason: str) -> None:
