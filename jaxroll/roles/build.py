@@ -1,4 +1,4 @@
-"""Construction of the model, tokenizer, engine and weight sync of a role from its config."""
+"""Construction of the model, tokenizer, engine and weight transfer of a role from its config."""
 
 from __future__ import annotations
 

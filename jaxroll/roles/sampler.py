@@ -139,17 +139,15 @@ class Members:
                     await self.store.release(unplayed)
                 await asyncio.Event().wait()  # it leases no more
             self._plenty = sum(len(grant.members) for grant in grants) == free
-            await self._start_all(grants)
+            self._start_all(grants)
             self.ended.clear()  # later grants are new attempts
 
-    async def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
+    def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
         for grant in grants:
             play, resumed = self._begin(grant), dict(grant.resumed)
             for member, attempt in grant.members:
-                key = (grant.group, member, attempt)
-                before = await self._partial(key) if member in resumed and self._flush_tokens else ()
-                if key not in self.ended:
-                    self._start(key, play, before, joins)
+                if (key := (grant.group, member, attempt)) not in self.ended:
+                    self._start(key, play, joins, resumes=member in resumed)
 
     async def _repack(self, every_s: float) -> None:
         """While weights wait for members, report these, and move them or take others as the store plans."""
@@ -165,7 +163,7 @@ class Members:
                 elif reply.coming and not stops():  # otherwise any sampler may lease them soon
                     async with self._gate.member(joins=True):  # weights wait until these members have begun
                         grants = await self.store.lease(await self._version(), self.capacity, reserved=True)
-                        await self._start_all(grants, joins=True)
+                        self._start_all(grants, joins=True)
         await asyncio.Event().wait()
 
     async def _give(self, to: str, reported: Collection[Key]) -> None:
@@ -223,11 +221,11 @@ class Members:
         except (StoreRefusal, InfraError):
             return ()
 
-    def _start(self, key: Key, play: MemberPlayer, before: Sequence[Partial] = (), joins: bool = False) -> None:
+    def _start(self, key: Key, play: MemberPlayer, joins: bool = False, *, resumes: bool = False) -> None:
         self.playing[key] = Transcript()
         if joins:  # its task begins only after the next report
             self._begun.add(key)
-        self.open[key] = task = asyncio.ensure_future(self._produce(key, play, before, joins))
+        self.open[key] = task = asyncio.ensure_future(self._produce(key, play, joins, resumes))
         task.add_done_callback(lambda task: self._over(key, task))  # also if it is cancelled before it starts
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -260,13 +258,14 @@ class Members:
         self._begun.discard(key)
         self.room.set()
 
-    async def _produce(self, key: Key, play: MemberPlayer, before: Sequence[Partial], joins: bool) -> None:
+    async def _produce(self, key: Key, play: MemberPlayer, joins: bool, resumes: bool) -> None:
         transcript = self.playing[key]
         try:
             async with self._gate.member(joins=joins):
                 self._begun.add(key)
                 if self._flush_tokens:
-                    before = await self._continued(before)
+                    # Each member reads its own: its lease is renewed meanwhile, however slowly the store answers.
+                    before = await self._continued(await self._partial(key) if resumes else ())
                     transcript.stream = self.store.stream(key, self._flush_tokens, before)
                 member = await play(key[1], key[2], transcript)
             self._free_capacity(key)

@@ -114,7 +114,7 @@ def test_members_that_moved_here_fill_more_than_the_capacity_and_nothing_is_leas
         leasing = asyncio.ensure_future(work._lease())
         await settle()
         moved = Grant(99, TASK, tuple((member, 2) for member in range(4)), 30.0)
-        await work._start_all([moved], joins=True)
+        work._start_all([moved], joins=True)
         for ends in (2, 4):
             for key in list(work.open)[:ends]:
                 work._cancel(key)

@@ -137,12 +137,13 @@ class Fleet:
         self._draw = draw
         self.at, self.chance, self.made, self.born = at, random.Random(seed), list[Generation](), 0
         self.alive: list[int] = []
+        self.engines: dict[int, TokenEngine] = {}
         self.left: set[int] = set()
         self.ends = 0
 
     def join(self) -> None:
         index, self.born = self.born, self.born + 1
-        engine = TokenEngine(index, self.at.config.sampler.slots, self.made, self._draw)
+        self.engines[index] = engine = TokenEngine(index, self.at.config.sampler.slots, self.made, self._draw)
         self.at.start_engine(f"sampler-{index}", engine, lambda session: SamplerLoops(session).run())
         self.alive.append(index)
 
@@ -151,6 +152,7 @@ class Fleet:
             await asyncio.sleep(self.chance.uniform(0.5, 6.0))
             name = f"sampler-{(index := self.alive.pop(self.chance.randrange(len(self.alive))))}"
             if self.chance.random() < 0.5:
+                self.engines[index].paused = "killed"  # its tasks end one after the other
                 await self.at.kill(name)
             else:
                 self.at.sessions[name].request_stop(at_once=True)
@@ -216,7 +218,8 @@ def test_answers_go_on_elsewhere_and_at_most_one_flush_is_sampled_again(
             assert set(kept.tolist()) <= set(made) and (kept[before.start :] == -float(before.by)).all(), (
                 "flushed tokens are not kept verbatim"
             )
-    assert moved > 3 and tokens > 40
+    # Where the store answers late, most members are at their beginning when their sampler ends.
+    assert moved > 3 and tokens > 40 if latency_s == LATENCY_S else moved > 1 and tokens > 8
     assert status["members_resumed"] >= moved
 
 

@@ -152,7 +152,7 @@ async def draining(store: Planner, gather: Callable[[Members], Awaitable[None]] 
     work = members(store)
     if gather is not None:
         work._gather = lambda: gather(work)
-    await work._start_all([Grant(0, TASK, ((0, 1), (1, 1)), 30.0)])
+    work._start_all([Grant(0, TASK, ((0, 1), (1, 1)), 30.0)])
     await settle()
 
     async def change() -> None:
@@ -195,7 +195,7 @@ def test_a_sampler_gives_what_it_reported_and_nothing_that_began_since() -> None
 
     async def gather(work: Members) -> None:
         work._cancel((0, 0, 1))
-        await work._start_all([Grant(1, TASK, ((0, 1),), 30.0)], joins=True)
+        work._start_all([Grant(1, TASK, ((0, 1),), 30.0)], joins=True)
         await settle()
 
     async def job() -> None:
