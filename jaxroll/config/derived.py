@@ -233,7 +233,7 @@ def leader(config: Config) -> str:
 
 
 def channel_of(config: Config) -> str:
-    """Channel of weight sync: `transfer.channel`, or for "auto" the fastest one available."""
+    """Channel of the weight transfer: `transfer.channel`, or for "auto" the fastest one available."""
     if config.transfer.channel != "auto":
         return config.transfer.channel
     return "device" if config.placement.colocated else "tcp"

@@ -169,8 +169,8 @@ def unknown(
     last = {path: path.rsplit(".", 1)[-1] for path in paths}
     initials = [_join(prefix, known) for known in names if "".join(word[:1] for word in known.split("_")) == name]
     same = [path for path in paths if last[path] == name]
-    near = [_join(prefix, known) for known in difflib.get_close_matches(name, names, n=1, cutoff=0.6)]
-    near = [".".join((one, *rest)) if any(path.startswith(f"{one}.") for path in paths) else one for one in near]
+    near = [_join(prefix, known) for known in difflib.get_close_matches(name, names, n=3 if rest else 1, cutoff=0.6)]
+    near = _below(near, rest, paths) if rest else near
     spelled = difflib.get_close_matches(name, tuple(dict.fromkeys(last.values())), n=1, cutoff=0.7)
     likely = initials or same or near or [path for path in paths if last[path] in spelled]
     if likely:
@@ -178,6 +178,19 @@ def unknown(
     else:
         remedy = f"Valid: {', '.join(_join(prefix, known) for known in sorted(names))}."
     return ConfigError(".".join((path, *rest)), value, "unknown key", remedy)
+
+
+def _below(sections: Sequence[str], rest: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """The keys that `rest` may mean in one of `sections`, of which the likeliest comes first; or that section."""
+    if whole := [path for section in sections if (path := ".".join((section, *rest))) in paths]:
+        return whole
+    for section in sections:
+        words = {path.rsplit(".", 1)[-1]: path for path in paths if path.startswith(f"{section}.")}
+        alike = [word for word in words if "".join(part[:1] for part in word.split("_")) == rest[-1]]
+        alike = alike or difflib.get_close_matches(rest[-1], tuple(words), n=1, cutoff=0.7)
+        if alike:
+            return [words[word] for word in alike]
+    return list(sections[:1])
 
 
 def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Schema of the sections about processes and machines: store, weight sync, placement, supervisor; bounds of values."""
+"""Schema of the sections about processes and machines: store, transfer, placement, supervisor; bounds of values."""
 
 from __future__ import annotations
 

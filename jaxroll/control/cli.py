@@ -22,8 +22,8 @@ ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
 RUNNING = ("train", "demo", "serve", "tinker-serve", "ui")  # like roles, these go on when their output has no reader
 HELP = (
-    "RUN is the folder of a run; commands with --config also take it as --run=DIR. --config.KEY=VALUE changes a key\n"
-    "of the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
+    "RUN is the folder of a run; `train` and the roles also take it as --run=DIR. --config.KEY=VALUE changes a key of\n"
+    "the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
 )
 
 
@@ -165,7 +165,9 @@ def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) 
     """The likeliest meaning of an argument that the command does not take."""
     name, equals, value = word.partition("=")
     if word.startswith("--") and "." in name and hasattr(options, "config"):
-        return f"A key of the config is changed with --config.{word.removeprefix('--')}."
+        first, _, key = word.removeprefix("--").partition(".")
+        key = key if difflib.get_close_matches(first, ["config"], cutoff=0.7) else f"{first}.{key}"
+        return f"A key of the config is changed with --config.{key}."
     known = [text for action in one._actions for text in action.option_strings if text.startswith("--")]
     if name in known:
         return f"Options follow the command: jaxroll {options.command} … {word}"

@@ -380,8 +380,8 @@ def launcher_of(options: argparse.Namespace) -> str:
     named = [word for word in options.on if "=" not in word]
     unknown = [word for word in named if word not in KNOWN]
     if unknown or len(named) > 1 or not (named or options.target):
-        reason = f"must name one launcher, not {len(named)}" if not unknown else "no such launcher"
-        hint = nearest(unknown[0], KNOWN) if unknown else f"Engines: {', '.join(KNOWN)}."
+        reason = "no such launcher" if unknown else "more than one launcher" if named else "no launcher is named"
+        hint = nearest(unknown[0], KNOWN) if unknown else f"Launchers: {', '.join(KNOWN)}."
         raise ConfigError("--on", " ".join(unknown or named) or None, reason, hint)
     launcher = named[0] if named else ""
     _check_options(options, launcher)

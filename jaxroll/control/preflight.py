@@ -478,7 +478,7 @@ def run_with_other_sets(options: argparse.Namespace) -> tuple[Config, Path] | No
 def check_options(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError if the run has no such role, or a held-out set, its samples or a context are impossible."""
     known, context = (HELDOUT, *config.evaluator.sets), getattr(options, "context", None)
-    for name in (options.set or known) if options.command == "eval" else ():
+    for name in (options.set or known[0 if config.task.heldout_items else 1 :]) if options.command == "eval" else ():
         if name not in known:
             raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
         samples = samples_of(config, name, samples=options.samples, temperature=options.temperature)

@@ -220,6 +220,8 @@ def test_every_command_of_the_parser_has_a_function() -> None:
         (["weights", "improt"], "Did you mean import?"),
         (["compile", "--role=smpler"], "Did you mean sampler?"),
         (["launch", "--on=slrum"], "Did you mean 'slurm'?"),
+        (["launch"], "no launcher is named. Launchers: local, ssh"),
+        (["config", "--config=a.py", "--confg.learner.seed=1"], "is changed with --config.learner.seed=1."),
         (["inspect"], "Example: jaxroll inspect runs/demo"),
         (["inspect", "--group=x", "runs/demo"], "Example: jaxroll inspect runs/demo --group=7"),
         (["replay", "runs/nothing"], "`jaxroll list` shows the runs"),
@@ -432,7 +434,7 @@ def test_help_lists_every_command_in_its_group_with_an_example(capsys: pytest.Ca
 
 @pytest.mark.parametrize("one", COMMANDS, ids=lambda one: one.name)
 def test_help_of_a_command_ends_with_its_example_which_is_valid(
-    one: cli.Command, capsys: pytest.CaptureFixture[str]
+    one: cli.Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main([one.name, "--help"])
@@ -444,6 +446,9 @@ def test_help_of_a_command_ends_with_its_example_which_is_valid(
     assert not extra
     if config := getattr(options, "config", None):
         assert (ROOT / config).is_file()
+    if "--dry-run" in words:
+        monkeypatch.chdir(ROOT)
+        assert cli.main(words[1:]) == 0
 
 
 @pytest.mark.parametrize("option", ["PROMPT", "--temperature", "--top-k", "--stop", "--max-tokens", "--samples"])

@@ -175,7 +175,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      "actor --config=configs/smoke.py --run=r --config.placement.actors=1"),
     ("store begun --store=localhost", ("--store", "--store=127.0.0.1:7077"), "store begun --store=127.0.0.1:0"),
     ("sampler --join=nope", ("--join", "nope", "--join=127.0.0.1:7077"), "sampler --help"),
-    ("launch --config=configs/smoke.py", ("--on: must name", "slurm"),
+    ("launch --config=configs/smoke.py", ("--on: no launcher is named", "slurm"),
      "launch --config=configs/smoke.py --on=skypilot --dry-run"),
 ]  # fmt: skip
 

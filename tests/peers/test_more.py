@@ -31,6 +31,8 @@ def test_textworld_keeps_the_contract_and_its_advice_wins(peer) -> None:
     found = peer("more", "adapters.py", "textworld")
     assert {name: found[name] for name in KEPT} == KEPT
     assert found["reward"] == 1.0 == found["parts"]["score"]
+    short, long = found["lengths"]
+    assert short < long / 2
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])

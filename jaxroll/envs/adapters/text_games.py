@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from jaxroll import disk
 from jaxroll.envs.adapters.games import (
@@ -334,25 +334,28 @@ _PROMPT = ">"
 class TextWorldSettings:
     """Settings of `task.args`: size of the world, length of the quest, style of the texts, folder of compiled games.
 
-    The theme `basic` has short texts with names such as box66, which a tiny model can learn.
+    The theme `basic` has short texts with names such as box66; `house` describes rooms at length.
     """
 
     rooms: int = 2
     objects: int = 3
     quest_length: int = 2
-    theme: Literal["house", "basic"] = "house"
+    theme: str = "house"
     folder: str = "~/.cache/jaxroll/textworld"
 
     def __post_init__(self) -> None:
         if not (1 <= self.rooms <= 30 and 1 <= self.objects <= 60 and 1 <= self.quest_length <= 20):
             raise ValueError("rooms is 1 to 30, objects 1 to 60, quest_length 1 to 20")
+        if self.theme not in ("house", "basic"):
+            raise ValueError(f"theme is house or basic, not {self.theme}")
 
 
 def game_file(seed: int, settings: TextWorldSettings) -> Path:
     """The compiled game of `seed`; it is made if the folder does not have it."""
     textworld = library("textworld", "textworld (Linux only)", "textworld")
     library("textworld.generator", "textworld (Linux only)", "textworld")
-    size = {name: value for name, value in asdict(settings).items() if name != "folder"}
+    # Games compiled before there were themes keep their names.
+    size = {name: value for name, value in asdict(settings).items() if name != "folder" and value != "house"}
     key = hashlib.blake2b(json.dumps([textworld.__version__, seed, size]).encode(), digest_size=8).hexdigest()
     folder = Path(settings.folder).expanduser()
     path = folder / f"{key}.z8"

@@ -118,8 +118,15 @@ def textworld(folder: str) -> dict[str, Any]:
     """Also: the game's own advice wins."""
     config = loaded("textworld_home", folder=folder, noise=0.0)
     candidate = Candidates(config).at(0)
+    short = Candidates(loaded("textworld_home", folder=folder, theme="basic")).at(0)
     *_, last = played(config, candidate.task, [m.content for m in candidate.worked if m.role == "assistant"])
-    return {**contract("textworld_home", folder=folder), "reward": last.reward, "parts": last.reward_parts}
+    lengths = [len(one.task.messages[0].content) for one in (short, candidate)]
+    return {
+        **contract("textworld_home", folder=folder),
+        "reward": last.reward,
+        "parts": last.reward_parts,
+        "lengths": lengths,
+    }
 
 
 def started(kind: str, run: Path) -> Config:
