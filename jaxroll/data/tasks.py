@@ -361,7 +361,7 @@ def of(config: Config, size: int | None) -> Ranges:
         return _endless(config)
     task = config.task
     if task.train_start >= size:
-        raise ConfigError("task.train_start", task.train_start, f"the last item is {size - 1}", "Use a smaller one.")
+        raise ConfigError("task.train_start", task.train_start, f"there are {size} rows", "Use a smaller one.")
     if task.heldout_start >= size:
         train = range(task.train_start, size)
         return Ranges(train, train[::-1], range(config.sft.start, size) or train)

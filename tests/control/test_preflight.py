@@ -298,7 +298,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::_loaded": ("game's module absent",),
     "envs/registry.py::check": ("reward's function absent",),
     "envs/registry.py::check_agent": ("agent's function absent",),
-    "envs/adapters/games.py::_turns": ("no turn",),
+    "envs/adapters/games.py::_count": ("no turn", "no games"),
     "envs/adapters/games.py::library": HERE,
     "envs/adapters/gymnasium_env.py::_formatter": ("function of observations absent",),
     "envs/adapters/gymnasium_env.py::_labels": (

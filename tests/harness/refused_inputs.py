@@ -204,6 +204,7 @@ CASES: dict[str, Case] = {
     "a name for one of two actions": (
         None, [*GYM, 'task.args={"actions": ["hit"]}'], "task.args.actions", "hit", "there are 2 actions"),
     "no turn": (None, [*GYM, 'task.args={"max_turns": 0}'], "task.args.max_turns", "0", "integer above 0"),
+    "no games": (None, [*GYM, 'task.args={"games": 0}'], "task.args.games", "0", "integer above 0"),
     "problems absent": (
         None,
         ["task.source=game", "task.name=tool_calls", "task.env=tool_calls", 'task.args={"problems": "absent:f"}'],
