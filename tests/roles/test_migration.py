@@ -196,7 +196,9 @@ def parts(made: list[Generation]) -> dict[tuple[int, int], list[Generation]]:
 
 
 @pytest.mark.parametrize("latency_s", [LATENCY_S, 8 * TOKEN_S])  # a call to the store takes twice as long
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
+@pytest.mark.parametrize(
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20) if seed != 3)]
+)
 def test_answers_go_on_elsewhere_and_at_most_one_flush_is_sampled_again(
     tmp_path: Path, seed: int, latency_s: float
 ) -> None:
@@ -219,7 +221,8 @@ def test_answers_go_on_elsewhere_and_at_most_one_flush_is_sampled_again(
                 "flushed tokens are not kept verbatim"
             )
     # Where the store answers late, most members are at their beginning when their sampler ends.
-    assert moved > 3 and tokens > 40 if latency_s == LATENCY_S else moved > 1 and tokens > 8
+    least_moved, least_tokens = (3, 40) if latency_s == LATENCY_S else (1, 8)
+    assert moved > least_moved and tokens > least_tokens
     assert status["members_resumed"] >= moved
 
 
