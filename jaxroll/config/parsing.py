@@ -381,15 +381,15 @@ def samples_of(config: Config, name: str, *, samples: int | None = None, tempera
     """
     entry = config.evaluator.sets.get(name, {})  # none for HELDOUT
     key = f"evaluator.sets.{name}.samples" if "samples" in entry else "evaluator.samples"
+    count = coerce(int, entry.get("samples", config.evaluator.samples), key)
     remedy = "Set evaluator.temperature, as to 1.0."
-    count = coerce(int, entry.get("samples", config.evaluator.samples) if samples is None else samples, key)
     if samples is not None:
-        key, remedy = "--samples", "Add --temperature=1, for example."
+        count, key, remedy = samples, "--samples", "Add --temperature=1, for example."
+    if temperature is not None:
+        remedy = "Set --temperature above 0, or add --samples=1."
     if count < 1:
         raise ConfigError(key, count, "must be at least 1", "Set it to 1 for one answer to each item.")
     if count > 1 and (config.evaluator.temperature if temperature is None else temperature) == 0:
-        if temperature is not None:
-            remedy = "Set --temperature above 0, or add --samples=1."
         raise ConfigError(key, count, "greedy answers to an item are all the same", remedy)
     return count
 

@@ -386,6 +386,7 @@ def _check_ranges(config: Config) -> None:
             "Set it to 512, or evaluator.every to 0.",
         )
     for part in task_parts(config.task):
+        # A limited number of games is divided like the rows of a file.
         if part.task.source in ("reasoning_gym", "game") and "games" not in part.task.args:
             _check_item_ranges(replace(config, task=part.task))
 

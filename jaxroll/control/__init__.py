@@ -80,6 +80,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
                 "jaxroll tls runs/a --host=learner.example"),
         Command("launch", "start the roles with a launcher: ssh, Ray, Slurm, JobSet, SkyPilot, TPU VMs",
-                "jaxroll launch --on=slurm --config=configs/smoke.py --scratch=/local/a --dry-run"),
+                "jaxroll launch --on=slurm --config=configs/smoke.py --scratch=/local/x --dry-run"),
     ),
 }  # fmt: skip

@@ -354,8 +354,7 @@ def game_file(seed: int, settings: TextWorldSettings) -> Path:
     """The compiled game of `seed`; it is made if the folder does not have it."""
     textworld = library("textworld", "textworld (Linux only)", "textworld")
     library("textworld.generator", "textworld (Linux only)", "textworld")
-    # Games compiled before there were themes keep their names.
-    size = {name: value for name, value in asdict(settings).items() if name != "folder" and value != "house"}
+    size = {name: value for name, value in asdict(settings).items() if name != "folder"}
     key = hashlib.blake2b(json.dumps([textworld.__version__, seed, size]).encode(), digest_size=8).hexdigest()
     folder = Path(settings.folder).expanduser()
     path = folder / f"{key}.z8"
