@@ -116,7 +116,9 @@ def gymnasium_text(**settings: Any) -> Any:
 def test_gymnasiums_checker_accepts_the_text(settings: dict) -> None:
     from gymnasium.utils.env_checker import check_env
 
-    check_env(gymnasium_text(**settings), skip_render_check=True)
+    text = gymnasium_text(**settings)
+    check_env(text, skip_render_check=True)
+    assert text.observation_space.contains(text.reset(seed=0)[0])
 
 
 def test_text_steps_are_those_of_the_environment_itself() -> None:
