@@ -145,7 +145,28 @@ TASKS = {
             *SAMPLED,
         ),
     ),
-    "textworld": Task("textworld_home", "more", changes=("schedule.steps=12",)),
+    "textworld": Task(  # one command in one room; the names of its short texts are such as box66
+        "textworld_home",
+        "more",
+        changes=(
+            'task.args={"rooms":1,"objects":1,"quest_length":1,"theme":"basic","max_turns":2,"noise":0.6,"games":600}',
+            "task.max_prompt_tokens=192",
+            "task.max_episode_tokens=512",
+            "task.heldout_items=64",
+            "sampler.prefill_buckets=(192,)",
+            "sampling.max_tokens=32",
+            "sampler.slots=32",
+            "sampler.concurrent_episodes=64",
+            "learner.row_tokens=512",
+            "learner.micro_batch_rows=4",
+            "sft.steps=200",
+            "sft.batch=24",
+            "schedule.steps=48",
+            "schedule.groups_per_step=6",
+            "evaluator.every=12",
+            *SAMPLED,
+        ),
+    ),
 }
 
 
