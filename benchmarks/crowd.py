@@ -40,7 +40,7 @@ from benchmarks.serving import (
 )
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.serving.http_answers import Served
-from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.serving.http_server import FrontEnd
 
 SEND_S, ASK_S, START_S = 17e-6, 0.3e-3, 1.0  # the first START_S are not measured: all clients ask at once
@@ -110,7 +110,7 @@ def paced(count: int, seconds: float) -> dict[str, Any]:
 
     async def run() -> dict[str, Any]:
         clock, engine = Clock(), SteppedEngine(count)
-        model = Served("m", engine, Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * FLOOD)
+        model = Served("m", engine, EngineLimits(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * FLOOD)
         app: Any = FrontEnd(model, TOKEN).app
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
         config.load()

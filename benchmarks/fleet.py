@@ -54,7 +54,7 @@ from jaxroll.protocols import Completion
 from jaxroll.records import Message, Task
 from jaxroll.sim import costs
 from jaxroll.sim import network as virtual_time
-from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, TransferCosts, Workload
 from jaxroll.sim.devices import ENV, SimulatedEngine
 from jaxroll.sim.simulate import EPOCH_S, SimulatedRun, figures
 from jaxroll.sim.world import Feed, VirtualStore
@@ -86,11 +86,11 @@ def config(seed: int, flush_tokens: int, steps: int) -> Config:
 
 def cluster(seed: int, lengths: Law, kills: bool) -> Cluster:
     """The hardware, and the instants of the kills, which depend on the seed only."""
-    chance, failures = random.Random(seed), list[Failure]()
+    chance, failures = random.Random(seed), list[RoleFailure]()
     for index in range(SAMPLERS if kills else 0):
         at_s = 0.0
         while (at_s := at_s + DOWN_S + chance.expovariate(1 / KILLS_EVERY_S)) < 36_000.0:
-            failures.append(Failure(at_s, f"sampler-{index}", DOWN_S))
+            failures.append(RoleFailure(at_s, f"sampler-{index}", DOWN_S))
     return Cluster(
         "published figures of an H100 SXM; 8e9 parameters, 36 layers of 8 heads of 128 in bfloat16",
         SamplerCosts(

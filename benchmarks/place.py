@@ -124,7 +124,7 @@ def judged(workload: str, steps: int, rounds: int, most: int) -> dict[str, Any]:
     }
 
 
-def _step_s(planner: place.Planner, one: place.Candidate, seed: int, workload: str) -> float:
+def _step_s(planner: place.Planner, one: place.PlacementPlan, seed: int, workload: str) -> float:
     found = place.simulated(planner, one, seed)["step_s"]
     predicted = planner.predict(one)
     assert predicted is not None
@@ -135,12 +135,12 @@ def _step_s(planner: place.Planner, one: place.Candidate, seed: int, workload: s
     return found
 
 
-def _complete(planner: place.Planner, one: place.Candidate) -> bool:
+def _complete(planner: place.Planner, one: place.PlacementPlan) -> bool:
     """True if a candidate uses all devices: with fewer, none is faster."""
     return sum(one.used()) + one.sampler_devices > sum(planner.hardware.counts)
 
 
-def _named(one: place.Candidate) -> str:
+def _named(one: place.PlacementPlan) -> str:
     samplers = f"{sum(one.samplers)} of {one.sampler_devices}"
     return f"{one.schedule}, alpha {one.alpha:g}, learner {one.learner_devices}, samplers {samplers}"
 
@@ -201,7 +201,7 @@ def hetero(
     }
 
 
-def _used(planner: place.Planner, one: place.Candidate) -> dict[str, Any]:
+def _used(planner: place.Planner, one: place.PlacementPlan) -> dict[str, Any]:
     """The devices of a candidate by type."""
     types = planner.hardware.devices
     return {

@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.lib import hacks
 from benchmarks.lib.report import Runs, arguments, finish, say, spread
-from jaxroll.rewards.programs import Programs, Run
+from jaxroll.rewards.programs import Run, SandboxedPrograms
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 WORKERS = 2
@@ -87,7 +87,7 @@ def hacks_paid(pool: ScoringPool) -> list[str]:
 def escapes() -> list[str]:
     """The names of the escapes that had an effect or read what they must not."""
     found: list[str] = []
-    programs = Programs()
+    programs = SandboxedPrograms()
     try:
         with tempfile.TemporaryDirectory() as folder, hacks.targets(Path(folder)) as targets:
             for name, escape in hacks.ESCAPES.items():

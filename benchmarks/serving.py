@@ -51,7 +51,7 @@ from jaxroll.records import Version, VersionRun
 from jaxroll.rpc import http
 from jaxroll.serving.engine_thread import PauseMode
 from jaxroll.serving.http_answers import Served
-from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.serving.http_server import FrontEnd
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -144,7 +144,9 @@ def serve(slots: int, address: Connection) -> None:
     """Serve a stub engine over HTTP until this process is ended."""
 
     async def run() -> None:
-        model = Served("m", StubEngine(slots), Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * FLOOD)
+        model = Served(
+            "m", StubEngine(slots), EngineLimits(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * FLOOD
+        )
         listening = http.listen(HERE, 0)
         address.send(listening.getsockname()[1])
         await http.serve(FrontEnd(model, TOKEN).app, listening)
@@ -323,7 +325,7 @@ def cost(parser: str) -> dict[str, Any]:
 
     async def run() -> list[float]:
         engine = SteppedEngine(BATCH)
-        model = Served("m", engine, Room(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * BATCH)
+        model = Served("m", engine, EngineLimits(512, TEXT), lambda: VERSION, EngineStats, max_open=2 * BATCH)
         app: Any = FrontEnd(model, TOKEN).app
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", http=parser)
         config.load()

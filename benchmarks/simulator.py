@@ -53,7 +53,7 @@ from jaxroll.config import Config
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.report import record
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts
 
 DEADLINE_S = 1200.0
 SIMULATIONS = 5
@@ -183,7 +183,7 @@ class _Kills:
 
     def __init__(self, run: Run, run_dir: Path, samplers: int) -> None:
         self._left, self._samplers = sorted(run.kills, key=lambda kill: kill.at_s), samplers
-        self._rows, self._follower = list[dict](), metrics.Follower(run_dir / "metrics.jsonl", at_end=False)
+        self._rows, self._follower = list[dict](), metrics.RowReader(run_dir / "metrics.jsonl", at_end=False)
         self._done: list[tuple[str, float]] = []
 
     def look(self, process: subprocess.Popen) -> None:
@@ -256,7 +256,7 @@ def _started(
 def predicted(case: Case, calibration: Recorded, config: Config) -> list[simulate.Figures]:
     """The figures of simulations of the predicted run, from the records of the other one."""
     failures = tuple(
-        Failure(kill.at_s, f"sampler-{kill.index}", calibration.restart_s) for kill in case.predicted.kills
+        RoleFailure(kill.at_s, f"sampler-{kill.index}", calibration.restart_s) for kill in case.predicted.kills
     )
     cluster = dataclasses.replace(costs.calibrated(calibration.run_dir), failures=failures)
     seeds = (dataclasses.replace(config, run=dataclasses.replace(config.run, seed=n)) for n in range(SIMULATIONS))

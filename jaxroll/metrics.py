@@ -66,14 +66,14 @@ def loads(line: bytes | str) -> Row | None:
 def read(path: str | Path) -> list[Row]:
     """All valid rows of the file, in order; none when there is no file; ConfigError when it cannot be read."""
     try:
-        return Follower(path).rows(closed=True)
+        return RowReader(path).rows(closed=True)
     except OSError as error:
         raise ConfigError(
             "RUN", str(path), f"unreadable ({error.strerror})", "Restore the file from a copy, or move it away."
         ) from error
 
 
-class Follower:
+class RowReader:
     """Reader of a growing file of rows; each call continues where the previous one stopped.
 
     A last line without a newline is kept until its rest arrives. A file that shrank or was replaced is read from its

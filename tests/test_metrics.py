@@ -80,7 +80,7 @@ def test_follower_sees_every_row_once_for_any_split_of_writes(
 ) -> None:
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
     data = "".join(metrics.dumps(row) + "\n" for row in rows).encode()
-    follower, seen = metrics.Follower(path), []
+    follower, seen = metrics.RowReader(path), []
     seen += follower.rows()  # no file yet
     while data:
         size = cuts.pop() if cuts else len(data)
@@ -127,7 +127,7 @@ def test_next_writer_starts_on_a_fresh_line_after_a_torn_one(tmp_path: Path) -> 
     tracker = metrics.JsonlTracker(path)
     tracker.log({"a": 3})
     tracker.close()
-    follower = metrics.Follower(path)
+    follower = metrics.RowReader(path)
     assert follower.rows() == [{"a": 1}, {"a": 3}]
     assert follower.skipped == 1
 
@@ -136,13 +136,13 @@ def test_reader_skips_invalid_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'[1]\n\n\xff\xfe\n{"a": 1}\nnull\n{"a": 2}')
     assert metrics.read(path) == [{"a": 1}, {"a": 2}]  # a closed file's last line may lack its newline
-    assert metrics.Follower(path).rows() == [{"a": 1}]  # a growing file's may not
+    assert metrics.RowReader(path).rows() == [{"a": 1}]  # a growing file's may not
 
 
 def test_follower_starts_again_when_the_file_shrinks_or_is_replaced(tmp_path: Path) -> None:
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
     path.write_text('{"a": 1}\n{"a": 2}\n{"to')
-    follower = metrics.Follower(path)
+    follower = metrics.RowReader(path)
     assert len(follower.rows()) == 2
     path.write_text('{"a": 3}\n')
     assert follower.rows() == [{"a": 3}]
@@ -154,7 +154,7 @@ def test_follower_starts_again_when_the_file_shrinks_or_is_replaced(tmp_path: Pa
 def test_follower_at_the_end_sees_only_what_comes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"a": 1}\n')
-    follower = metrics.Follower(path, at_end=True)
+    follower = metrics.RowReader(path, at_end=True)
     assert follower.rows() == []
     with path.open("a") as file:
         file.write('{"a": 2}\n')
@@ -170,7 +170,7 @@ def test_writers_in_several_processes_never_split_a_line(tmp_path: Path) -> None
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "abc"]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
-    follower = metrics.Follower(path)
+    follower = metrics.RowReader(path)
     rows = follower.rows()
     assert follower.skipped == 0
     for who in "abc":

@@ -19,7 +19,7 @@ import numpy as np
 from jaxroll import sharding
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.data import sources, tasks
-from jaxroll.data.tasks import Candidates, Skipped
+from jaxroll.data.tasks import Candidates, SkippedItem
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.learner import weights
@@ -96,7 +96,7 @@ class Bench:
 
     def _question(self, index: int, without: frozenset[str]) -> Question | None:
         found = self.candidates.trainable(index, without, taught=True)
-        return None if isinstance(found, Skipped) else Question(found.task, found.worked[-1].content)
+        return None if isinstance(found, SkippedItem) else Question(found.task, found.worked[-1].content)
 
     def answered(
         self,

@@ -109,7 +109,7 @@ class Run:
         self.links: dict[tuple[str, str], Proxy] = {}
         if "links" in self.variant:
             self._open_links(folder / "links")
-        self._follower = metrics.Follower(run_dir / "metrics.jsonl")
+        self._follower = metrics.RowReader(run_dir / "metrics.jsonl")
         self.rows: list[Row] = []
         self.step, self.moved_s = 0, time.monotonic()
 

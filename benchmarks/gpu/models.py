@@ -284,7 +284,10 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
         state = [made.empty()]
 
         def once(
-            made: programs.Programs = made, held: params.Held = held, packed: np.ndarray = packed, state: list = state
+            made: programs.EnginePrograms = made,
+            held: params.Held = held,
+            packed: np.ndarray = packed,
+            state: list = state,
         ) -> jax.Array:
             state[0] = made.prefill[True, tokens](held, state[0], packed)
             return state[0].logits

@@ -30,7 +30,7 @@ from benchmarks.lib.report import ROOT, arguments, commit, finish, say
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, TransferCosts, Workload
 
 DATA = Path(__file__).with_name("compared.json")
 PAGE = ROOT / "docs" / "results" / "schedules_compared.md"
@@ -174,12 +174,12 @@ def _samplers(workload: str, schedule: Schedule, learners: int) -> int:
     return DEVICES if every else DEVICES - learners
 
 
-def _lost(samplers: int, seed: int) -> tuple[Failure, ...]:
+def _lost(samplers: int, seed: int) -> tuple[RoleFailure, ...]:
     failures = []
     for index in range(samplers):
         drawn, at_s = random.Random(repr(("spot", seed, index))), 0.0
         while (at_s := at_s + LOST_FOR_S + drawn.expovariate(1 / LOST_EVERY_S)) < HORIZON_S:
-            failures.append(Failure(at_s, f"sampler-{index}", LOST_FOR_S))
+            failures.append(RoleFailure(at_s, f"sampler-{index}", LOST_FOR_S))
     return tuple(failures)
 
 

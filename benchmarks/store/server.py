@@ -30,7 +30,7 @@ from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server.server import serve
-from jaxroll.store.server.standby import Follower
+from jaxroll.store.server.standby import LogFollower
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -151,7 +151,7 @@ async def copy_log(folder: Path, of: Path) -> None:
     address, token = (of / "store.addr").read_text().strip(), protocol.load(of)
     client = RawClient(msg.SERVICE, address, role="store", name="standby", token=token, patience_s=0.0,
                        max_message_bytes=MAX_MESSAGE_BYTES)  # fmt: skip
-    await Follower(folder, client, 3600.0, lambda text: None).stand_by(is_first=False)
+    await LogFollower(folder, client, 3600.0, lambda text: None).stand_by(is_first=False)
 
 
 async def no_peer(run_id: str, epoch: int) -> int:

@@ -80,7 +80,7 @@ class End:
         from jaxroll.transfer import channels
 
         if not hasattr(self, "_written"):
-            self._written = channels.Connection._written
+            self._written = channels.ReaderConnection._written
         real, free_s = self._written, [0.0]
 
         def written(self: Any) -> int:
@@ -89,7 +89,7 @@ class End:
             free_s[0] = max(free_s[0], time.monotonic()) + sent / (mb_s * 1e6)
             return sent
 
-        channels.Connection._written = written if mb_s else real
+        channels.ReaderConnection._written = written if mb_s else real
         return {}
 
     def answer(self) -> None:

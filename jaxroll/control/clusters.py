@@ -33,7 +33,7 @@ DRAIN_S = 20  # below the 25 s and 30 s that clouds give before they take a mach
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchOptions:
     """The options of `jaxroll launch`; `accelerator` is named as the launcher names it; '' is for CPU hosts."""
 
     config_file: str
@@ -81,7 +81,7 @@ class Program:
     restarts: int
 
 
-def program_of(config: Config, request: Request) -> Program:
+def program_of(config: Config, request: LaunchOptions) -> Program:
     """The program of `config`. ConfigError for a run that cannot be spread over hosts."""
     if config.placement.colocated:
         reason = "the launchers start a process for each role"
@@ -130,7 +130,7 @@ def warm_start(config: Config, learner: Sequence[str], run: str, prefix: str = "
     return f"{{ test -e {done} || {prefix}{line([*learner[:3], 'sft', *named])}; }} && "
 
 
-def check_scratch(request: Request) -> None:
+def check_scratch(request: LaunchOptions) -> None:
     if not request.scratch:
         remedy = "Name a folder on the disk of the store's host, as in --scratch=/local/x."
         raise ConfigError("--scratch", "", "the store's database must not be on a shared file system", remedy)
@@ -158,7 +158,7 @@ END_JOBS = 'set -m\nend_jobs() { for job in $(jobs -p); do kill -TERM -- "-$job"
 # --- Slurm: one heterogeneous job, a component for each role
 
 
-def slurm(program: Program, request: Request) -> dict[str, str]:
+def slurm(program: Program, request: LaunchOptions) -> dict[str, str]:
     """A script for `sbatch`. `run` is a folder that all nodes reach, `scratch` one on the store's own disk."""
     check_scratch(request)
     head = ["#!/bin/bash", f"#SBATCH --job-name={program.name}", "#SBATCH --signal=B:TERM@60"]
@@ -211,7 +211,7 @@ def slurm(program: Program, request: Request) -> dict[str, str]:
 # --- JobSet: one replicated job for each role; Kueue admits it through a label
 
 
-def jobset(program: Program, request: Request) -> dict[str, str]:
+def jobset(program: Program, request: LaunchOptions) -> dict[str, str]:
     """A manifest for `kubectl apply`. The secret NAME-secrets holds the token and the certificates as files."""
     if not request.image:
         raise ConfigError("--image", "", "pods need an image with JaxRoll", "Build one of launch/docker and name it.")
@@ -239,7 +239,7 @@ def pod_host(name: str, role: str) -> str:
     return f"{name}-{role}-0-0.{name}"
 
 
-def _replicated_job(program: Program, role: Role, request: Request) -> dict:
+def _replicated_job(program: Program, role: Role, request: LaunchOptions) -> dict:
     pods, in_groups = role.hosts if role.hosts > 1 else role.count, role.name == "sampler" and role.hosts > 1
     limits, selector = _pod_devices(role, request)
     secret = f"{program.name}-secrets"
@@ -298,7 +298,7 @@ def _replicated_job(program: Program, role: Role, request: Request) -> dict:
     return {"name": role.name, "replicas": role.count if in_groups else 1, "template": {"spec": job}}
 
 
-def _pod_devices(role: Role, request: Request) -> tuple[dict[str, int], dict[str, str]]:
+def _pod_devices(role: Role, request: LaunchOptions) -> tuple[dict[str, int], dict[str, str]]:
     """Limits and node selector. `accelerator` is `gpu`, `gpu:TYPE` or `tpu:TYPE:TOPOLOGY`."""
     kind, _, rest = request.accelerator.partition(":")
     if not (role.devices and kind):
@@ -316,7 +316,7 @@ def _pod_devices(role: Role, request: Request) -> tuple[dict[str, int], dict[str
 # --- SkyPilot: a cluster for store, learner and evaluator; a managed job for each sampler
 
 
-def skypilot(program: Program, request: Request) -> dict[str, str]:
+def skypilot(program: Program, request: LaunchOptions) -> dict[str, str]:
     """Two tasks: that of the fixed roles (`sky launch`) and that of one sampler (`sky jobs launch`)."""
     fixed = [role for role in program.roles if role.name != "sampler"]
     sampler = next(role for role in program.roles if role.name == "sampler")
@@ -350,7 +350,7 @@ def skypilot(program: Program, request: Request) -> dict[str, str]:
     return {"run.yaml": _yaml(main), "sampler.yaml": _yaml(one_sampler)}
 
 
-def _task(name: str, request: Request, devices: int, spot: bool, script: str) -> dict:
+def _task(name: str, request: LaunchOptions, devices: int, spot: bool, script: str) -> dict:
     resources: dict = {"accelerators": f"{request.accelerator}:{devices}"} if request.accelerator and devices else {}
     resources |= {"use_spot": True} if spot else {}
     task: dict = {"name": name, "resources": resources, "workdir": request.workdir, "secrets": {TOKEN_VARIABLE: None}}
@@ -375,7 +375,7 @@ def _restarts(function: str, restarts: int) -> list[str]:
 # --- TPU VMs: a queued resource for each role with devices, created again after a preemption
 
 
-def tpu_vm(program: Program, request: Request) -> dict[str, str]:
+def tpu_vm(program: Program, request: LaunchOptions) -> dict[str, str]:
     """A script that creates TPU VMs, runs the roles on them, streams their output and deletes them at the end.
 
     Roles without devices run where the script runs: a machine in the network of the VMs, whose disk keeps the store. A
@@ -474,7 +474,7 @@ supervise() {{
 class Launcher:
     """A launcher: the renderer of its files by name, and the commands that hand them over."""
 
-    render: Callable[[Program, Request], dict[str, str]]
+    render: Callable[[Program, LaunchOptions], dict[str, str]]
     commands: tuple[tuple[str, ...], ...]
 
 

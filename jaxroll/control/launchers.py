@@ -388,13 +388,13 @@ def launcher_of(options: argparse.Namespace) -> str:
     return launcher
 
 
-def request_of(config: Config, options: argparse.Namespace) -> clusters.Request:
+def request_of(config: Config, options: argparse.Namespace) -> clusters.LaunchOptions:
     """The options, for a launcher other than local and ssh."""
     program.check_stores(config)
-    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(clusters.Request)}
+    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(clusters.LaunchOptions)}
     given |= {"config_file": options.config, "overrides": tuple(options.overrides), "name": _name(config, options)}
     given["run"] = options.run or Target.run
-    return clusters.Request(**given)
+    return clusters.LaunchOptions(**given)
 
 
 def files_of(config: Config, launcher: str, options: argparse.Namespace) -> dict[str, str]:

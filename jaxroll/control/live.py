@@ -35,7 +35,7 @@ EVENTS_SHOWN = 4
 _TERMINALS_OF_LINES = ("", "dumb", "unknown")  # values of TERM
 
 
-class View:
+class LiveView:
     """Common to both views: folds rows into the status, writes TensorBoard events and the devices into run.json."""
 
     def __init__(self, run_dir: Path, of_steps: int, *, now: Callable[[], float] = time.time) -> None:
@@ -88,7 +88,7 @@ class View:
         """Show the line of a row."""
 
 
-class PlainView(View):
+class PlainView(LiveView):
     """Lines for a pipe, a notebook or a log; after a while without events, a line names what the run waits for."""
 
     def __init__(
@@ -116,7 +116,7 @@ class PlainView(View):
             self.say(f"bottleneck: {found.text()}")
 
 
-class TableView(View):
+class TableView(LiveView):
     """A table of the latest steps, the latest events, and a spinner with the current activity."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _OneLine:
         yield Text(text, no_wrap=True, overflow="crop")
 
 
-def open_view(run_dir: Path, config: Mapping[str, Any]) -> View:
+def open_view(run_dir: Path, config: Mapping[str, Any]) -> LiveView:
     """The table on a terminal that can move its cursor, lines elsewhere; `config` is the run's, as in `run.json`."""
     of_steps = config["schedule"]["steps"]
     table = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in _TERMINALS_OF_LINES

@@ -26,7 +26,7 @@ from jaxroll import config as configs
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import Config
 from jaxroll.control import clusters, program, run_dir
-from jaxroll.control.clusters import Program, Request, Role
+from jaxroll.control.clusters import LaunchOptions, Program, Role
 from jaxroll.control.live import open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -43,7 +43,7 @@ NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
-class Process:
+class RayProcess:
     """One process: its name and its line of shell."""
 
     name: str
@@ -52,17 +52,17 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlacementGroup:
     """A placement group and its processes, one in each bundle; with `here` it is on the driver's node."""
 
     name: str
     strategy: str
     bundle: Mapping[str, float]
-    processes: tuple[Process, ...]
+    processes: tuple[RayProcess, ...]
     here: bool = False
 
 
-def groups_of(config: Config, program: Program, request: Request) -> tuple[Group, ...]:
+def groups_of(config: Config, program: Program, request: LaunchOptions) -> tuple[PlacementGroup, ...]:
     """The placement groups. A copy of a role is packed on one node; the hosts of a learner are spread over nodes."""
     clusters.check_scratch(request)
     found = []
@@ -74,16 +74,18 @@ def groups_of(config: Config, program: Program, request: Request) -> tuple[Group
             name = f"{role.name}-{copy}" if role.name in ("sampler", "actor") else role.name
             names = [name, *(f"{name}-{host}" for host in range(1, role.hosts))]
             processes = tuple(
-                Process(each, _line(config, role, request, copy), copy + host) for host, each in enumerate(names)
+                RayProcess(each, _line(config, role, request, copy), copy + host) for host, each in enumerate(names)
             )
             strategy = "STRICT_PACK" if role.hosts == 1 else "STRICT_SPREAD"
             found.append(
-                Group(f"{program.name}-{name}", strategy, bundle(role, request), processes, here=role.name == "store")
+                PlacementGroup(
+                    f"{program.name}-{name}", strategy, bundle(role, request), processes, here=role.name == "store"
+                )
             )
     return tuple(found)
 
 
-def bundle(role: Role, request: Request) -> dict[str, float]:
+def bundle(role: Role, request: LaunchOptions) -> dict[str, float]:
     """The resources of one process. `accelerator` is gpu, gpu:TYPE, tpu or tpu:TYPE, with Ray's accelerator types."""
     kind, _, model = request.accelerator.partition(":")
     if kind not in ("", "gpu", "tpu"):
@@ -98,7 +100,7 @@ def bundle(role: Role, request: Request) -> dict[str, float]:
     return {"CPU": 1.0, kind.upper(): float(role.devices)} | ({f"accelerator_type:{model}": 0.001} if model else {})
 
 
-def _line(config: Config, role: Role, request: Request, copy: int) -> str:
+def _line(config: Config, role: Role, request: LaunchOptions, copy: int) -> str:
     """The line of shell, run as a child of `jaxroll.lifeline`, which dies with the actor."""
     if role.name == "store":  # under the lock of the driver, as its child
         return role.line()
@@ -109,7 +111,7 @@ def _line(config: Config, role: Role, request: Request, copy: int) -> str:
     return f"unset {PARENT_ENV}; {warm}exec {clusters.line([*role.command, *own])}"
 
 
-def files(config: Config, program: Program, request: Request) -> dict[str, str]:
+def files(config: Config, program: Program, request: LaunchOptions) -> dict[str, str]:
     """The placement groups as YAML, for reading."""
     shown = [
         {
@@ -202,10 +204,10 @@ class RoleProcess:
             self._process.terminate()
 
 
-class Cluster:
+class RayCluster:
     """The placement groups of one run in a Ray cluster, and the actors in them."""
 
-    def __init__(self, groups: tuple[Group, ...], env: Mapping[str, str], request: Request) -> None:
+    def __init__(self, groups: tuple[PlacementGroup, ...], env: Mapping[str, str], request: LaunchOptions) -> None:
         ray = _ray()
         try:
             ray.init(address=request.address or "auto", namespace=request.name, logging_level="warning")
@@ -217,7 +219,7 @@ class Cluster:
         self._env = {**env, "STORE_HOST": ray.util.get_node_ip_address()}
         self._workdir = None if _uploaded(own) and request.workdir == "." else os.path.abspath(request.workdir)
         self._python = request.python
-        self._where: dict[str, tuple[Group, Any, int]] = {}
+        self._where: dict[str, tuple[PlacementGroup, Any, int]] = {}
         self._groups = []
         for group in groups:
             here = [{NODE_LABEL: own.get_node_id()}] if group.here else None
@@ -338,7 +340,7 @@ def _uploaded(context: Any) -> bool:
     return bool(context.runtime_env.get("working_dir"))
 
 
-def run(config: Config, request: Request, words: Sequence[str]) -> int:
+def run(config: Config, request: LaunchOptions, words: Sequence[str]) -> int:
     """Run `config` in the cluster from here, the store's node; the exit code. The run can be inspected in --scratch.
 
     `words` are the command line, for the run's folder.
@@ -354,13 +356,13 @@ def run(config: Config, request: Request, words: Sequence[str]) -> int:
     with run_dir.locked(path), contextlib.ExitStack() as closing:
         env = {TOKEN_VARIABLE: protocol.create(path)}
         env |= {} if request.insecure else {TLS_VARIABLE: f"{request.run}/tls"}
-        cluster = Cluster(groups, env, request)
+        cluster = RayCluster(groups, env, request)
         closing.callback(cluster.close)
         view = closing.enter_context(contextlib.closing(open_view(path, configs.to_dict(config))))
         return Supervisor(specs, path, config.supervisor, view, leader="learner", start=cluster.start).run()
 
 
-def _spec(process: Process, group: Group, path: Path) -> ProcessSpec:
+def _spec(process: RayProcess, group: PlacementGroup, path: Path) -> ProcessSpec:
     gang = group.name if len(group.processes) > 1 else ""
     role, ready = program.role_of(process.name), RunPaths(path).store_address
     if group.here:

@@ -39,7 +39,7 @@ KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
-class Choice:
+class InitAnswers:
     """The answers to the questions of `jaxroll init`, by name."""
 
     model: str = TINY
@@ -58,7 +58,7 @@ def run_init(options: argparse.Namespace, ask: Callable[[str], str] | None = Non
             "exists" if file.exists() else "not the name of a Python file",
             "Name a new file that ends in .py.",
         )
-    choice = Choice()
+    choice = InitAnswers()
     for name, question in QUESTIONS.items():
         default = getattr(choice, name)
         given = getattr(options, name)
@@ -85,7 +85,7 @@ def _answer(ask: Callable[[str], str], question: str, flag: str) -> str:
         raise ConfigError(f"--{flag}", None, "the input ended before an answer", "Answer, or give the flag.") from error
 
 
-def write(choice: Choice, file: Path) -> None:
+def write(choice: InitAnswers, file: Path) -> None:
     """Write the config of `choice` to `file`. ConfigError, and no file, if it could not run here."""
     source = text(choice, file)
     trial = file.with_name(f".{file.stem}.{os.getpid()}.py")
@@ -111,7 +111,7 @@ def write(choice: Choice, file: Path) -> None:
     disk.replace_text(file, source)
 
 
-def text(choice: Choice, file: Path) -> str:
+def text(choice: InitAnswers, file: Path) -> str:
     """The source of the config of `choice` for `file`, whose folder relative paths start at.
 
     ConfigError for a choice that is unknown.
@@ -136,7 +136,7 @@ def text(choice: Choice, file: Path) -> str:
     )
 
 
-def _title(choice: Choice) -> str:
+def _title(choice: InitAnswers) -> str:
     model = "A tiny model" if choice.model == TINY else Path(choice.model).name
     return f"{model} on {Path(choice.task).name}, {choice.hardware}".replace("\\", "/").replace('"', "'")
 
@@ -146,7 +146,7 @@ def _relative(path: str, file: Path) -> str:
     return os.path.relpath(Path(path).expanduser().absolute(), file.absolute().parent)
 
 
-def _model(choice: Choice, file: Path) -> list[str]:
+def _model(choice: InitAnswers, file: Path) -> list[str]:
     if choice.model == TINY:
         return [
             "# Model: small enough for a CPU, with a token per character. The warm start teaches it to answer.",
@@ -167,7 +167,7 @@ def _model(choice: Choice, file: Path) -> list[str]:
     ]
 
 
-def _task(choice: Choice, file: Path) -> list[str]:
+def _task(choice: InitAnswers, file: Path) -> list[str]:
     answers = choice.answers or ("none" if choice.model == TINY else "boxed")
     if answers not in FORMATS:
         raise ConfigError("--answers", answers, "no form of answers", f"Known: {', '.join(FORMATS)}.")
@@ -218,7 +218,7 @@ def _kind(task: str) -> str | None:
     return kind
 
 
-def _devices(choice: Choice) -> list[str]:
+def _devices(choice: InitAnswers) -> list[str]:
     """Meshes of learner and sampler, half of the devices each, and sizes of batches."""
     platform, devices = _hardware(choice.hardware)
     learner = sampler = max(1, devices // 2)
@@ -291,7 +291,7 @@ def run_place(options: argparse.Namespace) -> None:
         return
     config = configs.load(options.config, options.overrides) if options.config else configs.parse({})
     planner = place.Planner(config, found)
-    chosen: list[tuple[place.Candidate, place.Prediction]] = []
+    chosen: list[tuple[place.PlacementPlan, place.Prediction]] = []
     refused = ""
     for one, predicted in place.ranked(planner, options.objective):
         try:
@@ -422,7 +422,7 @@ COMPARED = ("schedule", "alpha", "learner", "samplers", "sampler_devices", "step
 
 
 def _described(
-    planner: place.Planner, one: place.Candidate, found: place.Prediction, run: simulate.Figures | None = None
+    planner: place.Planner, one: place.PlacementPlan, found: place.Prediction, run: simulate.Figures | None = None
 ) -> dict[str, Any]:
     """A candidate, its prediction, and figures of its simulation if there is one, as a JSON object."""
     devices = planner.hardware.devices

@@ -153,7 +153,7 @@ class Supervisor:
         self._hung_up = False
         self._bell = WakeSignal()
         self._paths = RunPaths(run_dir)
-        self._follower = metrics.Follower(self._paths.metrics, at_end=True)
+        self._follower = metrics.RowReader(self._paths.metrics, at_end=True)
         self._paths.logs.mkdir(parents=True, exist_ok=True)
         self._tracker = metrics.JsonlTracker(self._paths.metrics, self._observer.say)
         self._unreadable = False  # whether the metrics could not be read the last time

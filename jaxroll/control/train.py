@@ -26,7 +26,7 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import LEADERS, has_warm_start, with_a_sampler
 from jaxroll.config.rules import Inventory
 from jaxroll.control import child, launchers, preflight, program, run_dir
-from jaxroll.control.live import View, open_view
+from jaxroll.control.live import LiveView, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import ProcessView, Supervisor
 from jaxroll.envs import registry
@@ -106,7 +106,7 @@ def train(
     return code
 
 
-def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
+def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: LiveView, *, leader: str) -> int:
     restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
     with child.config_environment(path, config) as handed:
         return Supervisor(specs, path, restarts, view, leader=leader, environ={**os.environ, **handed}).run()

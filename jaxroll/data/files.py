@@ -44,7 +44,7 @@ _COLUMNS_SHOWN, _COLUMN_CHARS = 20, 40
 
 
 @dataclass(frozen=True)
-class Layout:
+class Columns:
     """The columns of prompt and answer; `answer` is a path into nested columns, empty if there is no answer."""
 
     name: str
@@ -61,7 +61,7 @@ class UnknownLayout(Exception):
 
 
 @functools.lru_cache(maxsize=1024)
-def layout_of(columns: frozenset[str], prompt_column: str, answer_column: str) -> Layout:
+def layout_of(columns: frozenset[str], prompt_column: str, answer_column: str) -> Columns:
     """The layout of a row with these columns; UnknownLayout if none or several fit."""
     shown = f"; its columns are {described(columns)}"
     prompt = prompt_column or _only(_PROMPTS, columns, "prompt", "task.prompt_column", shown)
@@ -80,7 +80,7 @@ def layout_of(columns: frozenset[str], prompt_column: str, answer_column: str) -
     name = (
         "verl" if reward and not answer_column else "columns" if prompt == "question" or answer == "answer" else "trl"
     )
-    return Layout(name, tuple(prompt.split(".")), tuple(answer.split(".")) if answer else ())
+    return Columns(name, tuple(prompt.split(".")), tuple(answer.split(".")) if answer else ())
 
 
 def _only(names: tuple[str, ...], columns: frozenset[str], what: str, key: str, shown: str) -> str:
@@ -125,7 +125,7 @@ def item(row: dict[str, Any], where: str, cfg: TaskConfig, plain: Mapping[str, A
     return Item(text, text, answer, args, messages=messages)
 
 
-def layout(row: Mapping[str, Any], cfg: TaskConfig) -> Layout:
+def layout(row: Mapping[str, Any], cfg: TaskConfig) -> Columns:
     """The layout of a row that `item` accepts."""
     columns = frozenset(name for name, value in row.items() if value is not None)
     return layout_of(columns, cfg.prompt_column, cfg.answer_column)
@@ -174,7 +174,7 @@ def _text(messages: tuple[Message, ...]) -> str:
     return shown[0].content if len(shown) == 1 else "\n".join(f"{each.role}: {each.content}" for each in shown)
 
 
-def _answer(row: Mapping[str, Any], layout: Layout, after: str) -> str | None:
+def _answer(row: Mapping[str, Any], layout: Columns, after: str) -> str | None:
     if not layout.answer:
         return None
     value = _at(row, layout.answer)

@@ -10,7 +10,7 @@ import random
 from jaxroll.config import Config
 from jaxroll.config.derived import has_warm_start, sample_tokens
 from jaxroll.data import tasks
-from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Order, Part, Skipped
+from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidates, Order, Part, SkippedItem, WorkedTask
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Message, Task
@@ -51,7 +51,7 @@ def _check_part(candidates: Candidates, part: Part, key: str, kept_aside: frozen
     reason, tried = "its range is empty", _spread(part.ranges.train)
     for index in tried:
         found = candidates.trainable(index, kept_aside)
-        if isinstance(found, Candidate):
+        if isinstance(found, WorkedTask):
             return
         reason = found.reason
     raise ConfigError(
@@ -68,7 +68,7 @@ def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[
         reason, seen = "its range is empty", 0
         for index in _spread(part.ranges.sft):
             found = candidates.trainable(index, kept_aside, taught=True)
-            if isinstance(found, Skipped):
+            if isinstance(found, SkippedItem):
                 reason = found.reason
                 continue
             _check_length(config, candidates.tokenizer, found)
@@ -79,7 +79,7 @@ def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[
             raise no_example(config, f"no item{of} can serve the warm start, the last because {reason}")
 
 
-def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
+def _check_length(config: Config, text: Tokenizer, found: WorkedTask) -> None:
     try:
         tokens = sum(
             len(run) for run, _ in tokenizers.runs(text, found.task.messages, found.worked, found.task.tools())
@@ -117,7 +117,7 @@ def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]
     order = Order(candidates, "sft", lambda index: candidates.trainable(index, kept_aside, taught=True))
     while len(found) < count:
         candidate = next(order)
-        if not isinstance(candidate, Skipped):
+        if not isinstance(candidate, SkippedItem):
             found.append((candidate.task, candidate.worked))
             skipped = 0
         elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:

@@ -32,7 +32,7 @@ MAX_SKIPPED_IN_A_ROW = 10_000
 
 
 @dataclass(frozen=True)
-class Candidate:
+class WorkedTask:
     """A task with its worked conversation (answers, and environment messages between them); empty if unknown."""
 
     task: Task
@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedItem:
     """An item that is not trained on, with the reason. `kind` is too_long, held_out, unanswered or failed."""
 
     reason: str
@@ -95,7 +95,7 @@ class Candidates:
             return self.parts[0].source.identity
         return "mixture/" + "/".join(f"{part.label}*{part.weight:g}={part.source.identity}" for part in self.parts)
 
-    def at(self, index: int) -> Candidate:
+    def at(self, index: int) -> WorkedTask:
         """Item `index` as a task. DataError when the source cannot make it, TooLong when its prompt is too long."""
         part = self.parts[index // SOURCE_ITEMS if self._config.mixture else 0]
         item = part.source.item(index - part.first)
@@ -115,7 +115,7 @@ class Candidates:
             question_hash=question_hash(item.compact.lower()),
         )
         answer = () if item.answer is None else (Message("assistant", item.answer),)
-        return Candidate(task, item.worked or answer, truncated=messages != full)
+        return WorkedTask(task, item.worked or answer, truncated=messages != full)
 
     def _fitting(self, messages: tuple[Message, ...], tools: Any, index: int, part: Part) -> tuple[Message, ...]:
         """`messages` within `task.max_prompt_tokens`, by the policy `task.long_prompts`; TooLong if that drops them."""
@@ -135,16 +135,16 @@ class Candidates:
             raise TooLong(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
         return shown
 
-    def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
+    def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> WorkedTask | SkippedItem:
         """Item `index`; Skipped if it cannot be made, its question is in `kept_aside`, or (`taught`) has no answer."""
         try:
             candidate = self.at(index)
         except DataError as error:
-            return Skipped(str(error), "too_long" if isinstance(error, TooLong) else "failed")
+            return SkippedItem(str(error), "too_long" if isinstance(error, TooLong) else "failed")
         if taught and not candidate.worked:
-            return Skipped(f"item {index} has no answer", "unanswered")
+            return SkippedItem(f"item {index} has no answer", "unanswered")
         if candidate.task.question_hash in kept_aside:
-            return Skipped(f"item {index} is held out", "held_out")
+            return SkippedItem(f"item {index} is held out", "held_out")
         return candidate
 
 
@@ -296,7 +296,7 @@ class Order:
     admitted so far and w its weight. So shares are exact also for sources with many skipped items.
     """
 
-    def __init__(self, candidates: Candidates, purpose: str, admit: Callable[[int], Candidate | Skipped]) -> None:
+    def __init__(self, candidates: Candidates, purpose: str, admit: Callable[[int], WorkedTask | SkippedItem]) -> None:
         self._parts, self._admit = candidates.parts, admit
         self._single, self._orders = None, []
         run_seed = candidates.run_seed
@@ -309,7 +309,7 @@ class Order:
             ]
         self._drawn, self._admitted = [0] * len(self._orders), [0] * len(self._orders)
 
-    def __next__(self) -> Candidate | Skipped:
+    def __next__(self) -> WorkedTask | SkippedItem:
         if self._single is not None:
             return next(self._single)
         number = min(range(len(self._parts)), key=lambda each: (self._admitted[each] + 1) / self._parts[each].weight)
@@ -317,7 +317,7 @@ class Order:
         assert index is not None  # the order is endless
         self._drawn[number] += 1
         found = self._admit(index)
-        self._admitted[number] += not isinstance(found, Skipped)
+        self._admitted[number] += not isinstance(found, SkippedItem)
         return found
 
     def get_state(self) -> Any:
@@ -422,7 +422,7 @@ class PromptPipeline:
         reason = ""
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             found = next(self._order)
-            if isinstance(found, Candidate):
+            if isinstance(found, WorkedTask):
                 if found.truncated:
                     self.skipped["truncated"] += 1
                 return found.task
@@ -470,7 +470,7 @@ class PromptPipeline:
         self._order.set_state(position)
         self.skipped = skipped
 
-    def _admit(self, index: int) -> Candidate | Skipped:
+    def _admit(self, index: int) -> WorkedTask | SkippedItem:
         return self._candidates.trainable(index, self._heldout)
 
 

@@ -22,7 +22,7 @@ from jaxroll.algorithms import sampling
 from jaxroll.engine import requests as inputs
 from jaxroll.engine.requests import Sizes
 from jaxroll.kernels.attention import blocks, paged, reach, within
-from jaxroll.kernels.choice import Serving
+from jaxroll.kernels.choice import EngineChoices
 from jaxroll.kernels.quantised import Pool
 from jaxroll.models import cache as kv
 from jaxroll.models import transformer
@@ -70,7 +70,7 @@ class Model:
 
     spec: ModelSpec
     layout: Layout
-    attention: Serving
+    attention: EngineChoices
 
 
 # --- sampling

@@ -27,7 +27,7 @@ from jaxroll.config.derived import no_memory_limit
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.kernels.choice import PLAIN, Serving
+from jaxroll.kernels.choice import PLAIN, EngineChoices
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Held, Params
@@ -62,7 +62,7 @@ class Device:
     """Slots, a cache and compiled programs on one mesh. Construction allocates, `warmup` compiles."""
 
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: Serving = PLAIN
+        self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: EngineChoices = PLAIN
     ) -> None:
         self._sizes, self.served = sizes, model_params.served(spec)
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
@@ -402,7 +402,7 @@ def sized(
     rules: Rules,
     sizes: Sizes,
     share: MemoryShare,
-    temporaries: Callable[[Sizes, Serving], int],
+    temporaries: Callable[[Sizes, EngineChoices], int],
     **kernels: str,
 ) -> tuple[Sizes, MemoryShare]:
     """`sizes` with as many pages as fit `share`, and this with the temporaries of the programs.
@@ -437,7 +437,7 @@ def sized(
 
 
 def run_bytes(
-    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving, progress: Progress | None = None
+    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: EngineChoices, progress: Progress | None = None
 ) -> int:
     """The bytes of a device that an engine's programs need beyond parameters and state: of the most demanding one,
     temporaries and results, and the code of all. Compiles them, of prefills the largest.

@@ -29,7 +29,7 @@ from jaxroll.engine.ledger import Partial
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
-from jaxroll.engine.work import InFlight, Work
+from jaxroll.engine.work import EngineWork, InFlight
 from jaxroll.errors import DataError, TransferError
 from jaxroll.kernels.choice import AUTO, check_quantised
 from jaxroll.models import cache as kv
@@ -212,7 +212,7 @@ class Engine:
         self._scheduler = Scheduler(
             sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
         )
-        self._work = Work(self._device, self._scheduler, sizes, clock, decode)
+        self._work = EngineWork(self._device, self._scheduler, sizes, clock, decode)
         self._decodes = decode is not None
         self._params: Held | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end

@@ -32,7 +32,7 @@ from jaxroll.engine.decoding import DecodeState, Model
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
-from jaxroll.kernels.choice import DENSE, PLAIN, Serving
+from jaxroll.kernels.choice import DENSE, PLAIN, EngineChoices
 from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
 from jaxroll.models import params as model_params
@@ -55,7 +55,7 @@ Allow = Callable[[DecodeState, ArrayLike, ArrayLike], DecodeState]
 
 
 @dataclass(frozen=True)
-class Programs:
+class EnginePrograms:
     """The jitted functions of one engine, and the shardings of their arguments."""
 
     sizes: Sizes
@@ -87,7 +87,7 @@ class Programs:
         )()
 
 
-def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> Programs:
+def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: EngineChoices = PLAIN) -> EnginePrograms:
     """The programs for `spec` on `mesh`. Nothing is compiled or allocated yet."""
     whole = NamedSharding(mesh, PartitionSpec())
     like = abstract_state(spec, mesh, rules, sizes, attention)
@@ -103,7 +103,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     update = lambda change: jax.jit(  # noqa: E731
         partial(change), in_shardings=(state, whole), out_shardings=state, donate_argnums=0
     )
-    return Programs(
+    return EnginePrograms(
         sizes,
         prefill={
             (fresh, bucket): jax.jit(
@@ -146,13 +146,13 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
 
 def choose_kernels(
     spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
-) -> Serving:
+) -> EngineChoices:
     """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.
 
     The choice for prompts depends on the largest bucket; shorter prompts are padded to the kernel's block.
     """
     site = choice.Site(spec, layout.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
-    return Serving(
+    return EngineChoices(
         choice.choose("prefill", prefill, site),
         choice.choose(
             "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
@@ -162,13 +162,13 @@ def choose_kernels(
 
 def kernels_and_sizes(
     spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
-) -> tuple[Serving, Sizes]:
+) -> tuple[EngineChoices, Sizes]:
     """The implementations, and `sizes` with rings where these need less memory."""
     attention = choose_kernels(spec, mesh, sizes, prefill=prefill, paged=paged)
     return attention, with_rings(sizes, spec, attention)
 
 
-def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
+def with_rings(sizes: Sizes, spec: ModelSpec, attention: EngineChoices) -> Sizes:
     """`sizes` with rings for the layers with windows, if these need fewer pages so; otherwise as they are.
 
     Only the XLA form over pages reads rings.
@@ -182,7 +182,7 @@ def with_rings(sizes: Sizes, spec: ModelSpec, attention: Serving) -> Sizes:
 
 
 def lowered(
-    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN
+    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: EngineChoices = PLAIN
 ) -> dict[str, jax.stages.Lowered]:
     """The lowered programs by name, for ahead-of-time compilation and memory estimates; no device is used."""
     programs = build(spec, mesh, rules, sizes, attention)
@@ -207,7 +207,7 @@ def lowered(
     }
 
 
-def lowered_moves(programs: Programs) -> dict[str, jax.stages.Lowered]:
+def lowered_moves(programs: EnginePrograms) -> dict[str, jax.stages.Lowered]:
     """The lowered programs that move a preempted request's pages out of the pools and back, by name."""
     place = jax.ShapeDtypeStruct((1 + programs.sizes.table_columns,), jnp.int32, sharding=programs.replicated)
     pages = jax.tree.map(
@@ -221,7 +221,9 @@ def lowered_moves(programs: Programs) -> dict[str, jax.stages.Lowered]:
     }
 
 
-def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> DecodeState:
+def abstract_state(
+    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: EngineChoices = PLAIN
+) -> DecodeState:
     """The decode state as ShapeDtypeStructs with shardings; slots are sharded by the rules."""
     slots = sizes.slots
 

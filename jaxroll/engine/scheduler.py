@@ -19,12 +19,12 @@ from collections.abc import Iterable
 from jaxroll.engine.sequence import (
     TOKEN_BYTES,
     BlockAllocator,
-    Chunk,
     Limits,
     Preempted,
+    PrefillChunk,
+    PrefillSpan,
     Prefix,
     PrefixCache,
-    Row,
     Sequence,
     Start,
     bucket_of,
@@ -109,9 +109,9 @@ class Scheduler:
                 back.append(sequence)
         return back
 
-    def prefill_chunks(self, *, busy: bool) -> list[Chunk]:
+    def prefill_chunks(self, *, busy: bool) -> list[PrefillChunk]:
         """The chunks to compute now, oldest first: `limits.budget` tokens, or until a sequence can start."""
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         spent = 0
         while self._filling:
             chunk = self._next_chunk()
@@ -336,10 +336,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- computing
 
-    def _next_chunk(self) -> Chunk | None:
+    def _next_chunk(self) -> PrefillChunk | None:
         """Up to `rows` rows for one program, from the oldest sequence or prefix that can be computed."""
         chosen: tuple[bool, int] | None = None
-        rows: list[Row] = []
+        rows: list[PrefillSpan] = []
         for owner in list(self._filling):
             row = self._next_row(owner)
             # Pages and rings are copied before the chunk is computed, so not together with the end of its prefix.
@@ -354,7 +354,7 @@ class Scheduler:
             if len(rows) == self.limits.rows:
                 break
         self._filling = deque(owner for owner in self._filling if owner.computed < end_of(owner))
-        return Chunk(*chosen, tuple(rows)) if chosen else None
+        return PrefillChunk(*chosen, tuple(rows)) if chosen else None
 
     def _unpin(self, owner: Prefix | Sequence) -> None:
         """Let the prefix that `owner` continues be evicted."""
@@ -362,12 +362,12 @@ class Scheduler:
             owner.base.waiting -= 1
             owner.base = None
 
-    def _next_row(self, owner: Prefix | Sequence) -> Row | None:
+    def _next_row(self, owner: Prefix | Sequence) -> PrefillSpan | None:
         """The next row of `owner`; None while a sequence waits for its prefix, or if nothing is left."""
         if isinstance(owner, Sequence) and (owner.prefix is None or not owner.prefix.ready):
             return None
         count = min(end_of(owner) - owner.computed, self.limits.chunk)
-        return Row(owner, owner.computed, count) if count else None
+        return PrefillSpan(owner, owner.computed, count) if count else None
 
     def _is_ready(self, sequence: Sequence) -> bool:
         return sequence.swapped or (

@@ -283,7 +283,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PrefillSpan:
     """A row of a prefill: `count` tokens of `owner` from position `start` on."""
 
     owner: Prefix | Sequence
@@ -292,12 +292,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """One run of a prefill program; `fresh` rows begin at position 0 and read no pages."""
 
     fresh: bool
     bucket: int
-    rows: tuple[Row, ...]
+    rows: tuple[PrefillSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)

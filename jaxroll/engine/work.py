@@ -13,7 +13,7 @@ from jaxroll.engine.device import Device, Dispatch, SavedPages
 from jaxroll.engine.ledger import Ended, Filled, Ledger, Partial, Progress
 from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import Chunk, Prefix, Row, Sequence, Start
+from jaxroll.engine.sequence import PrefillChunk, PrefillSpan, Prefix, Sequence, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Held
 from jaxroll.protocols import Completion, Supports
@@ -43,7 +43,7 @@ class InFlight:
     begun_s: float
 
 
-class Work:
+class EngineWork:
     """The requests in the engine, and the work of a step. Only the stepping thread may call the methods."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Work:
             self._device.set_tables([(one.table, one.ring) if one else ((), ()) for one in self._scheduler.sequences])
         return len(victims)
 
-    def _compute(self, params: Held, chunk: Chunk) -> None:
+    def _compute(self, params: Held, chunk: PrefillChunk) -> None:
         owners = [row.owner for row in chunk.rows]
         # Only before an owner's first chunk.
         self._device.copy([(self._shard(owner), *copy) for owner in owners for copy in owner.copies])
@@ -115,7 +115,7 @@ class Work:
             owner.copies = owner.ring_copies = ()
         self._device.prefill(params, chunk.fresh, chunk.bucket, [self._prefill_row(row) for row in chunk.rows])
 
-    def _prefill_row(self, row: Row) -> requests.PrefillRow:
+    def _prefill_row(self, row: PrefillSpan) -> requests.PrefillRow:
         owner, end = row.owner, row.start + row.count
         if isinstance(owner, Prefix):
             tokens, logits = np.frombuffer(owner.tokens, np.int32), owner.row

@@ -83,7 +83,7 @@ _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])", re.ASCII)
 _PLACES = 6
 
 
-class Malformed(ValueError):
+class MalformedExpression(ValueError):
     """An expression without a value; the message gives the position or the reason."""
 
 
@@ -95,9 +95,9 @@ def first_call(answer: str) -> str | None:
 
 
 def value(expression: str) -> Fraction:
-    """The value of `expression`. Malformed when it is too long, not an expression, or divides by zero."""
+    """The value of `expression`. MalformedExpression when it is too long, not an expression, or divides by zero."""
     if len(expression) > MAX_CHARS:
-        raise Malformed(f"{len(expression)} characters; {MAX_CHARS} at most")
+        raise MalformedExpression(f"{len(expression)} characters; {MAX_CHARS} at most")
     parser = _Parser(_tokens(expression))
     found = parser.expression()
     parser.end()
@@ -118,7 +118,7 @@ def tool_reply(expression: str) -> tuple[str, bool]:
     """The tool's reply to a call, and True if it is a result (not an error)."""
     try:
         return shown(value(expression)), True
-    except Malformed:
+    except MalformedExpression:
         return ERROR, False
 
 
@@ -149,7 +149,7 @@ def _tokens(expression: str) -> list[str]:
     while position < len(text):
         found = _TOKEN.match(text, position)
         if found is None:
-            raise Malformed(f"{text[position]!r} at {position} is neither a number nor an operator")
+            raise MalformedExpression(f"{text[position]!r} at {position} is neither a number nor an operator")
         tokens.append(found.group(1))
         position = found.end()
     return tokens
@@ -170,14 +170,14 @@ class _Parser:
 
     def end(self) -> None:
         if self._at < len(self._tokens):
-            raise Malformed(f"{self._tokens[self._at]!r} was not expected")
+            raise MalformedExpression(f"{self._tokens[self._at]!r} was not expected")
 
     def _term(self) -> Fraction:
         found = self._factor()
         while (sign := self._taken("*", "/")) is not None:
             other = self._factor()
             if sign == "/" and not other:
-                raise Malformed("a division by zero")
+                raise MalformedExpression("a division by zero")
             found = found * other if sign == "*" else found / other
         return found
 
@@ -188,10 +188,10 @@ class _Parser:
         if self._taken("(") is not None:
             found = self.expression()
             if self._taken(")") is None:
-                raise Malformed("a bracket is not closed")
+                raise MalformedExpression("a bracket is not closed")
             return found
         if self._at == len(self._tokens) or not self._tokens[self._at][0].isdigit():
-            raise Malformed("a number was expected")
+            raise MalformedExpression("a number was expected")
         self._at += 1
         return Fraction(self._tokens[self._at - 1])
 

@@ -45,7 +45,7 @@ from jaxroll.protocols import Environment, Place, StepResult, traits
 from jaxroll.records import Message, Task
 from jaxroll.rewards import parts, scorers
 from jaxroll.rewards.parts import MATH_LIBRARY
-from jaxroll.rewards.remote import BACKOFF_MAX_S, RemoteParts, Request
+from jaxroll.rewards.remote import BACKOFF_MAX_S, JudgeRequest, RemoteParts
 from jaxroll.rewards.scorers import IN_WORKERS, Grading, LocalPart, max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.run_paths import RunPaths
@@ -280,7 +280,7 @@ class Grader:
             raise DataError("reward models and judges work within a run only")
         wanted = parts.truth_or_empty(msgspec.json.decode(env_args))
         shown = tuple({"role": message.role, "content": message.content} for message in messages)
-        request = Request(shown, completion, answer, wanted)
+        request = JudgeRequest(shown, completion, answer, wanted)
         found = await asyncio.gather(*(self._pool.remote.value(term.label, term.settings, request) for term in asked))
         return values | dict(zip((term.label for term in asked), found, strict=True))
 

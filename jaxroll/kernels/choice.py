@@ -95,7 +95,7 @@ UNASKED = Choice()
 
 
 @dataclass(frozen=True)
-class Serving:
+class EngineChoices:
     """The choices of an engine."""
 
     prefill: Choice = UNASKED
@@ -106,7 +106,7 @@ class Serving:
         return {"prefill": str(self.prefill), "paged": str(self.paged)}
 
 
-PLAIN = Serving()
+PLAIN = EngineChoices()
 
 
 def choose(use: Use, wanted: str, site: Site) -> Choice:

@@ -23,7 +23,7 @@ from jaxroll.config.schema import LORA_TARGETS
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, hf_config
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import Leaf, Tensors
+from jaxroll.models.folders import Tensors, TensorShape
 
 CONFIG_FILE, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "learner.lora_path"
@@ -73,7 +73,7 @@ def write(
         a, b = a.reshape(len(theirs[0]), -1, rank), b.reshape(len(theirs[1]), rank, -1)
         for keys, value in zip(theirs, (a, b), strict=True):
             values |= zip(keys, value.swapaxes(1, 2).astype(dtype), strict=True)
-    leaves = {name: Leaf(dtype, value.shape) for name, value in values.items()}
+    leaves = {name: TensorShape(dtype, value.shape) for name, value in values.items()}
     folders.write(folder / ARRAYS, leaves, values.__getitem__)
     modules = sorted({hf_config.name(spec, name).rsplit(".", 2)[1] for name in names})
     config = {

@@ -43,7 +43,7 @@ from jaxroll.models import families, moe, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import head_logits
-from jaxroll.models.moe import Load
+from jaxroll.models.moe import ExpertLoad
 from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
 from jaxroll.sharding import Layout, replicated
@@ -216,7 +216,7 @@ def hidden_states(
 
 def _with_load(
     recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None, sums: Params | None = None
-) -> tuple[Array, Load | None]:
+) -> tuple[Array, ExpertLoad | None]:
     """The hidden states, and the load of the experts; `stacks` and `sums` as in `transformer.forward_with_load`."""
     choices = None
     if recipe.routers and recipe.routers.replay:

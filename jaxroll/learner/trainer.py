@@ -89,7 +89,7 @@ class Trainer:
                 "this algorithm compares adjacent samples of a row, which must not share a prompt",
                 "Set it to 0: every sample then has its own copy of its prompt.",
             )
-        self.programs = Programs(Recipe.of(config, spec, self.layout, self.algorithm))
+        self.programs = TrainingPrograms(Recipe.of(config, spec, self.layout, self.algorithm))
         self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
         self.sends_adapters = self.lora is not None and config.learner.lora_publish == "adapters"
@@ -306,7 +306,7 @@ def _kl_in_reward(config: Config) -> bool:
     return config.learner.kl_coef > 0 and config.learner.kl_in == "reward"
 
 
-class Programs:
+class TrainingPrograms:
     """The programs of one recipe, compiled ahead of time; calls only look them up.
 
         accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated

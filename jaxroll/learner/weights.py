@@ -31,7 +31,7 @@ from jaxroll.learner.checkpoint_files import STATE
 from jaxroll.models import folders
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import Converted, Leaf
+from jaxroll.models.folders import Converted, TensorShape
 from jaxroll.run_paths import RunPaths
 
 _ARRAYS, _MODEL, _TOKENIZER = folders.SINGLE, folders.MODEL_FILE, "text.json"
@@ -40,14 +40,14 @@ _FLOAT32 = np.dtype(np.float32)
 
 def save(folder: Path, params: Mapping[str, Any], spec: ModelSpec, tokenizer: Mapping[str, Any]) -> None:
     """Write everything into a temporary folder, then rename it to `folder`, which is replaced if it exists."""
-    leaves = {name: Leaf(_FLOAT32, tuple(value.shape)) for name, value in params.items()}
+    leaves = {name: TensorShape(_FLOAT32, tuple(value.shape)) for name, value in params.items()}
     with written_whole(folder) as unfinished:
         write(unfinished, leaves, lambda name: jax.device_get(params[name]), spec, tokenizer)
 
 
 def write(
     folder: Path,
-    leaves: Mapping[str, Leaf],
+    leaves: Mapping[str, TensorShape],
     value: Callable[[str], np.ndarray],
     spec: ModelSpec,
     tokenizer: Mapping[str, Any],

@@ -49,7 +49,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TensorShape:
     """Dtype and shape of one tensor."""
 
     dtype: np.dtype
@@ -65,7 +65,7 @@ class Leaf:
 class Placed:
     """The position of one tensor: byte `start` of `file`."""
 
-    leaf: Leaf
+    leaf: TensorShape
     file: Path
     start: int
 
@@ -104,7 +104,7 @@ class Tensors(Mapping[str, np.ndarray]):
         """Some of the tensors, by new name: `names` maps it to the old one."""
         return Tensors({new: self._placed[old] for new, old in names.items()})
 
-    def leaf(self, name: str) -> Leaf:
+    def leaf(self, name: str) -> TensorShape:
         """Dtype and shape of a tensor, without reading it."""
         return self._placed[name].leaf
 
@@ -203,7 +203,7 @@ def opened_folder(folder: Path) -> Tensors | None:
     return Tensors({name: placed for tensors in held.values() for name, placed in tensors._placed.items()})
 
 
-def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray]) -> None:
+def write(path: Path, leaves: Mapping[str, TensorShape], value: Callable[[str], np.ndarray]) -> None:
     """Write a file of `leaves` in their order; call `value` for one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -221,7 +221,9 @@ def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndar
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def write_folder(folder: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray], shard_bytes: int) -> int:
+def write_folder(
+    folder: Path, leaves: Mapping[str, TensorShape], value: Callable[[str], np.ndarray], shard_bytes: int
+) -> int:
     """Write `leaves` into one file, or into several with an index if they exceed `shard_bytes`; return their number."""
     shards = _shards(leaves, shard_bytes)
     if len(shards) == 1:
@@ -243,7 +245,7 @@ def code(dtype: np.dtype) -> str:
     return _CODES[np.dtype(dtype)]
 
 
-def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
+def _shards(leaves: Mapping[str, TensorShape], shard_bytes: int) -> list[list[str]]:
     """The names in order, divided into shards of at most `shard_bytes`; a larger tensor gets its own shard."""
     shards: list[list[str]] = [[]]
     held = 0
@@ -260,7 +262,7 @@ def _placed(path: Path, data: int, entry: _Entry) -> Placed:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} is not supported; known: {', '.join(DTYPES)}")
-    leaf = Leaf(dtype, entry.shape)
+    leaf = TensorShape(dtype, entry.shape)
     start, end = entry.data_offsets
     if end - start != leaf.size_bytes:
         raise ValueError(f"{end - start} bytes for a tensor of {leaf.size_bytes}")

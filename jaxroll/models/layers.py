@@ -200,7 +200,7 @@ class MixtureOfExperts(nnx.Module):
             logits, logits if self.router_bias is None else logits + with_rank(self.router_bias[...], x.ndim)
         )
         weights = moe.gates(logits, chosen, self.normalized)
-        experts = moe.Weights(self.experts.gate[...], self.experts.up[...], self.experts.down[...])
+        experts = moe.ExpertWeights(self.experts.gate[...], self.experts.up[...], self.experts.down[...])
         return moe.mixed(x, chosen, weights, experts, routing.layout)
 
 

@@ -43,7 +43,7 @@ class Routing:
     layout: Layout | None = None
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The projections of E experts."""
 
     gate: Float[Array, "E D F"]
@@ -110,7 +110,7 @@ def mixed(
     x: Float[Array, "*rows D"],
     chosen: Integer[Array, "*rows k"],
     weights: Float[Array, "*rows k"],
-    experts: Weights,
+    experts: ExpertWeights,
     layout: Layout | None,
 ) -> Float[Array, "*rows D"]:
     """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)), in the dtype of x.
@@ -136,7 +136,7 @@ def _on_one_device(
     *projections: Array,
 ) -> Array:
     """`mixed` of one device's rows, with its part of the experts and of their hidden units."""
-    experts = Weights(*projections)
+    experts = ExpertWeights(*projections)
     sums = [axis for axis in (divided[0], divided[2]) if axis is not None]
     if divided[0] is None:
         return _summed(_grouped(x, chosen, weights, experts, jnp.int32(0)), sums)
@@ -156,7 +156,7 @@ def _grouped(
     x: Float[Array, "*rows D"],
     chosen: Integer[Array, "*rows k"],
     weights: Float[Array, "*rows k"],
-    experts: Weights,
+    experts: ExpertWeights,
     first: Int[Array, ""],
 ) -> Float[Array, "*rows D"]:
     """`mixed` with the experts `first`, `first` + 1, …; pairs with other experts add nothing."""
@@ -191,23 +191,23 @@ PRODUCT = "product"  # checkpoint name of the products with parameters, for the 
 # --- load of the experts
 
 
-class Load(NamedTuple):
+class ExpertLoad(NamedTuple):
     """Sums over the real tokens of one layer: how often each expert was chosen, and its probability."""
 
     chosen: Float[Array, " E"]
     probability: Float[Array, " E"]
 
 
-def load(logits: Float[Array, "B T E"], chosen: Integer[Array, "B T k"], real: Bool[Array, "B T"]) -> Load:
+def load(logits: Float[Array, "B T E"], chosen: Integer[Array, "B T k"], real: Bool[Array, "B T"]) -> ExpertLoad:
     """The load of one layer by the tokens marked as `real`; only `probability` has gradients."""
     E = logits.shape[-1]
     picked = jnp.sum(jax.nn.one_hot(chosen, E, dtype=jnp.float32), axis=-2)
     mask = real[..., None]
     probability = jax.nn.softmax(logits, axis=-1)
-    return Load(jnp.sum(jnp.where(mask, picked, 0), (0, 1)), jnp.sum(jnp.where(mask, probability, 0), (0, 1)))
+    return ExpertLoad(jnp.sum(jnp.where(mask, picked, 0), (0, 1)), jnp.sum(jnp.where(mask, probability, 0), (0, 1)))
 
 
-def balance_loss(loads: Load) -> Float[Array, ""]:
+def balance_loss(loads: ExpertLoad) -> Float[Array, ""]:
     """E · Σᵢ fᵢ·Pᵢ, averaged over L layers (leaves [L, E]); 1 if all experts are equally loaded, 0 without tokens.
 
     fᵢ is the fraction of the choices that fell on expert i, Pᵢ its mean probability (W. Fedus et al., "Switch

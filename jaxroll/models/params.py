@@ -24,7 +24,7 @@ from jaxroll.kernels import quantised
 from jaxroll.kernels.quantised import Quantised
 from jaxroll.models import folders, hf_config, moe
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import Converted, Index, Leaf, Tensors, spec
+from jaxroll.models.folders import Converted, Index, Tensors, TensorShape, spec
 from jaxroll.models.hf_config import names, of_experts
 from jaxroll.models.layers import Block, Decoder
 from jaxroll.sharding import Layout, Rules, replicated, sharding
@@ -368,19 +368,19 @@ def leaves(folder: Path, model: ModelSpec) -> Converted:
     return Converted(shapes, lambda ours: slice_of(ours, (slice(None),) * len(shapes[ours].shape)), slice_of)
 
 
-def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
+def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, TensorShape]:
     """The stored dtype and JaxRoll's shape of every parameter; DataError when one does not match `model`."""
     if wrong := folders.weights_error(folder, model, tensors):
         raise DataError(wrong)
     ours, found = folders.is_ours(folder), {}
     for own_name, leaf in abstract(model).items():
         if not ours:
-            found[own_name] = Leaf(_stored_dtype(model, own_name, leaf.shape, tensors), leaf.shape)
+            found[own_name] = TensorShape(_stored_dtype(model, own_name, leaf.shape, tensors), leaf.shape)
             continue
         held = tensors.leaf(own_name)
         if held.shape != leaf.shape:
             raise DataError(f"array {own_name!r} has shape {held.shape}; this model needs {leaf.shape}")
-        found[own_name] = Leaf(held.dtype, leaf.shape)
+        found[own_name] = TensorShape(held.dtype, leaf.shape)
     return found
 
 

@@ -26,7 +26,7 @@ from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, extended, filled
 from jaxroll.models.families import ModelSpec, Remat
 from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation, summing
-from jaxroll.models.moe import Load, Routing
+from jaxroll.models.moe import ExpertLoad, Routing
 from jaxroll.models.params import block, in_loop, layers_in_loop, module, of_cycles, outside, stacked
 from jaxroll.sharding import HOST_MEMORY, Layout
 
@@ -100,7 +100,7 @@ def forward_with_load(
     choices: Integer[Array, "B T L k"] | None = None,
     stacks: Params | None = None,
     sums: Params | None = None,
-) -> tuple[Float[Array, "B T D"], Load | None]:
+) -> tuple[Float[Array, "B T D"], ExpertLoad | None]:
     """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts).
 
     `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`, which
@@ -109,7 +109,7 @@ def forward_with_load(
     """
     decoder = outside(spec, params)
 
-    def layer_of(window: int, remat: Remat) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
+    def layer_of(window: int, remat: Remat) -> Callable[[Block, Array, Array | None], tuple[Array, ExpertLoad | None]]:
         if rows is None:
             attend = placed.rows(attention, tokens.shape[1], segment_ids, layout, window)
         else:
@@ -118,7 +118,7 @@ def forward_with_load(
         attend = placed.exchanged(attend, layout)
         rotation = _rotation(spec, positions, window)
 
-        def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
+        def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, ExpertLoad | None]:
             x = checkpoint_name(x, _INPUT)
             choose, loads = moe.largest(spec.experts_per_token) if given is None else moe.replayed(given), []
 
@@ -162,10 +162,10 @@ def _scanned(
     spec: ModelSpec,
     params: Params,
     x: Float[Array, "B T D"],
-    steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, Load | None]]],
+    steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, ExpertLoad | None]]],
     choices: Integer[Array, "L B T k"] | None,
     sums: Params | None,
-) -> tuple[Float[Array, "B T D"], Load | None]:
+) -> tuple[Float[Array, "B T D"], ExpertLoad | None]:
     """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads.
 
     `params` are those of `stacked`; `sums` as in `forward_with_load`.
@@ -175,7 +175,7 @@ def _scanned(
 
     given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
 
-    def cycle(x: Array, of_cycle: tuple[Sequence[Weights], Array | None]) -> tuple[Array, Load | None]:
+    def cycle(x: Array, of_cycle: tuple[Sequence[Weights], Array | None]) -> tuple[Array, ExpertLoad | None]:
         values, given = of_cycle
         loads = []
         for at, step in enumerate(steps):

@@ -94,7 +94,7 @@ def may_help(work: str, with_room: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Load:
+class SamplerLoad:
     """Conversations of a sampler, the number from which on they queue there, and the sampler's pool."""
 
     conversations: int
@@ -107,7 +107,7 @@ class Load:
         return self.conversations >= self.room
 
 
-def route(samplers: Mapping[str, Load], last: str, placement: str, work: str = "") -> str:
+def route(samplers: Mapping[str, SamplerLoad], last: str, placement: str, work: str = "") -> str:
     """The sampler for one more conversation of the pool `work`, out of all that have the weights for it.
 
     If each sampler of its pool is full (or there is none), those of other pools that are not full come into question.

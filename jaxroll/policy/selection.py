@@ -361,7 +361,7 @@ _BUILT_IN: dict[str, Callable[[Filter, Sequence[float]], str]] = {
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class LengthDispatch:
     """Instances for the longest answers and for the others, the answers of both by index, and the seconds in all."""
 
     long_instances: int
@@ -379,7 +379,7 @@ def dispatch(
     *,
     share: float = 0.2,
     combine: Callable[[Sequence[float]], float] = max,
-) -> Dispatch:
+) -> LengthDispatch:
     """The instances that get the `share` longest answers by predicted `lengths`; none if one group is faster.
 
     An instance of m answers with s slots takes token_s(min(m, s)) · length · ⌈m / s⌉, with the 90th percentile of all
@@ -396,11 +396,11 @@ def dispatch(
         return token_s(min(each, slots)) * length * math.ceil(each / slots)
 
     # Without a split an instance decodes long and short answers together, until the longest ends.
-    best = Dispatch(0, instances, (), tuple(order), group_s(len(order), instances, at[0]))
+    best = LengthDispatch(0, instances, (), tuple(order), group_s(len(order), instances, at[0]))
     for number in range(1, instances) if 0 < cut < len(order) else ():
         both = (group_s(cut, number, at[0]), group_s(len(order) - cut, instances - number, at[1]))
         if (seconds := combine(both)) < best.seconds:
-            best = Dispatch(number, instances - number, tuple(order[:cut]), tuple(order[cut:]), seconds)
+            best = LengthDispatch(number, instances - number, tuple(order[:cut]), tuple(order[cut:]), seconds)
     return best
 
 

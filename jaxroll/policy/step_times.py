@@ -259,7 +259,7 @@ WITHIN, WORSE = 0.05, 0.10  # a step may be so much longer than with more sample
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """Measured: seconds of training and, in the mean, of a rollout; rollouts of a step; a sampler's room for them."""
 
     train_s: float
@@ -312,7 +312,7 @@ class Replanner:
         self._before: tuple[int, float] | None = None  # samplers and seconds of a step before the last release
 
     def plan(
-        self, now_s: float, present: Collection[str], steps: int, load: Load | None, victims: Sequence[str]
+        self, now_s: float, present: Collection[str], steps: int, load: StepLoad | None, victims: Sequence[str]
     ) -> SamplerPlan | None:
         """The plan that is due now; None: all stays as it is.
 

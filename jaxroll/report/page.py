@@ -21,7 +21,7 @@ from jaxroll.report import sections as page_sections
 from jaxroll.report import summary as ahead
 from jaxroll.report.activity import Bottleneck
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
-from jaxroll.report.plots import Markup, View, columns, gain_words, raw, tag, view_of
+from jaxroll.report.plots import Markup, PlottedRun, columns, gain_words, raw, tag, view_of
 from jaxroll.report.record import Run, checks
 from jaxroll.report.summary import state_of, summary, warnings
 from jaxroll.run_paths import RunPaths
@@ -36,7 +36,7 @@ def page(run: Run, figures: Mapping[str, Any]) -> str:
     return "<!doctype html>\n" + tag("html", _head(run.name), body, lang="en")
 
 
-def sections(view: View) -> list[Markup]:
+def sections(view: PlottedRun) -> list[Markup]:
     """The sections in order; one without data is empty."""
     return [
         page_sections.header(view),
@@ -65,7 +65,7 @@ def _head(title: str) -> Markup:
     )
 
 
-def _footer(view: View) -> Markup:
+def _footer(view: PlottedRun) -> Markup:
     version = view.run.about.get("jaxroll", "")
     return tag("footer", f"JaxRoll {version} · ", tag("span", view.run.path, class_="mono"))
 

@@ -247,7 +247,7 @@ NOTHING = raw("")
 
 
 @dataclass(frozen=True)
-class View:
+class PlottedRun:
     """A run with what several sections need of it. `steps` and `evals` have one row each per step."""
 
     run: Run
@@ -262,14 +262,14 @@ class View:
         return self.clock(row.get("t1") or row["t"]) / 60
 
 
-def view_of(run: Run, figures: Mapping[str, Any]) -> View:
+def view_of(run: Run, figures: Mapping[str, Any]) -> PlottedRun:
     """The view of `run` that the page shows."""
     steps = trained_steps(run.rows)
     times = [row["t"] for row in run.rows if known(row.get("t"))]
     origin = run.created_s if run.created_s is not None else min(times, default=0.0)
     clock = RunClock(origin, tuple(pauses(run.rows, steps)))
     lanes = activity.lanes(run.rows, steps, run.history.acked_groups)
-    return View(run, figures, steps, evaluations(run.rows), lanes, clock)
+    return PlottedRun(run, figures, steps, evaluations(run.rows), lanes, clock)
 
 
 def card(title: str, hint: str, *content: object) -> Markup:

@@ -151,7 +151,7 @@ class ClaimTimes:
 
 
 @dataclass(frozen=True)
-class History:
+class LogFacts:
     """Facts of the log.
 
     `groups_by_state` counts issued groups and `reasons` those that ended untrained, by why; `wasted_tokens` is the
@@ -173,22 +173,22 @@ class History:
     closed: str = ""
 
 
-def read(run_dir: Path, heldout_hashes: Collection[str] | None) -> History:
+def read(run_dir: Path, heldout_hashes: Collection[str] | None) -> LogFacts:
     """The history of the run; an empty one before the store has made its log. DataError when it cannot be read."""
     with database.damage_named(run_dir, "the report needs a whole log: restore the file from a copy"):
         if not database.is_there(run_dir):  # or just being made
-            return History()
+            return LogFacts()
         with database.transaction(run_dir) as db:
             return _history(db, heldout_hashes)
 
 
-def _history(db: sqlite3.Connection, heldout_hashes: Collection[str] | None) -> History:
+def _history(db: sqlite3.Connection, heldout_hashes: Collection[str] | None) -> LogFacts:
     replayed = _replayed(db)
     by_state = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     ended = "SELECT reason, COUNT(*) FROM groups WHERE state IN ('EXPIRED', 'DEAD') GROUP BY reason"
     failed = "SELECT unix_s, group_id, member, kind, error FROM failures ORDER BY unix_s DESC LIMIT ?"
     closed = db.execute("SELECT value FROM meta WHERE key = 'closed'").fetchone()
-    return History(
+    return LogFacts(
         acked_groups=frozenset(_column(db, "SELECT id FROM groups WHERE state IN ('ACKED', 'TRIMMED')")),
         groups_by_state=by_state,
         groups_trained_twice=trained_twice(db),
@@ -267,7 +267,7 @@ class Run:
     config: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    history: History = field(default_factory=History)
+    history: LogFacts = field(default_factory=LogFacts)
 
     @property
     def name(self) -> str:
@@ -355,7 +355,7 @@ def heldout_hashes(path: Path) -> frozenset[str] | None:
     return frozenset(map(str, hashes))
 
 
-def surviving(rows: list[Row], facts: History) -> list[Row]:
+def surviving(rows: list[Row], facts: LogFacts) -> list[Row]:
     """The rows without steps and evaluations of weights that a rewind discarded."""
     lineages = list(facts.lineages)
     if len(lineages) < 2:

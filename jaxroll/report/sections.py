@@ -9,12 +9,12 @@ from typing import Any
 from jaxroll import config as configs
 from jaxroll.report import plots
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
-from jaxroll.report.plots import NOTHING, Markup, View, card, figures_row, legend, raw, tag
+from jaxroll.report.plots import NOTHING, Markup, PlottedRun, card, figures_row, legend, raw, tag
 from jaxroll.report.record import Check, Run, checks
 from jaxroll.report.summary import of_kind, state_of
 
 
-def header(view: View) -> Markup:
+def header(view: PlottedRun) -> Markup:
     """Name, state, the one result, and the setting."""
     run = view.run
     state = state_of(run)
@@ -64,7 +64,7 @@ def _lead(run: Run, f: Mapping[str, Any]) -> Markup:
     )
 
 
-def key_figures(view: View) -> Markup:
+def key_figures(view: PlottedRun) -> Markup:
     """The most important figures."""
     f = view.figures
     rewards = f"{number(f['reward_first'], 2)} → {number(f['reward_last'], 2)}"
@@ -81,7 +81,7 @@ def key_figures(view: View) -> Markup:
     return tag("section", row, class_="card flush")
 
 
-def learning(view: View) -> Markup:
+def learning(view: PlottedRun) -> Markup:
     """Reward and accuracy over steps and over time."""
     if not (view.steps or view.evals):
         return NOTHING
@@ -96,7 +96,7 @@ def learning(view: View) -> Markup:
     return card("Learning", "Held-out questions are never trained on.", keys, both)
 
 
-def before_and_after(view: View) -> Markup:
+def before_and_after(view: PlottedRun) -> Markup:
     """The same questions at the first and the last evaluation."""
     found = questions(view.evals)
     if not found:
@@ -111,7 +111,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """One text and whether it was right."""
 
     text: str
@@ -120,22 +120,22 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Question:
+class ShownPrompt:
     """A prompt with its answers; `expected` is empty if the task has none."""
 
     prompt: str
     expected: str
-    before: Answer
-    after: Answer | None
+    before: ShownAnswer
+    after: ShownAnswer | None
 
 
-def questions(evals: Sequence[Row]) -> list[Question]:
+def questions(evals: Sequence[Row]) -> list[ShownPrompt]:
     """The examples of the first evaluation, each with its answer at the last one when that is another."""
     if not evals:
         return []
     later = {_place(example): example for example in _examples(evals[-1])} if len(evals) > 1 else {}
     return [
-        Question(
+        ShownPrompt(
             str(example.get("prompt", "")),
             str(example.get("answer") or ""),
             _answer(example),
@@ -153,12 +153,14 @@ def _place(example: dict) -> str:
     return str(example.get("prompt", ""))
 
 
-def _answer(example: dict) -> Answer:
+def _answer(example: dict) -> ShownAnswer:
     extracted = example.get("extracted")
-    return Answer(str(example.get("text", "")), bool(example.get("ok")), None if extracted is None else str(extracted))
+    return ShownAnswer(
+        str(example.get("text", "")), bool(example.get("ok")), None if extracted is None else str(extracted)
+    )
 
 
-def table(found: Sequence[Question], first_step: int, last_step: int) -> Markup:
+def table(found: Sequence[ShownPrompt], first_step: int, last_step: int) -> Markup:
     """The questions side by side, right and wrong by colour and sign."""
     if not found:
         return raw("")
@@ -168,16 +170,16 @@ def table(found: Sequence[Question], first_step: int, last_step: int) -> Markup:
     return tag("div", tag("table", headings, *rows, class_="answers"), class_="scroll")
 
 
-def _prompt(question: Question) -> Markup:
+def _prompt(question: ShownPrompt) -> Markup:
     expected = [tag("div", "answer: ", tag("bdi", question.expected, class_="mono"), class_="hint")]
     return tag("div", tag("bdi", question.prompt, class_="mono"), *(expected if question.expected else []))
 
 
-def _after(question: Question) -> list[Markup]:
+def _after(question: ShownPrompt) -> list[Markup]:
     return [tag("td", _cell(question.after))] if question.after else []
 
 
-def _cell(answer: Answer) -> Markup:
+def _cell(answer: ShownAnswer) -> Markup:
     words, mark = answer.text or "(nothing)", "right" if answer.ok else "wrong"
     text = tag("bdi", words, class_=f"mono {mark}", title=mark)
     if answer.extracted is None or answer.extracted == answer.text:
@@ -195,7 +197,7 @@ GROUP_STATES = {
 }  # fmt: skip
 
 
-def promises(view: View) -> Markup:
+def promises(view: PlottedRun) -> Markup:
     """The invariants and their result in this run."""
     rows = [_check_row(check) for check in checks(view.figures, view.run.config)]
     return card("Invariants", "Measured in this run.", tag("table", *rows, class_="checks"))
@@ -208,7 +210,7 @@ def _check_row(check: Check) -> Markup:
     return tag("tr", tag("td", sign, class_=class_), name, tag("td", check.found), bound)
 
 
-def groups(view: View) -> Markup:
+def groups(view: PlottedRun) -> Markup:
     """The states of the issued groups, and the last failures."""
     history = view.run.history
     if not history.groups_by_state:
@@ -224,7 +226,7 @@ def groups(view: View) -> Markup:
     return card("States of the groups", "From the store's log.", *parts)
 
 
-def events(view: View) -> Markup:
+def events(view: PlottedRun) -> Markup:
     """Restarts, compilations and other events."""
     rows = [
         (row["t"], str(row.get("role", "")), words)
@@ -241,7 +243,7 @@ def events(view: View) -> Markup:
     return card("Events", "", *([_event_table(view, deaths)] if deaths else []), folded)
 
 
-def _event_table(view: View, rows: Sequence[tuple[float, str, str]]) -> Markup:
+def _event_table(view: PlottedRun, rows: Sequence[tuple[float, str, str]]) -> Markup:
     written = [_row(duration(max(0.0, view.clock(t))), role, _foreign(words)) for t, role, words in rows]
     return tag("div", tag("table", *written, class_="events"), class_="scroll")
 
@@ -258,7 +260,7 @@ def _event_words(row: Row) -> str:
     return words(row) if words else ""
 
 
-def settings(view: View) -> Markup:
+def settings(view: PlottedRun) -> Markup:
     """The machine and the config."""
     return card("Settings", "", machine_table(view.run), settings_table(view.run))
 

@@ -28,13 +28,13 @@ from jaxroll.policy.limiter import TOLERATED, max_age
 from jaxroll.report import activity, record
 from jaxroll.report.activity import Interval, intersection, length_s
 from jaxroll.report.formats import number
-from jaxroll.report.record import ClaimTimes, History, Run
+from jaxroll.report.record import ClaimTimes, LogFacts, Run
 
 Row = dict[str, Any]
 LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing
 
 
-def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, config: Mapping[str, Any]) -> int | None:
+def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: LogFacts, config: Mapping[str, Any]) -> int | None:
     """The smallest α at which the learner would not wait, at the members' present duration; None if α is not the limit.
 
     It is None where the learner does not wait, where the window is narrower than α allows, where α is already larger or
@@ -59,7 +59,7 @@ def words(alpha: float, wanted: int | None) -> str:
     return f"α = {alpha:g} is too small: the learner waits unless α is at least {wanted}" if wanted else ""
 
 
-def weight_lag_s(rows: Sequence[Row], history: History) -> float:
+def weight_lag_s(rows: Sequence[Row], history: LogFacts) -> float:
     """Median time from a version's publication until a sampler draws with it; 0 when none is known."""
     published = {version: t for t, version in history.published}
     swaps = [
@@ -331,7 +331,7 @@ def age_histogram(steps: Sequence[Row]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def trained_twice(steps: Sequence[Row], history: History) -> int | None:
+def trained_twice(steps: Sequence[Row], history: LogFacts) -> int | None:
     """Groups trained in two steps of the surviving line, by the log or by what the learner says it trained on."""
     if history.groups_trained_twice is None and not steps:
         return None

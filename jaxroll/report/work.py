@@ -15,7 +15,7 @@ from jaxroll.report import activity, plots, summary
 from jaxroll.report import plots as svg
 from jaxroll.report.activity import Interval, Lane, RunClock, closed, computing, intersection, union
 from jaxroll.report.formats import duration, known, number, percent, tick
-from jaxroll.report.plots import NOTHING, Frame, Markup, View, card, columns, legend, tag
+from jaxroll.report.plots import NOTHING, Frame, Markup, PlottedRun, card, columns, legend, tag
 from jaxroll.report.summary import age_histogram, numbers, of_kind
 
 Row = dict[str, Any]
@@ -28,7 +28,7 @@ SPARKS = (
 )  # fmt: skip
 
 
-def overlap(view: View) -> Markup:
+def overlap(view: PlottedRun) -> Markup:
     """The timeline."""
     ends = [span[1] for lane in view.lanes for spans in lane.spans.values() for span in spans]
     if not ends or view.clock(max(ends)) <= 0:
@@ -43,7 +43,7 @@ def overlap(view: View) -> Markup:
     return card("Activity of the processes", hint, key(view.lanes, deaths), figure)
 
 
-def time_split(view: View) -> Markup:
+def time_split(view: PlottedRun) -> Markup:
     """Shares of the RL time by role and activity."""
     window = activity.training_window(view.steps)
     if window is None or window[0] == window[1]:
@@ -76,26 +76,26 @@ def _segment(kind: str, share: float, seconds: float) -> Markup:
     return tag("div", words, class_=f"seg {kind}", style=f"width:{100 * share:.3f}%", title=note)
 
 
-def ages(view: View) -> Markup:
+def ages(view: PlottedRun) -> Markup:
     """The age histogram."""
     drawn = plots.age_histogram(age_histogram(view.steps), view.figures["alpha"])
     hint = "Staleness of a token: the steps between the weights that sampled it and the step that trained on it."
     return card("Age of the trained tokens", hint, drawn) if drawn else NOTHING
 
 
-def steps_and_tokens(view: View) -> Markup:
+def steps_and_tokens(view: PlottedRun) -> Markup:
     """Durations of steps, and tokens per second."""
     return columns(_step_times(view), _throughput(view))
 
 
-def _step_times(view: View) -> Markup:
+def _step_times(view: PlottedRun) -> Markup:
     drawn = plots.step_times(view.steps)
     keys = legend(("wait", "waits for groups"), ("train", "computes"))
     hint = "The learner's time, stacked; weights are published while it waits for the next step or computes it."
     return card("Seconds of every step", hint, keys, drawn) if drawn else NOTHING
 
 
-def _throughput(view: View) -> Markup:
+def _throughput(view: PlottedRun) -> Markup:
     drawn = plots.throughput(of_kind(view.run.rows, "stats"), view.steps, view.minutes, "minutes")
     keys = legend(("sampler", "decoded by the sampler"), ("learner", "trained by the learner"))
     return (
@@ -103,7 +103,7 @@ def _throughput(view: View) -> Markup:
     )
 
 
-def weights_card(view: View) -> Markup:
+def weights_card(view: PlottedRun) -> Markup:
     """Weights on their way from the learner to the sampler."""
     measured = lags(of_kind(view.run.rows, "stats"), view.run.history.published)
     drawn = plots.lag_histogram(by_lag(measured))
@@ -113,7 +113,7 @@ def weights_card(view: View) -> Markup:
     return card("Weight transfers", hint, drawn)
 
 
-def health(view: View) -> Markup:
+def health(view: PlottedRun) -> Markup:
     """Small plots of the learner's step metrics."""
     sparks = [spark for name, words in SPARKS if (spark := _spark(view.steps, name, words))]
     hint = "Over all steps, with the last value."
@@ -202,7 +202,7 @@ def totals(steps: Sequence[Row]) -> dict[int, dict[str, float | None]]:
     return found
 
 
-def section(view: View) -> Markup:
+def section(view: PlottedRun) -> Markup:
     """The card."""
     found = totals(view.steps)
     if not found:

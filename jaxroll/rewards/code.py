@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxroll.errors import DataError
-from jaxroll.rewards.programs import Outcome, Programs, Run
+from jaxroll.rewards.programs import Outcome, Run, SandboxedPrograms
 
 # --- Proxies of a program's functions and objects, and the plain data that crosses between the two processes
 #
@@ -36,7 +36,7 @@ class ProgramError(Exception):
     """An exception of the program that is not a built-in one, or a result that cannot be read."""
 
 
-class Reference(msgspec.Struct, frozen=True):
+class RemoteObject(msgspec.Struct, frozen=True):
     """An object that stays in the program's process, by its number there."""
 
     number: int
@@ -75,7 +75,7 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "s": lambda body: {_value(each) for each in body},
     "f": lambda body: frozenset(map(_value, body)),
     "d": lambda body: dict(map(_value, body)),
-    "r": lambda body: Reference(int(body)),
+    "r": lambda body: RemoteObject(int(body)),
 }
 
 
@@ -123,7 +123,7 @@ def _local(exchange: Exchange, line: bytes) -> Any:
 
 def _with_proxies(exchange: Exchange, value: Any) -> Any:
     kind = type(value)
-    if kind is Reference:
+    if kind is RemoteObject:
         return Proxy(exchange, value.number)
     if kind in (list, tuple):
         return kind(_with_proxies(exchange, each) for each in value)
@@ -303,7 +303,7 @@ def _text(value: Any) -> str:
 class CodeScorer:
     """The scorer `code` of a worker. `run_ahead` runs the programs of several answers together."""
 
-    def __init__(self, programs: Programs, on_wait: Callable[[], object]) -> None:
+    def __init__(self, programs: SandboxedPrograms, on_wait: Callable[[], object]) -> None:
         self._programs, self._on_wait = programs, on_wait
         self._known: dict[tuple[bytes, str], float | Exception] = {}
 
@@ -355,7 +355,7 @@ class Submission(NamedTuple):
 
 
 def scores(
-    submissions: Sequence[Submission], programs: Programs, on_wait: Callable[[], object]
+    submissions: Sequence[Submission], programs: SandboxedPrograms, on_wait: Callable[[], object]
 ) -> list[float | Exception]:
     """The score of each submission, or the DataError of its tests; their programs run together, in batches.
 
@@ -434,7 +434,7 @@ def _passes(line: bytes, rights: tuple[Any, ...]) -> bool:
 # --- test code
 
 
-def _score_of_code(each: Submission, programs: Programs, on_wait: Callable[[], object]) -> float:
+def _score_of_code(each: Submission, programs: SandboxedPrograms, on_wait: Callable[[], object]) -> float:
     """Run the test code here, with proxies in place of the program's names. DataError if the tests do not compile."""
     tests = each.tests
     try:

@@ -26,7 +26,7 @@ from jaxroll.errors import described
 from jaxroll.rewards import sandbox, scorers
 from jaxroll.rewards import scorers as grading
 from jaxroll.rewards.code import CodeScorer
-from jaxroll.rewards.programs import Programs, ServerLost
+from jaxroll.rewards.programs import SandboxedPrograms, ServerLost
 from jaxroll.rewards.sandbox import Restrictions
 
 # --- Messages between a scoring process and the pool: length-prefixed MessagePack over pipes
@@ -44,7 +44,7 @@ class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
     grading: str = ""
 
 
-class Work(msgspec.Struct, frozen=True, tag="work"):
+class ScoringWork(msgspec.Struct, frozen=True, tag="work"):
     """Pool to worker: score these items, in order."""
 
     items: tuple[ScoreItem, ...]
@@ -75,17 +75,17 @@ class Working(msgspec.Struct, frozen=True, tag="working"):
 Reply = Ready | Scored | Working
 
 _ENCODER = msgspec.msgpack.Encoder()
-_WORK = msgspec.msgpack.Decoder(Work)
+_WORK = msgspec.msgpack.Decoder(ScoringWork)
 _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def frame(message: Work | Reply) -> bytes:
+def frame(message: ScoringWork | Reply) -> bytes:
     """The encoded message, with its length as prefix."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def read_work(stream) -> Work | None:  # stream: a buffered binary reader
+def read_work(stream) -> ScoringWork | None:  # stream: a buffered binary reader
     """The next message from the pool; None at the end of the stream."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
@@ -171,7 +171,7 @@ def _code_scorer(replies: BinaryIO) -> CodeScorer:
             sent_s = time.monotonic()
             replies.write(frame(Working()))
 
-    scorer = CodeScorer(Programs(), on_wait)
+    scorer = CodeScorer(SandboxedPrograms(), on_wait)
     scorers.register("code")(scorer.score)
     return scorer
 
@@ -213,7 +213,7 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: Co
     return 0
 
 
-def _programs_in(message: Work) -> dict[int, list[tuple[dict[str, Any], str]]]:
+def _programs_in(message: ScoringWork) -> dict[int, list[tuple[dict[str, Any], str]]]:
     """By id, the arguments and answers of the items that the scorer `code` judges."""
     found: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for item in message.items:
@@ -352,7 +352,7 @@ class ScoringProcess:
 
     def send(self, items: Iterable[ScoreItem]) -> bool:
         """Queue the items and flush; see `flush`."""
-        self._to_send += frame(Work(tuple(items)))
+        self._to_send += frame(ScoringWork(tuple(items)))
         return self.flush()
 
     def flush(self) -> bool:

@@ -147,7 +147,7 @@ class _Open:
             setattr(self, name, -1)
 
 
-class Programs:
+class SandboxedPrograms:
     """Programs in the sandbox. Create it before the calling process restricts itself.
 
     Raises DataError where the system cannot confine programs. The server dies with the thread that creates it.

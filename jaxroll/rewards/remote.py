@@ -150,7 +150,7 @@ _CACHE_LIMITS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CA
 _PASSED_ON = ("NPROC", "JAX_COMPILATION_CACHE_DIR", *_CACHE_LIMITS)
 
 
-class Served(msgspec.Struct, frozen=True):
+class ProcessSettings(msgspec.Struct, frozen=True):
     """Settings of the process: the folder, the data type of its parameters, and limits in tokens."""
 
     path: str
@@ -159,7 +159,7 @@ class Served(msgspec.Struct, frozen=True):
     batch_tokens: int
 
 
-class Question(msgspec.Struct, frozen=True):
+class ScoringQuestion(msgspec.Struct, frozen=True):
     """A conversation to score."""
 
     id: int
@@ -177,7 +177,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
 class Classifier:
     """The process and its unanswered questions. Everything runs on one event loop."""
 
-    def __init__(self, settings: Served, start_s: float = START_S) -> None:
+    def __init__(self, settings: ProcessSettings, start_s: float = START_S) -> None:
         self._settings, self._start_s = settings, start_s
         self._ids = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
@@ -193,7 +193,8 @@ class Classifier:
         process = await self._running()
         number = next(self._ids)
         shown = tuple(Message(message["role"], message["content"]) for message in messages)
-        verdict = await self._answer(process, number, msgspec.json.encode(Question(number, shown)) + b"\n", timeout_s)
+        line = msgspec.json.encode(ScoringQuestion(number, shown)) + b"\n"
+        verdict = await self._answer(process, number, line, timeout_s)
         if verdict.error:
             raise ValueError(verdict.error)
         return {"score": verdict.score}
@@ -212,8 +213,7 @@ class Classifier:
                 )
             except OSError as error:
                 raise HttpError("start", str(error)) from error
-            self._process = process
-            self._reading = asyncio.ensure_future(self._read(process))
+            self._process, self._reading = process, asyncio.ensure_future(self._read(process))
             await self._answer(process, READY, b"", self._start_s)
             return process
 
@@ -342,9 +342,9 @@ class RemoteParts:
         self._verdicts: Verdicts | None = None
         self._under_way: dict[str, asyncio.Task[float]] = {}
         self._gates: dict[str, asyncio.Semaphore] = {}
-        self._classifiers: dict[Served, Classifier] = {}
+        self._classifiers: dict[ProcessSettings, Classifier] = {}
 
-    async def value(self, part: str, settings: EndpointSettings, request: Request) -> float:
+    async def value(self, part: str, settings: EndpointSettings, request: JudgeRequest) -> float:
         """The value of a completion. InfraError if the endpoint fails or has no budget, DataError for bad verdicts."""
         body = request.body(settings)
         key = hashlib.blake2b(msgspec.json.encode((_identity(settings), body)), digest_size=16).hexdigest()
@@ -411,7 +411,7 @@ class RemoteParts:
     async def _response(self, settings: EndpointSettings, body: Any) -> Any:
         if not isinstance(settings, RewardModelSettings) or not settings.path:
             return await post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
-        served = Served(settings.path, settings.dtype, settings.max_tokens, settings.batch_tokens)
+        served = ProcessSettings(settings.path, settings.dtype, settings.max_tokens, settings.batch_tokens)
         classifier = self._classifiers.setdefault(served, Classifier(served))
         return await classifier.score(body["messages"], settings.timeout_s)
 
@@ -421,7 +421,7 @@ class RemoteParts:
             classifier.close()
 
 
-class Request(msgspec.Struct, frozen=True):
+class JudgeRequest(msgspec.Struct, frozen=True):
     """A completion to judge: the prompt's messages, the completion, the extracted answer, and the ground truth."""
 
     messages: tuple[Mapping[str, str], ...]

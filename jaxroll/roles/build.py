@@ -33,7 +33,7 @@ from jaxroll.models import families, folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
-from jaxroll.roles.weights import Arriving, Progress, WeightFollower, weights_token
+from jaxroll.roles.weights import Progress, WeightFetcher, WeightFollower, weights_token
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
@@ -164,7 +164,7 @@ def _model_and_mesh(config: Config, text: Tokenizer, role: str, mesh: MeshConfig
     return spec, layouts.build(mesh)
 
 
-def _arriving(config: Config, receiver: Receiver, spec: ModelSpec, mesh: Mesh) -> Arriving:
+def _arriving(config: Config, receiver: Receiver, spec: ModelSpec, mesh: Mesh) -> WeightFetcher:
     layout, adapters = layouts.Layout(mesh, layouts.SAMPLER), Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
         return FetchedParameters(receiver, params.shardings(spec, mesh, layout.rules), params.served(spec))
@@ -186,7 +186,7 @@ def _send_operation(leader: Leader, operation: Operation) -> None:
 class ParametersOfAllHosts:
     """Weight sync of process 0: a version has arrived when every process has fetched its parts of it."""
 
-    def __init__(self, leader: Leader, own: Arriving, limit_s: float) -> None:
+    def __init__(self, leader: Leader, own: WeightFetcher, limit_s: float) -> None:
         self._leader, self._own, self._limit_s = leader, own, limit_s
 
     async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
@@ -267,7 +267,7 @@ def follow(args: RoleArgs, leader: Follower | None = None) -> int:
         return run_commands(joined, device, _arriving(config, receiver, spec, mesh))
 
 
-def run_commands(leader: Follower, device: FollowingDevice, arriving: Arriving) -> int:
+def run_commands(leader: Follower, device: FollowingDevice, arriving: WeightFetcher) -> int:
     """Run the commands of process 0 until it sends `end`; the exit code. Weights are fetched on a thread of their own.
 
     The parameters of a version are placed when process 0 places them, after all processes have fetched their parts.

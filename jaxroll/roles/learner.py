@@ -198,7 +198,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
 
 
 @dataclass(frozen=True)
-class Work:
+class PackedClaim:
     """A packed claim, ready at `t0` (unix seconds); the devices were idle for `wait_s` before it."""
 
     ready: Ready
@@ -380,7 +380,7 @@ class LearnerSession:
         remedy = "Restore it from a copy, or continue from the older one with --fork=STEP."
         return ConfigError("checkpoint", damaged, reason, remedy)
 
-    async def _claim(self, trainer: Trainer, version: Version) -> Work | None:
+    async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
         """The batch of this step; None after the last step, after a stop request, and at the end of the data."""
         began = self._loop.time()
         while version.step < self.config.schedule.steps and not self._stop.is_set():
@@ -395,7 +395,7 @@ class LearnerSession:
                 self._end = END_OF_DATA
                 break
             wait_s, t0 = self._loop.time() - began, unix_s()
-            return Work(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
+            return PackedClaim(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
         return None
 
     async def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
@@ -415,7 +415,7 @@ class LearnerSession:
             pending.cancel()  # also if this call is cancelled: nothing else awaits the task
         return await self._on_device(lambda: trainer.prepare(claim))
 
-    async def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
+    async def _step(self, trainer: Trainer, version: Version, work: PackedClaim) -> tuple[Version, PackedClaim | None]:
         """Train on `work` and start publishing; the version made, and the work of the next step if it has arrived."""
         if self.profiler.order is not None:
             await self._on_device(self.profiler.step)
@@ -423,7 +423,7 @@ class LearnerSession:
         after = Version(version.lineage, version.step + 1)
         ready = await self._claim_ahead(trainer, after, running)
         row, t1 = await self._on_device(lambda: trainer.await_step(running)), unix_s()
-        following = Work(ready, 0.0, unix_s()) if ready else None
+        following = PackedClaim(ready, 0.0, unix_s()) if ready else None
         if self._barrier.is_used and following is None:
             following = await self._claim(trainer, after)
         await self.background.settle()  # a published version must be there to fetch: the publisher keeps the last two

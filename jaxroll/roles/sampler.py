@@ -37,7 +37,7 @@ from jaxroll.errors import (
 )
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.session import Serving, Session, until_one_ends
+from jaxroll.roles.session import ActorService, Session, until_one_ends
 from jaxroll.roles.weights import Progress, SwapGate, suspended
 from jaxroll.rollout.episode import RolloutManager, Transcript, sampling_params
 
@@ -445,7 +445,7 @@ class SamplerLoops:
     def __init__(self, session: sessions.EngineSession) -> None:
         self.session, self.store = session, session.store
         self.engine = session.parts.engine
-        self.requests = Serving(session) if session.config.placement.actors else RolloutPlay(session)
+        self.requests = ActorService(session) if session.config.placement.actors else RolloutPlay(session)
         self._reported = (session.loop.time(), self.engine.stats())
         if session.config.schedule.mode == "async_controller":
             session.parts.follower.during_load = lambda: suspended(session.proxy)

@@ -427,13 +427,13 @@ async def serve_http(session: EngineSession, slots: int) -> None:
     from jaxroll.rpc import http
     from jaxroll.serving import http_server, weight_updates  # these load JAX, which must come after the scoring pool
     from jaxroll.serving.http_answers import Served
-    from jaxroll.serving.http_requests import Room
+    from jaxroll.serving.http_requests import EngineLimits
 
     args, parts = session.args, session.parts
     port = session.config.sampler.http_port
     listening = http.listen(LOOPBACK, port + args.index if port else 0)
     token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
-    room = Room(cache_tokens(session.config), parts.tokenizer)
+    room = EngineLimits(cache_tokens(session.config), parts.tokenizer)
     served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
                     parts.engine.latencies.percentiles, slots=slots)  # fmt: skip
     address = http.address(LOOPBACK, listening)
@@ -449,12 +449,12 @@ _GRACE_S = 0.5
 _TOKEN_BYTES = 4  # of a prompt on the wire
 
 
-class Serving:
+class ActorService:
     """Generation service for actors over the engine of `session`."""
 
     def __init__(self, session: EngineSession) -> None:
         self._session, self._args, self._config = session, session.args, session.config
-        self._service = service.Serving(
+        self._service = service.RunService(
             session.proxy,
             session.parts.follower,
             run_id=session.store.welcome.run_id,

@@ -30,7 +30,7 @@ from jaxroll.records import Task
 from jaxroll.text import tokenizers
 
 if TYPE_CHECKING:
-    from jaxroll.store.server.standby import Follower
+    from jaxroll.store.server.standby import LogFollower
 
 # Of the store's own address. Half a minute of silence ends the store; the roles wait a minute (STORE_PATIENCE_S), which
 # also has to last until it serves again.
@@ -101,13 +101,13 @@ async def _serve(args: RoleArgs) -> None:
         await feeder.close()
 
 
-def _peer(args: RoleArgs) -> Follower:
+def _peer(args: RoleArgs) -> LogFollower:
     """The copy of the other store's log in this store's folder."""
     from jaxroll.rpc import protocol, tls
     from jaxroll.rpc.client import RawClient
     from jaxroll.store import messages
     from jaxroll.store.client import MAX_MESSAGE_BYTES
-    from jaxroll.store.server.standby import Follower
+    from jaxroll.store.server.standby import LogFollower
 
     client = RawClient(
         messages.SERVICE,
@@ -119,7 +119,7 @@ def _peer(args: RoleArgs) -> Follower:
         max_message_bytes=MAX_MESSAGE_BYTES,
         tls=tls.load(args.run_dir),
     )
-    return Follower(args.run_dir, client, args.config.store.takeover_s, partial(print, "store:", flush=True))
+    return LogFollower(args.run_dir, client, args.config.store.takeover_s, partial(print, "store:", flush=True))
 
 
 class Vocabulary:

@@ -44,7 +44,7 @@ UPDATE_POLL_S = 0.05
 STARVED_TRIES = 8  # about ten seconds
 
 
-class Arriving(Protocol):
+class WeightFetcher(Protocol):
     """Published weights on their way into an engine."""
 
     async def fetch(self, ref: VersionRef, *relays: Relay) -> Staged | HandedOver:
@@ -132,7 +132,7 @@ class WeightFollower:
     def __init__(
         self,
         host: EngineHost,
-        arriving: Arriving,
+        arriving: WeightFetcher,
         progress: Progress,
         in_force_s: float = 0.0,
         relay: RelayState | None = None,

@@ -29,7 +29,7 @@ _POLL_S = 0.25
 Read = Callable[[], Awaitable[bytes]]
 
 
-class Malformed(JaxRollError):
+class MalformedBody(JaxRollError):
     """The body does not match its declaration."""
 
 
@@ -58,12 +58,12 @@ class Intake:
     ) -> AbstractAsyncContextManager[bytes]:
         """The body that `read` returns in pieces; its bytes count until the end of the block.
 
-        Without a declared size it is one piece. Raises Malformed, before reading, if the declared size is over the
+        Without a declared size it is one piece. Raises MalformedBody, before reading, if the declared size is over the
         limit; Busy if there is no room within the deadline, or if the body stalls.
         """
         most = self.max_body_bytes if max_bytes is None else min(max_bytes, self.max_body_bytes)
         if declared is not None and declared > most:
-            raise Malformed(f"a message of {declared} bytes; the limit is {most}")
+            raise MalformedBody(f"a message of {declared} bytes; the limit is {most}")
         size = max(PIECE_BYTES, declared or 0)  # a piece is read as a whole, even if less is declared
         return _Body(self._small if size == PIECE_BYTES else self._large, size, read, declared, min(deadline_s, READ_S))
 
@@ -112,13 +112,13 @@ async def _read(read: Read, declared: int | None, reader: _Reader) -> bytes:
             while True:
                 piece = await read()
                 if not isinstance(piece, bytes):  # grpc.aio.EOF
-                    raise Malformed(f"the message ended after {total} bytes, {declared} were declared")
+                    raise MalformedBody(f"the message ended after {total} bytes, {declared} were declared")
                 total += len(piece)
                 pieces.append(piece)
                 if declared is None or total == declared:
                     return piece if len(pieces) == 1 else b"".join(pieces)
                 if total > declared or len(piece) != PIECE_BYTES:
-                    raise Malformed(f"{total} bytes came, {declared} were declared in pieces of {PIECE_BYTES}")
+                    raise MalformedBody(f"{total} bytes came, {declared} were declared in pieces of {PIECE_BYTES}")
                 reader.moved_s = asyncio.get_running_loop().time()
                 reader.timeout.reschedule(reader.moved_s + READ_S)
     except TimeoutError:

@@ -36,7 +36,7 @@ _REFUSALS: dict[str, type[errors.StoreRefusal]] = {
 _CODES = {kind: code for code, kind in _REFUSALS.items()}
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True):
+class CallRefusal(msgspec.Struct, frozen=True, array_like=True):
     """A refusal: its code and reason."""
 
     code: str
@@ -48,18 +48,18 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A reply; `position` is the position of the server's log when it was sent."""
 
     body: bytes = b""
-    refusal: Refusal | None = None
+    refusal: CallRefusal | None = None
     position: int = 0
 
 
-def refusal_of(error: errors.StoreRefusal) -> Refusal:
+def refusal_of(error: errors.StoreRefusal) -> CallRefusal:
     """The wire form of `error`."""
     if isinstance(error, errors.NoCredit):
-        return Refusal("NO_CREDIT", error.reason, error.retry_after_s)
-    return Refusal(_CODES.get(type(error), "REFUSED"), str(error))
+        return CallRefusal("NO_CREDIT", error.reason, error.retry_after_s)
+    return CallRefusal(_CODES.get(type(error), "REFUSED"), str(error))
 
 
-def error_of(refusal: Refusal) -> errors.StoreRefusal:
+def error_of(refusal: CallRefusal) -> errors.StoreRefusal:
     """The error to raise for `refusal`; an unknown code becomes a plain StoreRefusal."""
     if refusal.code == "NO_CREDIT":
         return errors.NoCredit(refusal.reason, refusal.retry_after_s)

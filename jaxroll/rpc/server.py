@@ -21,7 +21,7 @@ import msgspec
 from jaxroll import wire
 from jaxroll.errors import ConfigError, InfraError, StoreRefusal
 from jaxroll.rpc import protocol as rpc_protocol
-from jaxroll.rpc.intake import Busy, Intake, Malformed, RefusalThrottle, Refused, TooManyCalls
+from jaxroll.rpc.intake import Busy, Intake, MalformedBody, RefusalThrottle, Refused, TooManyCalls
 from jaxroll.rpc.protocol import Envelope, refusal_of
 from jaxroll.rpc.tls import Material
 
@@ -201,7 +201,7 @@ class _Dispatcher(grpc.GenericRpcHandler):
                 with self._throttle.poll(peer) if method.held else contextlib.nullcontext():
                     async with self._intake.body(read, declared, known.deadline_s, method.max_bytes) as body:
                         return await self._answer(method, known, body)
-            except (Malformed, msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            except (MalformedBody, msgspec.MsgspecError, RecursionError, UnicodeError) as error:
                 late = Code.INVALID_ARGUMENT, f"malformed message: {error}"[:500]
             except TooManyCalls as error:
                 late = Code.RESOURCE_EXHAUSTED, str(error)

@@ -442,17 +442,17 @@ def _params(run: SamplingParams, body: Any, most: int | None) -> SamplingParams:
 
 
 def _piece(member: _Member, wanted: Wanted, call: Call) -> Piece:
-    from jaxroll.serving.http_answers import Answer
+    from jaxroll.serving.http_answers import StreamedAnswer
 
-    return Answer(member.tokenizer, wanted).end(call.completion)
+    return StreamedAnswer(member.tokenizer, wanted).end(call.completion)
 
 
 def _served(member: _Member, name: str | None) -> Any:
     """The model as `http_answers` describes it; its only property that they show is the name."""
     from jaxroll.serving.http_answers import Served
-    from jaxroll.serving.http_requests import Room
+    from jaxroll.serving.http_requests import EngineLimits
 
-    return Served(name or "policy", None, Room(0, member.tokenizer), lambda: None, lambda: None)  # type: ignore[arg-type]
+    return Served(name or "policy", None, EngineLimits(0, member.tokenizer), lambda: None, lambda: None)  # type: ignore[arg-type]
 
 
 async def _once(piece: Piece) -> AsyncGenerator[tuple[int, Piece], None]:

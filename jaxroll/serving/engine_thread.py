@@ -34,7 +34,7 @@ SPAN_MAX_S = 1.0
 IDLE_S = 0.5  # an engine without work looks for it this often, though new requests wake it
 
 
-class Spans:
+class BusySpans:
     """Busy intervals of the engine, merged; `take` returns the closed ones. Times are unix seconds."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class EngineHost:
     """
 
     def __init__(self, engine: Engine, device_lock: AbstractContextManager[object] | None = None) -> None:
-        self.engine, self.spans, self._device_lock = engine, Spans(), device_lock or nullcontext()
+        self.engine, self.spans, self._device_lock = engine, BusySpans(), device_lock or nullcontext()
         self.on_step: Callable[[], None] = lambda: None  # called by `run` after each step that did work
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._wake: Any = threading.Event()

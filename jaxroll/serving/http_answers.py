@@ -21,7 +21,7 @@ from jaxroll.engine.sequence import EngineStats
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Version, VersionRun
 from jaxroll.serving.engine_thread import PauseMode, WakeQueue
-from jaxroll.serving.http_requests import Room, Wanted
+from jaxroll.serving.http_requests import EngineLimits, Wanted
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the end of a text whose last character needs another token
@@ -150,7 +150,7 @@ class Piece:
     finish: str | None = None
 
 
-class Answer:
+class StreamedAnswer:
     """One answer, whose tokens arrive in pieces."""
 
     def __init__(self, tokenizer: Tokenizer, wanted: Wanted) -> None:
@@ -187,7 +187,7 @@ class Answer:
         return Piece(content, calls, ids, logprobs, versions)
 
 
-class Arriving:
+class JoinedTokens:
     """The new tokens of one request's answers, joined until it is the turn of its client."""
 
     def __init__(self, client: str, wake_queue: WakeQueue) -> None:
@@ -266,7 +266,7 @@ class Served:
 
     name: str
     proxy: Generator
-    room: Room
+    room: EngineLimits
     version: Callable[[], Version | None]
     stats: Callable[[], EngineStats]
     latencies: Callable[[], Mapping[str, float | None]] = dict
@@ -320,7 +320,7 @@ def extension(piece: Piece, wanted: Wanted) -> dict[str, Any]:
     return {"token_ids": piece.tokens, "weight_versions": version_runs(piece.versions)} if wanted.token_ids else {}
 
 
-class Layout:
+class AnswerFormat:
     """The JSON objects of the answer to a request: whole, or as the events of a stream."""
 
     object = ""
@@ -399,7 +399,7 @@ class Layout:
         return self.choice(index, piece)
 
 
-class TextLayout(Layout):
+class TextLayout(AnswerFormat):
     object = "text_completion"
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -409,7 +409,7 @@ class TextLayout(Layout):
         return shown | self.prompt(index) | extension(piece, self.wanted) if self.wanted.token_ids else shown
 
 
-class ChatLayout(Layout):
+class ChatLayout(AnswerFormat):
     object = "chat.completion"
 
     def __init__(self, model: Served, wanted: Wanted, id: str) -> None:
@@ -441,7 +441,7 @@ class ChatLayout(Layout):
         return {"logprobs": logprobs, "finish_reason": piece.finish, **extension(piece, self.wanted)}
 
 
-class TokenLayout(Layout):
+class TokenLayout(AnswerFormat):
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         self.tokens = sum(len(piece.tokens) for piece in pieces)
         choices = [

@@ -202,14 +202,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Room:
+class EngineLimits:
     """Limits of an engine: positions of a request; and its tokenizer."""
 
     max_tokens: int
     tokenizer: Tokenizer
 
 
-def completion(body: CompletionBody, room: Room) -> Wanted:
+def completion(body: CompletionBody, room: EngineLimits) -> Wanted:
     """The generations of a completion request."""
     if body.best_of not in (None, body.n or 1):
         raise ApiError("best_of must equal n: answers are not ranked", param="best_of")
@@ -221,7 +221,7 @@ def completion(body: CompletionBody, room: Room) -> Wanted:
     return _wanted(body, prompts, params, logprobs=shown, top_logprobs=bool(body.logprobs))
 
 
-def chat(body: ChatBody, room: Room) -> Wanted:
+def chat(body: ChatBody, room: EngineLimits) -> Wanted:
     """The generations of a chat request."""
     if (body.top_logprobs or 0) > 1:
         raise ApiError(_TOP.format("top_logprobs", body.top_logprobs), param="top_logprobs")
@@ -238,7 +238,7 @@ def chat(body: ChatBody, room: Room) -> Wanted:
     return _wanted(body, prompts, params, logprobs=bool(body.logprobs), top_logprobs=tops, tools=bool(tools))
 
 
-def generate(body: GenerateBody, room: Room) -> Wanted:
+def generate(body: GenerateBody, room: EngineLimits) -> Wanted:
     """The generations of a request by token ids."""
     if body.stream:
         raise ApiError("stream: this endpoint answers at once; use /v1/completions to stream", param="stream")
@@ -284,7 +284,7 @@ def _count(draws: Draws, prompts: int = 1) -> int:
     return count
 
 
-def _params(draws: Draws, room: Room, prompts: Sequence[list[int]], most: int | None) -> SamplingParams:
+def _params(draws: Draws, room: EngineLimits, prompts: Sequence[list[int]], most: int | None) -> SamplingParams:
     left = room.max_tokens - max(map(len, prompts))
     if left < 1:
         reason = f"the prompt has {room.max_tokens - left} tokens, and prompt and answer together may have"

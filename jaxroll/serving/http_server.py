@@ -31,17 +31,17 @@ from jaxroll.rpc import http
 from jaxroll.serving import http_requests as requests
 from jaxroll.serving.engine_thread import Admission, PauseMode, WakeQueue
 from jaxroll.serving.http_answers import (
-    Answer,
-    Arriving,
+    AnswerFormat,
     ChatLayout,
-    Layout,
+    JoinedTokens,
     Piece,
     Served,
+    StreamedAnswer,
     TextLayout,
     TokenLayout,
     event,
 )
-from jaxroll.serving.http_requests import ApiError, Room, Wanted
+from jaxroll.serving.http_requests import ApiError, EngineLimits, Wanted
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 4 << 20
@@ -137,7 +137,7 @@ class FrontEnd:
         return await self._answered(request, body, wanted, layout)
 
     async def _wanted(
-        self, request: Request, kind: type[requests.B], read: Callable[[requests.B, Room], Wanted]
+        self, request: Request, kind: type[requests.B], read: Callable[[requests.B, EngineLimits], Wanted]
     ) -> tuple[Wanted, dict[str, Any]]:
         values, size_bytes = await json_body(request)
         body = requests.parsed(values, kind)
@@ -159,14 +159,16 @@ class FrontEnd:
         self._ids += 1
         return f"{kind}-{self._ids}"
 
-    async def _answered(self, request: Request, body: Mapping[str, Any], wanted: Wanted, layout: Layout) -> ASGIApp:
+    async def _answered(
+        self, request: Request, body: Mapping[str, Any], wanted: Wanted, layout: AnswerFormat
+    ) -> ASGIApp:
         client = client_of(request, body)
         if wanted.stream:
             return EventStream(request, self._shown(wanted, client, layout.event_of, layout.closing))
         pieces = self._shown(wanted, client, lambda choice, piece: (choice, piece))
         return json_response(await while_connected(request, self._all(pieces, layout)))
 
-    async def _all(self, arriving: AsyncGenerator[tuple[int, Piece], None], layout: Layout) -> dict[str, Any]:
+    async def _all(self, arriving: AsyncGenerator[tuple[int, Piece], None], layout: AnswerFormat) -> dict[str, Any]:
         pieces: dict[int, Piece] = {}
         async with aclosing(arriving):
             async for choice, piece in arriving:
@@ -193,8 +195,8 @@ class FrontEnd:
             )
         counts.open += total
         counts.of_client[client] += total
-        arriving = Arriving(client, self._wake_queue)
-        made = [Answer(self.model.room.tokenizer, wanted) for _ in range(total)]
+        arriving = JoinedTokens(client, self._wake_queue)
+        made = [StreamedAnswer(self.model.room.tokenizer, wanted) for _ in range(total)]
         tasks = [asyncio.create_task(self._one(choice, wanted, client, arriving)) for choice in range(total)]
         left = total
         try:
@@ -223,7 +225,7 @@ class FrontEnd:
             for task in tasks:
                 task.cancel()
 
-    async def _one(self, choice: int, wanted: Wanted, client: str, arriving: Arriving) -> None:
+    async def _one(self, choice: int, wanted: Wanted, client: str, arriving: JoinedTokens) -> None:
         prompt = np.asarray(wanted.prompts[choice // wanted.count], np.int32)
         key = GenerationKey(choice // wanted.count, choice % wanted.count)
         on_tokens = partial(arriving.add, choice) if wanted.stream else None

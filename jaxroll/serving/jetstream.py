@@ -38,7 +38,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import GenerationKey, Tokenizer
-from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, Prefix, Serving, SlotPrograms
+from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, EngineSizes, Prefix, SlotPrograms
 from jaxroll.sharding import Layout, Rules, replicated
 
 
@@ -56,7 +56,7 @@ class JetStreamEngine(engine_api.Engine):
         rules: Rules,
         tokenizer: Tokenizer,
         weights: Callable[[], Params],
-        serving: Serving,
+        serving: EngineSizes,
     ) -> None:
         self._mesh, self._serving, self._tokenizer, self._weights = mesh, serving, tokenizer, weights
         self._params = model_params.shardings(spec, mesh, rules)

@@ -192,7 +192,7 @@ _IDLE = -1
 
 
 @dataclass(frozen=True)
-class Serving:
+class EngineSizes:
     """The sizes of the programs and the sampling parameters, which JetStream cannot set per request.
 
     A slot holds `max_tokens` positions, including the prompt; a prompt longer than `max_prefill` loses its beginning.
@@ -251,7 +251,7 @@ class SlotPrograms:
 
     spec: ModelSpec
     layout: Layout
-    serving: Serving
+    serving: EngineSizes
     eos_id: int
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
-from jaxroll.policy.routing import Load, route, serves
+from jaxroll.policy.routing import SamplerLoad, route, serves
 from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
 from jaxroll.records import Version
 from jaxroll.rollout.episode import GENERATION_LIMIT_S
@@ -63,7 +63,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     version: Version | None
 
 
-class Weights(Protocol):
+class WeightVersion(Protocol):
     """The weight version of an engine: new requests are sampled at `version` or a later one."""
 
     version: Version | None
@@ -73,10 +73,10 @@ class Weights(Protocol):
         ...
 
 
-class Serving:
+class RunService:
     """Answers the actors of one run. Belongs to one event loop."""
 
-    def __init__(self, proxy: LLMProxy, weights: Weights, *, run_id: str, config_digest: str) -> None:
+    def __init__(self, proxy: LLMProxy, weights: WeightVersion, *, run_id: str, config_digest: str) -> None:
         self._proxy, self._weights = proxy, weights
         self._run_id, self._config_digest = run_id, config_digest
         self.open = self.served = self.aborted = 0
@@ -256,10 +256,10 @@ class Samplers:
         """Number of conversations of each sampler."""
         return {remote.name: remote.conversations for remote in self._remotes.values()}
 
-    def _at(self, floor: Version) -> dict[str, Load]:
+    def _at(self, floor: Version) -> dict[str, SamplerLoad]:
         remotes = self._remotes.values()
         usable = (r for r in remotes if r.version is not None and r.version >= floor)
-        return {r.name: Load(r.conversations, self.room, r.pool) for r in usable}
+        return {r.name: SamplerLoad(r.conversations, self.room, r.pool) for r in usable}
 
     async def route(self, floor: Version, last: str, pool: str) -> _Remote:
         """The sampler for one more conversation of a group, after that of `last`; waits until there is one."""

@@ -163,7 +163,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RoleFailure:
     """The process `role` ("sampler-0", "learner") ends at `at_s` and starts again `down_s` later."""
 
     at_s: NotNegative
@@ -182,7 +182,7 @@ class Cluster:
     workload: Workload = field(default_factory=Workload)
     rpc_s: NotNegative = 0.001
     rpc_bytes_per_s: Positive = math.inf
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RoleFailure, ...] = ()
     samplers: tuple[SamplerCosts, ...] = ()  # of samplers 0, 1, …, instead of `sampler`
     start_s: NotNegative = 0.0  # until a sampler that the run asks for has started (`sampler.least_count`)
 
@@ -224,7 +224,7 @@ class ModelCosts:
 
 
 @dataclass(frozen=True)
-class Role:
+class WorkflowRole:
     """A role of a workflow: the roles it depends on, and its seconds by type of device and number of devices.
 
     With `rollouts`, `rates` has instead the rollouts per second of one replica, by type and devices of the replica.
@@ -266,7 +266,7 @@ class Hardware(Cluster):
     devices: tuple[DeviceType, ...] = ()
     model: ModelCosts | None = None
     plan: str = ""
-    roles: tuple[Role, ...] = ()
+    roles: tuple[WorkflowRole, ...] = ()
     search: Space = field(default_factory=Space)
 
     @property

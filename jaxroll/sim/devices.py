@@ -364,7 +364,7 @@ class SimulatedEngine:
 # --- Learner
 
 
-class Trained(NamedTuple):
+class TrainedStep(NamedTuple):
     """A step: its groups, and the time of its start."""
 
     step: int
@@ -383,7 +383,7 @@ class SimulatedTrainer:
     sends_adapters, prepares_ahead = False, True
 
     def __init__(self, cluster: Cluster, config: Config, ended_s: Mapping[int, float]) -> None:
-        self._costs, self._config, self.trained = cluster.learner, config, list[Trained]()
+        self._costs, self._config, self.trained = cluster.learner, config, list[TrainedStep]()
         self._ended_s, self._free_s = ended_s, 0.0  # `ended_s`: the end of the last episode of each prompt
         device = SimpleNamespace(platform="cpu", device_kind="simulated")
         mesh = SimpleNamespace(size=1, shape={}, devices=np.array([device]))
@@ -456,7 +456,7 @@ class SimulatedTrainer:
     def dispatch_step(self, ready: Any) -> Any:
         """The step under way."""
         loop, claim = asyncio.get_running_loop(), ready.claim
-        self.trained.append(Trained(claim.step, tuple(group.group for group in claim.groups), loop.time()))
+        self.trained.append(TrainedStep(claim.step, tuple(group.group for group in claim.groups), loop.time()))
         end_s = loop.time() + ready.train_s
         return SimpleNamespace(is_done=lambda: loop.time() >= end_s, end_s=end_s, row=ready.row)
 

@@ -26,7 +26,7 @@ from jaxroll.policy import placement
 from jaxroll.policy.placement import Vector
 from jaxroll.policy.step_times import Engines, Range, Rollouts, Rules
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Failure, Hardware, Law, LearnerCosts, SamplerCosts, TransferCosts
+from jaxroll.sim.costs import Cluster, Hardware, Law, LearnerCosts, RoleFailure, SamplerCosts, TransferCosts
 
 Objective = Literal["throughput", "cost", "time"]
 SHARED = "shared"  # the schedule in which all devices generate, and then all train
@@ -43,7 +43,7 @@ EXHAUSTIVE = 1500  # candidates; with more, `partition` chooses among them
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacementPlan:
     """A schedule with its age bound, the learner's devices, and the samplers: number by type, and devices of each."""
 
     schedule: str
@@ -99,7 +99,7 @@ class Planner:
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.config, self.hardware = costs.checked(config), merged(hardware)
-        self._known: dict[Candidate, Prediction | None] = {}
+        self._known: dict[PlacementPlan, Prediction | None] = {}
         work = hardware.workload
         self.rollouts = rollouts_per_step(config)
         self.drawn, self.turns, self.longest_turn = self._drawn(np.random.default_rng(0))  # the same for every seed
@@ -169,7 +169,7 @@ class Planner:
         flops = device.flops * device.flops_share * self._speed(devices)
         return LearnerCosts(flops_per_token=6 * model.parameters, flops=flops, price_per_hour=price)
 
-    def transfer_costs(self, one: Candidate) -> TransferCosts:
+    def transfer_costs(self, one: PlacementPlan) -> TransferCosts:
         """The costs of new weights: over the slowest link between the learner and a sampler."""
         model, devices, between = self.hardware.model, self.hardware.devices, self.hardware.search.between_bytes_per_s
         if one.schedule == SHARED:
@@ -180,11 +180,11 @@ class Planner:
         link = min(devices[one.learner_type].link_bytes_per_s, between if other else math.inf)
         return TransferCosts(size_bytes=model.weight_bytes * model.parameters, bytes_per_s=link)
 
-    def _at_once(self, one: Candidate) -> float:
+    def _at_once(self, one: PlacementPlan) -> float:
         """The most rollouts that the schedule lets run at once."""
         return (1 if one.schedule == "interval" else one.alpha + 1) * self.rollouts
 
-    def slots(self, one: Candidate) -> int:
+    def slots(self, one: PlacementPlan) -> int:
         """Slots of a sampler: for the rollouts that the age bound allows, and no more than fit; 0 if none does."""
         wanted = math.ceil(self._at_once(one) / max(1, sum(one.samplers)))
         model, most = self.hardware.model, math.inf
@@ -200,7 +200,7 @@ class Planner:
                 most = min(most, room / (max(model.kv_bytes_per_token, 1e-9) * long))
         return int(max(0.0, min(wanted, most)))
 
-    def _fits(self, one: Candidate) -> bool:
+    def _fits(self, one: PlacementPlan) -> bool:
         model, device = self.hardware.model, self.hardware.devices[one.learner_type]
         if model is None:
             return True
@@ -209,7 +209,7 @@ class Planner:
 
     # seconds
 
-    def _engines(self, one: Candidate, slots: int) -> list[Engines]:
+    def _engines(self, one: PlacementPlan, slots: int) -> list[Engines]:
         """The samplers by type, with the rollouts of a step that each gets.
 
         If they have slots for all that the age bound allows, the store deals rollouts by free slots, of which all have
@@ -224,7 +224,7 @@ class Planner:
             for rate, (each, kind) in zip(rates, kinds, strict=True)
         ]
 
-    def _engine(self, one: Candidate, kind: int, each: SamplerCosts, slots: int, members: float) -> Engines:
+    def _engine(self, one: PlacementPlan, kind: int, each: SamplerCosts, slots: int, members: float) -> Engines:
         schedule, device = self.config.schedule, self.hardware.devices[kind]
         spread = schedule.group_placement == "spread"  # each sampler prefills the prompts of its members
         prompts = min(schedule.groups_per_step, members) if spread else members / schedule.members_per_group
@@ -236,13 +236,13 @@ class Planner:
             device.lost_every_s / one.sampler_devices, device.down_s, self.config.store.lease_s,
         )  # fmt: skip
 
-    def predict(self, one: Candidate) -> Prediction | None:
+    def predict(self, one: PlacementPlan) -> Prediction | None:
         """The prediction for a candidate; None if it does not fit into the memory of its devices."""
         if one not in self._known:
             self._known[one] = self._predicted(one)
         return self._known[one]
 
-    def _predicted(self, one: Candidate) -> Prediction | None:
+    def _predicted(self, one: PlacementPlan) -> Prediction | None:
         slots = self.slots(one)
         if slots < 1 or not self._fits(one) or not any(one.samplers):
             return None
@@ -308,15 +308,15 @@ def _room(planner: Planner, free: Vector, size: int) -> Vector:
     return tuple(n // size if size <= each.machine else 0 for n, each in zip(free, devices, strict=True))
 
 
-def _shared(planner: Planner, size: int) -> Iterator[Candidate]:
+def _shared(planner: Planner, size: int) -> Iterator[PlacementPlan]:
     kinds = range(len(planner.hardware.devices))
     for kind in kinds:
         for number in _learners(planner, kind, SHARED):
             if number % size == 0:
-                yield Candidate(SHARED, 0.0, kind, number, tuple(number // size * (k == kind) for k in kinds), size)
+                yield PlacementPlan(SHARED, 0.0, kind, number, tuple(number // size * (k == kind) for k in kinds), size)
 
 
-def candidates(planner: Planner) -> Iterator[Candidate]:
+def candidates(planner: Planner) -> Iterator[PlacementPlan]:
     """Every candidate, whether it fits or not."""
     counts = planner.hardware.counts
     for schedule, alpha, size in _settings(planner):
@@ -328,10 +328,10 @@ def candidates(planner: Planner) -> Iterator[Candidate]:
                 free = tuple(count - number * (k == kind) for k, count in enumerate(counts))
                 for samplers in itertools.product(*(range(n + 1) for n in _room(planner, free, size))):
                     if any(samplers):
-                        yield Candidate(schedule, alpha, kind, number, samplers, size)
+                        yield PlacementPlan(schedule, alpha, kind, number, samplers, size)
 
 
-def _split(planner: Planner, schedule: str, alpha: float, size: int, training: Vector) -> Candidate | None:
+def _split(planner: Planner, schedule: str, alpha: float, size: int, training: Vector) -> PlacementPlan | None:
     """The candidate with at most the learner devices `training` and all others as samplers; None if there is none."""
     kinds = [kind for kind, number in enumerate(training) if number]
     if len(kinds) != 1:
@@ -339,10 +339,10 @@ def _split(planner: Planner, schedule: str, alpha: float, size: int, training: V
     number = max((n for n in _learners(planner, kinds[0], schedule) if n <= training[kinds[0]]), default=0)
     used = tuple(number * (kind == kinds[0]) for kind in range(len(training)))
     samplers = _room(planner, placement.minus(planner.hardware.counts, used), size)
-    return Candidate(schedule, alpha, kinds[0], number, samplers, size) if number and any(samplers) else None
+    return PlacementPlan(schedule, alpha, kinds[0], number, samplers, size) if number and any(samplers) else None
 
 
-def _found(planner: Planner, objective: Objective) -> Iterator[Candidate]:
+def _found(planner: Planner, objective: Objective) -> Iterator[PlacementPlan]:
     """Candidates for a large cluster: for each setting the learner that `partition` finds, and its neighbors."""
     counts, between = planner.hardware.counts, planner.hardware.search.between_bytes_per_s
     types = []
@@ -376,7 +376,7 @@ def _found(planner: Planner, objective: Objective) -> Iterator[Candidate]:
                 yield from (replace(one, samplers=each) for each in itertools.product(*parts) if any(each))
 
 
-def ranked(planner: Planner, objective: Objective) -> list[tuple[Candidate, Prediction]]:
+def ranked(planner: Planner, objective: Objective) -> list[tuple[PlacementPlan, Prediction]]:
     """Candidates that fit with their predictions, the best first. ConfigError if none fits."""
     few = list(itertools.islice(candidates(planner), EXHAUSTIVE + 1))
     chosen = few if len(few) <= EXHAUSTIVE else dict.fromkeys(_found(planner, objective))
@@ -396,7 +396,7 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
     flow = placement.Workflow(roles, after, space.chunks, space.switch_s)
     names = [each.name for each in hardware.devices]
 
-    def cost(role: costs.Role, vector: Vector) -> float:
+    def cost(role: costs.WorkflowRole, vector: Vector) -> float:
         used = tuple(number * unit for number in vector)
         if role.rates:
             kinds = [
@@ -434,7 +434,7 @@ def workflow(hardware: Hardware, objective: Objective) -> tuple[placement.Plan, 
 # --- the pick: overrides of the config, and a simulation
 
 
-def overrides(planner: Planner, one: Candidate) -> list[str]:
+def overrides(planner: Planner, one: PlacementPlan) -> list[str]:
     """Changes KEY=VALUE of the config that make it this candidate."""
     config, count, slots = planner.config, sum(one.samplers), planner.slots(one)
     shared, schedule = one.schedule == SHARED, one.schedule
@@ -457,7 +457,7 @@ def overrides(planner: Planner, one: Candidate) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def simulated(planner: Planner, one: Candidate, seed: int = 0, steps: int = 0) -> simulate.Figures:
+def simulated(planner: Planner, one: PlacementPlan, seed: int = 0, steps: int = 0) -> simulate.Figures:
     """The figures of a simulated run of the candidate, of `steps` steps (0: those of the config)."""
     hardware, slots, steps = planner.hardware, planner.slots(one), steps or planner.config.schedule.steps
     given = [f"run.seed={seed}", f"sampler.count={sum(one.samplers)}", f"sampler.slots={slots}",
@@ -478,8 +478,8 @@ def simulated(planner: Planner, one: Candidate, seed: int = 0, steps: int = 0) -
 
 
 def simulated_best(
-    planner: Planner, chosen: Iterable[tuple[Candidate, Prediction]], objective: Objective
-) -> list[tuple[Candidate, Prediction, simulate.Figures]]:
+    planner: Planner, chosen: Iterable[tuple[PlacementPlan, Prediction]], objective: Objective
+) -> list[tuple[PlacementPlan, Prediction, simulate.Figures]]:
     """These candidates with the figures of a short simulated run, the best of the simulations first."""
     steps = min(max(SIMULATED // planner.rollouts, LEAST_SIMULATED), MOST_SIMULATED, planner.config.schedule.steps)
     found = [(one, predicted, simulated(planner, one, steps=max(2, steps))) for one, predicted in chosen]
@@ -488,10 +488,10 @@ def simulated_best(
     return sorted(found, key=lambda each: (each[2][key] * (1 + per_age * each[0].alpha), each[0].alpha))
 
 
-def _failures(planner: Planner, one: Candidate, kinds: Sequence[int], seed: int) -> Iterator[Failure]:
+def _failures(planner: Planner, one: PlacementPlan, kinds: Sequence[int], seed: int) -> Iterator[RoleFailure]:
     for index, kind in enumerate(kinds):
         device, drawn, at_s = planner.hardware.devices[kind], random.Random(repr(("spot", seed, index))), 0.0
         if math.isfinite(device.lost_every_s):
             every = device.lost_every_s / one.sampler_devices
             while (at_s := at_s + device.down_s + drawn.expovariate(1 / every)) < HORIZON_S:
-                yield Failure(at_s, f"sampler-{index}", device.down_s)
+                yield RoleFailure(at_s, f"sampler-{index}", device.down_s)

@@ -30,7 +30,7 @@ from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.run_paths import RunPaths
 from jaxroll.sim import costs
 from jaxroll.sim import network as virtual_time
-from jaxroll.sim.costs import Cluster, Failure, Workload
+from jaxroll.sim.costs import Cluster, RoleFailure, Workload
 from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedTrainer, chance
 from jaxroll.sim.network import Network
 from jaxroll.sim.world import Feed, MemoryPublisher, World
@@ -151,7 +151,7 @@ class SimulatedRun(World):
         await asyncio.sleep(STARTED_S)
         self._starting.remove(name)
 
-    async def _fail(self, failure: Failure) -> None:
+    async def _fail(self, failure: RoleFailure) -> None:
         await asyncio.sleep(failure.at_s)
         if self.has_left(failure.role):
             return
@@ -170,14 +170,24 @@ class SimulatedRun(World):
 
 
 def simulate(
-    config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True, report: Callable[[str], None] | None = None
+    config: Config,
+    cluster: Cluster,
+    run_dir: Path,
+    *,
+    keep: bool = True,
+    report: Callable[[str], None] | None = None,
 ) -> Figures:
     """The figures of a simulated run of `config` on `cluster` (see `figures` and `simulated_rows`)."""
     return figures(simulated_rows(config, cluster, run_dir, keep=keep, report=report), config, cluster)
 
 
 def simulated_rows(
-    config: Config, cluster: Cluster, run_dir: Path, *, keep: bool = True, report: Callable[[str], None] | None = None
+    config: Config,
+    cluster: Cluster,
+    run_dir: Path,
+    *,
+    keep: bool = True,
+    report: Callable[[str], None] | None = None,
 ) -> list[Mapping[str, Any]]:
     """The metric rows of a simulated run of `config` on `cluster`.
 

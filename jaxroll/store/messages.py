@@ -11,7 +11,7 @@ import msgspec
 from jaxroll.clock import unix_s
 from jaxroll.errors import StoreRefusal
 from jaxroll.records import MAX_ADDRESS_CHARS, Count, Grant, Label, LogStart, Relay, Task, Version, VersionRef
-from jaxroll.rpc.protocol import Refusal
+from jaxroll.rpc.protocol import CallRefusal
 from jaxroll.store.core.state import Lineage
 
 SERVICE = "jaxroll.Store"
@@ -162,7 +162,7 @@ class PutAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Answer for one member: `result` is OK or SURPLUS, or `refusal` gives the reason."""
 
     result: str = ""
-    refusal: Refusal | None = None
+    refusal: CallRefusal | None = None
 
 
 class PutReply(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ LIMIT_S = 600.0
 _NUMBER = re.compile(r"\d+")
 
 
-class Violation(msgspec.Struct, frozen=True):
+class ContractViolation(msgspec.Struct, frozen=True):
     """A violation of the contract: what happened, where it happened first, and what to do."""
 
     what: str
@@ -68,12 +68,12 @@ class Report(msgspec.Struct, frozen=True):
 
     environment: str
     episodes: int
-    violations: tuple[Violation, ...]
+    violations: tuple[ContractViolation, ...]
 
 
 def check_environment(
     name: str, config: str | Path | Config | None = None, *, tasks: Sequence[Task] = (), episodes: int = EPISODES
-) -> list[Violation]:
+) -> list[ContractViolation]:
     """The violations of the environment `name` (`module:name`), as in `assert check_environment(…) == []`.
 
     The tasks are those of `config` (a config file, or a Config), or `tasks`; each is played with several scripts.
@@ -195,7 +195,7 @@ class _Check:
 
     def __init__(self, name: str, config: Config, plays: list[_Play], pool: ScoringPool) -> None:
         self._name, self._config, self._plays, self._pool = name, config, plays, pool
-        self.violations: dict[str, Violation] = {}
+        self.violations: dict[str, ContractViolation] = {}
         self.episodes = 0
 
     def add(self, what: str, where: str, do: str) -> None:
@@ -203,7 +203,7 @@ class _Check:
         key = _NUMBER.sub("N", what)[:200]
         known = self.violations.get(key)
         times = 1 if known is None else known.times + 1
-        self.violations[key] = msgspec.structs.replace(known or Violation(what, where, do), times=times)
+        self.violations[key] = msgspec.structs.replace(known or ContractViolation(what, where, do), times=times)
 
     def add_escapes(self, times: int) -> None:
         """Add a violation for each exit that left the event loop."""

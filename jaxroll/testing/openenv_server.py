@@ -63,7 +63,7 @@ class _Refused(Exception):
         super().__init__(message)
 
 
-class Session:
+class EnvironmentSession:
     """One instance of the environment, and its episode. Its calls take turns: without a session, clients share one."""
 
     def __init__(self, server: Server) -> None:
@@ -137,7 +137,7 @@ class Server:
         self._name, self._candidates, self.calls = name, Candidates(config), EnvironmentCalls()
         self._executors, self._numbers, self._open = Executors(pool, config), itertools.count(), 0
         self._described = (registry.factory(name).__doc__ or "").strip().partition("\n")[0]
-        self._alone = Session(self)  # for the HTTP endpoints, which have no session
+        self._alone = EnvironmentSession(self)  # for the HTTP endpoints, which have no session
         self._token = None if token is None else token.encode()
         self.app = self._guarded(
             Starlette(
@@ -224,7 +224,7 @@ class Server:
             await socket.send_json(_error("CAPACITY_REACHED", f"{self._open} of {SESSIONS} sessions are open"))
             return await socket.close()
         self._open += 1
-        session = Session(self)
+        session = EnvironmentSession(self)
         try:
             while (answer := await self._answered(session, await socket.receive_text())) is not None:
                 await socket.send_json(answer)
@@ -235,7 +235,7 @@ class Server:
             self._open -= 1
             await session.close()
 
-    async def _answered(self, session: Session, text: str) -> dict[str, Any] | None:
+    async def _answered(self, session: EnvironmentSession, text: str) -> dict[str, Any] | None:
         """The answer to a message; None to `close`."""
         try:
             message = _object(text)

@@ -34,7 +34,7 @@ from jaxroll.models import folders
 from jaxroll.rpc import http, protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker.sampler import SERVICE
-from jaxroll.tinker.service import Refused, Tinker
+from jaxroll.tinker.service import RefusedRequest, Tinker
 from jaxroll.tinker.trainer import Trainer
 from jaxroll.transfer.ends import Publisher
 
@@ -51,16 +51,16 @@ def app(tinker: Tinker, token: str) -> Starlette:
         async for part in request.stream():
             read += part
             if len(read) > MAX_BODY_BYTES:
-                raise Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", 413)
+                raise RefusedRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413)
         return bytes(read)
 
     async def values(request: Request) -> dict[str, Any]:
         try:
             found = msgspec.json.decode(await body(request) or b"{}")
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Refused(f"the body is not JSON: {str(error)[:200]}") from error
+            raise RefusedRequest(f"the body is not JSON: {str(error)[:200]}") from error
         if not isinstance(found, dict):
-            raise Refused("the body is not a JSON object")
+            raise RefusedRequest("the body is not a JSON object")
         return found
 
     def route(path: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Route:
@@ -82,7 +82,7 @@ def app(tinker: Tinker, token: str) -> Starlette:
                 )
             try:
                 return await handle(request)
-            except Refused as error:
+            except RefusedRequest as error:
                 return _json({"detail": error.message}, error.status)
             except DataError as error:
                 return _json({"detail": str(error)}, 400)
@@ -93,7 +93,7 @@ def app(tinker: Tinker, token: str) -> Starlette:
 
     async def forward_backward(request: Request) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refused("this server takes bodies without compression", 415)
+            raise RefusedRequest("this server takes bodies without compression", 415)
         return _json(tinker.forward_backward(await body(request)))
 
     async def retrieve(request: Request) -> Response:

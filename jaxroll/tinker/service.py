@@ -23,7 +23,7 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.client import RawClient
 from jaxroll.tinker import messages
 from jaxroll.tinker.sampler import BASE, LoadCall, SampleCall, SampleReply
-from jaxroll.tinker.trainer import Trained, Trainer
+from jaxroll.tinker.trainer import ClientModel, Trainer
 from jaxroll.transfer.ends import Publisher
 
 HELD_S = 30.0  # a fetch of a result that is not ready is answered after this time; the client repeats it
@@ -35,7 +35,7 @@ _SCHEME = "tinker://"
 OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """A request that is answered with an error status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -54,7 +54,7 @@ class Promise:
 
 
 @dataclass
-class Session:
+class ClientSession:
     """A client: what it has, and when it last sent something, on the loop's clock."""
 
     id: str
@@ -64,19 +64,19 @@ class Session:
 
 
 @dataclass
-class Model:
+class ServedModel:
     """A model under training and the order of its requests."""
 
     id: str
     session: str
     base: str
-    trained: Trained | None = None
+    trained: ClientModel | None = None
     next: int = 1  # the sequence id that may run
     advanced: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
-class Weights:
+class SamplingWeights:
     """Weights that a sampling session uses: the base model's, a folder's, or a snapshot of a model."""
 
     name: str  # of the sampler's copy
@@ -104,9 +104,9 @@ class Tinker:
     ) -> None:
         self.name, self._trainer, self._on_device, self._sampler = name, trainer, on_device, sampler
         self._publisher, self._folder, self._patience_s = publisher, folder, patience_s
-        self.sessions: dict[str, Session] = {}
-        self.models: dict[str, Model] = {}
-        self.weights: dict[str, Weights] = {}
+        self.sessions: dict[str, ClientSession] = {}
+        self.models: dict[str, ServedModel] = {}
+        self.weights: dict[str, SamplingWeights] = {}
         self.promises: dict[str, Promise] = {}
         self._publishing = asyncio.Lock()  # the channel keeps the newest versions only
         self._loads = 0
@@ -131,13 +131,13 @@ class Tinker:
     def begin(self) -> str:
         """A new session."""
         id = secrets.token_hex(8)
-        self.sessions[id] = Session(id, self._now_s())
+        self.sessions[id] = ClientSession(id, self._now_s())
         return id
 
-    def session(self, id: Any) -> Session:
-        """The session `id`, active now. Refused if it has ended."""
+    def session(self, id: Any) -> ClientSession:
+        """The session `id`, active now. RefusedRequest if it has ended."""
         if (found := self.sessions.get(str(id))) is None:
-            raise Refused(f"session {str(id)[:40]} has ended, or was never begun here", 410)
+            raise RefusedRequest(f"session {str(id)[:40]} has ended, or was never begun here", 410)
         found.seen_s = self._now_s()
         return found
 
@@ -195,7 +195,9 @@ class Tinker:
     async def fetch(self, key: str) -> dict[str, Any] | bytes | None:
         """The result of a promise, its failure as {"error": …, "category": …}, or None if it is not ready yet."""
         if (promise := self.promises.get(key)) is None:
-            raise Refused(f"request {key[:80]} is unknown: its session has ended, or the server was started again", 410)
+            raise RefusedRequest(
+                f"request {key[:80]} is unknown: its session has ended, or the server was started again", 410
+            )
         if (session := self.sessions.get(promise.session)) is not None:
             session.seen_s = self._now_s()
         await asyncio.wait([promise.task], timeout=HELD_S)
@@ -207,8 +209,8 @@ class Tinker:
         error = promise.task.exception()
         if error is None:
             return promise.task.result()
-        is_users = isinstance(error, (DataError, Refused))
-        if not isinstance(error, (JaxRollError, Refused)):
+        is_users = isinstance(error, (DataError, RefusedRequest))
+        if not isinstance(error, (JaxRollError, RefusedRequest)):
             print(f"tinker: {key}: {error!r}", flush=True)
         return {"error": str(error) or repr(error), "category": "user" if is_users else "server"}
 
@@ -224,7 +226,7 @@ class Tinker:
         session, number = self.session(body.get("session_id")), _int(body, "model_seq_id")
         config = body.get("lora_config")
 
-        def make() -> Trained:
+        def make() -> ClientModel:
             if config is None:
                 return self._trainer.create(None, 0)
             seed = config.get("seed")
@@ -238,13 +240,13 @@ class Tinker:
         self._check_base(body.get("base_model"))
         kind = (body.get("optimizer_config") or {}).get("type", "adamw")
         if kind != "adamw":
-            raise Refused(f"optimizer_config.type = {kind!r}: this server has adamw")
+            raise RefusedRequest(f"optimizer_config.type = {kind!r}: this server has adamw")
         return self._made(session, number, make, "create_model")
 
-    def _made(self, session: Session, number: int, make: Callable[[], Trained], kind: str) -> dict[str, Any]:
+    def _made(self, session: ClientSession, number: int, make: Callable[[], ClientModel], kind: str) -> dict[str, Any]:
         id = f"{session.id}:train:{number}"  # clients derive it by themselves, too
         if id not in self.models:
-            self.models[id] = Model(id, session.id, self.name)
+            self.models[id] = ServedModel(id, session.id, self.name)
             session.models.add(id)
 
         async def work() -> dict[str, Any]:
@@ -253,20 +255,22 @@ class Tinker:
 
         return self.promise(session.id, f"{id}:0", work, model_id=id)
 
-    def model(self, id: Any) -> Model:
-        """The model `id` of a live session. Refused otherwise."""
+    def model(self, id: Any) -> ServedModel:
+        """The model `id` of a live session. RefusedRequest otherwise."""
         if (found := self.models.get(str(id))) is None:
-            raise Refused(f"model {str(id)[:80]} does not exist: its session has ended, or it was unloaded", 404)
+            raise RefusedRequest(f"model {str(id)[:80]} does not exist: its session has ended, or it was unloaded", 404)
         self.session(found.session)
         return found
 
     def ordered(
-        self, body: Mapping[str, Any], job: Callable[[Model, Trained], Awaitable[dict[str, Any] | bytes]]
+        self, body: Mapping[str, Any], job: Callable[[ServedModel, ClientModel], Awaitable[dict[str, Any] | bytes]]
     ) -> dict[str, Any]:
         """The promise of a request of one model, which runs after those with lower sequence ids."""
         model, number = self.model(body.get("model_id")), _int(body, "seq_id")
         if number < model.next and f"{model.id}:{number}" not in self.promises:
-            raise Refused(f"request {number} of model {model.id} was answered, and its result is no longer here", 410)
+            raise RefusedRequest(
+                f"request {number} of model {model.id} was answered, and its result is no longer here", 410
+            )
 
         async def work() -> dict[str, Any] | bytes:
             try:
@@ -281,7 +285,7 @@ class Tinker:
 
         return self.promise(model.session, f"{model.id}:{number}", work, model_id=model.id)
 
-    async def _wait_for_earlier(self, model: Model, number: int) -> None:
+    async def _wait_for_earlier(self, model: ServedModel, number: int) -> None:
         """Return when the requests before `number` have ended. DataError if the next of them does not arrive."""
         if (created := self.promises.get(f"{model.id}:0")) is not None:
             await asyncio.wait([created.task])
@@ -304,7 +308,7 @@ class Tinker:
         """A pass over data. Faults of the data are the failure of the promise, so that the order goes on."""
         message = messages.opened(body)
 
-        async def job(_: Model, trained: Trained) -> bytes:
+        async def job(_: ServedModel, trained: ClientModel) -> bytes:
             try:
                 asked = messages.forward_backward(message)
             except DataError as error:
@@ -320,7 +324,7 @@ class Tinker:
         """`optim_step`."""
         params = body.get("adam_params")
 
-        async def job(_: Model, trained: Trained) -> dict[str, Any]:
+        async def job(_: ServedModel, trained: ClientModel) -> dict[str, Any]:
             if not isinstance(params, dict):
                 raise DataError("adam_params are needed: this server has Adam only")
             try:
@@ -350,18 +354,18 @@ class Tinker:
         return f"{_SCHEME}{model}/{kind}/{name}", self._folder / model / kind / name
 
     def folder_of(self, path: Any) -> Path:
-        """The folder of a path that a client names. Refused if it is none of this server's."""
+        """The folder of a path that a client names. RefusedRequest if it is none of this server's."""
         parts = str(path).removeprefix(_SCHEME).split("/")
         whole = str(path).startswith(_SCHEME) and len(parts) == 3 and all(NAME.fullmatch(part) for part in parts)
         if not whole or not (found := self._folder.joinpath(*parts)).is_dir():
-            raise Refused(f"{str(path)[:160]!r} names no weights that this server holds", 404)
+            raise RefusedRequest(f"{str(path)[:160]!r} names no weights that this server holds", 404)
         return found
 
     def save(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """`save_weights`: parameters and optimizer state, from which training can go on."""
         name, overwrite = body.get("path"), bool(body.get("overwrite"))
 
-        async def job(model: Model, trained: Trained) -> dict[str, Any]:
+        async def job(model: ServedModel, trained: ClientModel) -> dict[str, Any]:
             path, folder = self._path(model.id, "weights", str(name or f"step-{trained.steps}"))
             if folder.exists() and not overwrite:
                 raise DataError(f"{path} exists: give another name, or overwrite = true")
@@ -380,7 +384,7 @@ class Tinker:
             reply = self._made(session, number, make, "load_weights")
             return reply
 
-        async def job(model: Model, trained: Trained) -> dict[str, Any]:
+        async def job(model: ServedModel, trained: ClientModel) -> dict[str, Any]:
             load = lambda: self._trainer.load(folder, optimizer=with_state, into=trained)  # noqa: E731
             model.trained = await self._on_device(load)
             return {"type": "load_weights", "path": body["path"], "model_id": model.id}
@@ -391,13 +395,13 @@ class Tinker:
         """`save_weights_for_sampler`: a named folder, or without a name weights for one new sampling session."""
         name, kind = body.get("path"), body.get("kind", "snapshot")
         if kind != "snapshot":
-            raise Refused(f"kind = {kind!r}: this server has snapshots, whose weights do not change")
+            raise RefusedRequest(f"kind = {kind!r}: this server has snapshots, whose weights do not change")
         seq = None if name is not None else _int(body, "sampling_session_seq_id")
 
-        async def job(model: Model, trained: Trained) -> dict[str, Any]:
+        async def job(model: ServedModel, trained: ClientModel) -> dict[str, Any]:
             if name is None:
                 id = f"{model.session}:sample:{seq}"
-                self.weights[id] = Weights(f"{model.session}/{id}", model.session)
+                self.weights[id] = SamplingWeights(f"{model.session}/{id}", model.session)
                 self.session(model.session).samplers.add(id)
                 await self._send(trained, self.weights[id].name)
                 return {"type": "save_weights_for_sampler", "sampling_session_id": id}
@@ -409,7 +413,7 @@ class Tinker:
 
         return self.ordered(body, job)
 
-    async def _send(self, trained: Trained, name: str) -> None:
+    async def _send(self, trained: ClientModel, name: str) -> None:
         """Give the sampler the weights of a model under `name`."""
         async with self._publishing:
             self._loads += 1
@@ -432,23 +436,23 @@ class Tinker:
         id = f"{session.id}:sample:{_int(body, 'sampling_session_seq_id')}"
         if path is None:
             self._check_base(body.get("base_model"))
-            self.weights[id] = Weights(BASE, session.id)
+            self.weights[id] = SamplingWeights(BASE, session.id)
         else:
-            self.weights[id] = Weights(str(path), session.id, str(path), self.folder_of(path))
+            self.weights[id] = SamplingWeights(str(path), session.id, str(path), self.folder_of(path))
         session.samplers.add(id)
         return id
 
-    def sampler(self, id: Any) -> Weights:
-        """The weights of a sampling session. Refused if it has ended."""
+    def sampler(self, id: Any) -> SamplingWeights:
+        """The weights of a sampling session. RefusedRequest if it has ended."""
         if (found := self.weights.get(str(id))) is None:
-            raise Refused(f"sampling session {str(id)[:80]} has ended, or was never begun here", 404)
+            raise RefusedRequest(f"sampling session {str(id)[:80]} has ended, or was never begun here", 404)
         return found
 
     def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """`asample`."""
         id = body.get("sampling_session_id")
         if id is None:
-            raise Refused("sampling_session_id is needed: create a sampling session first")
+            raise RefusedRequest("sampling_session_id is needed: create a sampling session first")
         weights, number, count = self.sampler(id), _int(body, "seq_id"), _int(body, "num_samples") or 1
         self.session(weights.session)
         key = f"{id}:{number}"
@@ -469,7 +473,7 @@ class Tinker:
         ids = [f"{key}:{member}" for member in range(max(count, 0))]
         return self.promise(weights.session, key, work, sample_sequence_ids=ids)
 
-    async def _restore(self, weights: Weights) -> None:
+    async def _restore(self, weights: SamplingWeights) -> None:
         if weights.folder is None:
             raise DataError(
                 "the sampler no longer holds this snapshot (it keeps the newest ones, and was perhaps "
@@ -480,11 +484,11 @@ class Tinker:
 
     def _check_base(self, base: Any) -> None:
         if base not in (self.name, self._trainer.config.model.path or self.name):
-            raise Refused(f"base_model = {str(base)[:120]!r}: this server has {self.name!r}", 404)
+            raise RefusedRequest(f"base_model = {str(base)[:120]!r}: this server has {self.name!r}", 404)
 
 
 def _int(body: Mapping[str, Any], name: str) -> int:
     value = body.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Refused(f"{name} = {value!r}: a number from 0 is needed")
+        raise RefusedRequest(f"{name} = {value!r}: a number from 0 is needed")
     return value

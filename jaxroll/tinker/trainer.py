@@ -38,7 +38,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import folders, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import Leaf
+from jaxroll.models.folders import TensorShape
 from jaxroll.protocols import Tokenizer
 from jaxroll.text import tokenizers
 from jaxroll.tinker.messages import Datum, ForwardBackward
@@ -133,7 +133,7 @@ _STREAMS = {"logprobs": "behaviour", "advantages": "advantages", "weights": "wei
 
 
 @dataclass
-class Trained:
+class ClientModel:
     """A model of one client: trained parameters (all, or adapters), Adam's state, and gradients since the last step.
 
     `number` distinguishes the models of this server, `saves` counts published weights. After a failed pass `broken` is
@@ -167,7 +167,7 @@ class Trainer:
 
     # --- creation
 
-    def create(self, rank: int | None, seed: int, *, attention: bool = True, mlp: bool = True) -> Trained:
+    def create(self, rank: int | None, seed: int, *, attention: bool = True, mlp: bool = True) -> ClientModel:
         """A fresh model: adapters of `rank` on the chosen parts, or with None all parameters of the base model."""
         if rank is None:
             # Copied: a step donates its parameters.
@@ -179,10 +179,10 @@ class Trainer:
         adapters = Lora(rank, ALPHA, targets)
         return self._fresh(adapters, lora.init(self.spec, self.layout, adapters, jax.random.key(seed)))
 
-    def _fresh(self, adapters: Lora | None, params: Params) -> Trained:
+    def _fresh(self, adapters: Lora | None, params: Params) -> ClientModel:
         self._made += 1
         moments = jax.jit(_adam(0.9, 0.95, 1e-12).init, out_shardings=self._moment_shardings(adapters))(params)
-        return Trained(self._made, adapters, params, moments)
+        return ClientModel(self._made, adapters, params, moments)
 
     def shardings(self, adapters: Lora | None) -> Mapping[str, NamedSharding]:
         """The shardings of a model's trained parameters."""
@@ -196,7 +196,7 @@ class Trainer:
 
     # --- passes
 
-    def run(self, model: Trained, asked: ForwardBackward) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    def run(self, model: ClientModel, asked: ForwardBackward) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
         """The log-probs of every datum, and metrics; adds the gradients to the model's unless `forward_only`.
 
         DataError for datums that the loss cannot use; `model.broken` then says so.
@@ -240,7 +240,7 @@ class Trainer:
                 raise DataError(f"datum {number}: {name} has numbers that are not finite")
 
     def _run(
-        self, model: Trained, asked: ForwardBackward, kind: LossKind, settings: Mapping[str, float]
+        self, model: ClientModel, asked: ForwardBackward, kind: LossKind, settings: Mapping[str, float]
     ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
         base = self.base if model.lora else {}
         given = {name: jnp.float32(value) for name, value in settings.items()}
@@ -303,7 +303,7 @@ class Trainer:
 
     # --- optimizer steps
 
-    def step(self, model: Trained, params: Mapping[str, float]) -> dict[str, float]:
+    def step(self, model: ClientModel, params: Mapping[str, float]) -> dict[str, float]:
         """One Adam step with the gradients since the last one, and its metrics.
 
         DataError if there are none, or if the pass that should have made some of them failed: those are discarded.
@@ -374,7 +374,7 @@ class Trainer:
 
     # --- states on disk
 
-    def save(self, model: Trained, folder: Path, *, whole: bool, about: Mapping[str, Any]) -> None:
+    def save(self, model: ClientModel, folder: Path, *, whole: bool, about: Mapping[str, Any]) -> None:
         """Write the parameters into `folder`, with `whole` and Adam's state. Adapters alone are in PEFT's format."""
         described = {**about, "lora": model.lora and asdict(model.lora), "steps": model.steps, "whole": whole}
         with weights.written_whole(folder) as draft:
@@ -388,10 +388,10 @@ class Trainer:
             if whole:
                 arrays |= {f"mu/{name}": value for name, value in model.moments.mu.items()}
                 arrays |= {f"nu/{name}": value for name, value in model.moments.nu.items()}
-            leaves = {name: Leaf(np.dtype(np.float32), value.shape) for name, value in arrays.items()}
+            leaves = {name: TensorShape(np.dtype(np.float32), value.shape) for name, value in arrays.items()}
             folders.write(draft / STATE, leaves, lambda name: np.asarray(layouts.fetched(arrays[name])))
 
-    def load(self, folder: Path, *, optimizer: bool, into: Trained | None = None) -> Trained:
+    def load(self, folder: Path, *, optimizer: bool, into: ClientModel | None = None) -> ClientModel:
         """A model (or `into`) with the parameters in `folder`, and Adam's state if `optimizer`. DataError otherwise."""
         about = self.about(folder)
         adapters = Lora(**{**about["lora"], "targets": tuple(about["lora"]["targets"])}) if about["lora"] else None

@@ -29,7 +29,7 @@ from jaxroll.engine import programs as engine
 from jaxroll.engine.engine import EngineConfig
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError, InfraError, one_line
-from jaxroll.kernels.choice import Serving
+from jaxroll.kernels.choice import EngineChoices
 from jaxroll.learner import step, trainer
 from jaxroll.models import cache, families, folders
 from jaxroll.models import params as model_params
@@ -138,10 +138,12 @@ class Described:
     lowered: jax.stages.Lowered
 
 
-def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[trainer.Programs, Iterator[Described]]:
+def learner_programs(
+    config: Config, spec: ModelSpec, mesh: Mesh
+) -> tuple[trainer.TrainingPrograms, Iterator[Described]]:
     """The programs of every optimizer step on `mesh`, and each of them, lowered when it is asked for."""
     recipe = step.Recipe.of(config, spec, Layout(mesh, LEARNER))
-    programs, rows = trainer.Programs(recipe), config.learner.micro_batch_rows
+    programs, rows = trainer.TrainingPrograms(recipe), config.learner.micro_batch_rows
 
     def found() -> Iterator[Described]:
         yield Described("accumulate", str(recipe.attention), programs.lowered("accumulate", rows))
@@ -154,7 +156,7 @@ def learner_programs(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[train
     return programs, found()
 
 
-def held_by_learner(config: Config, programs: trainer.Programs) -> dict[str, int]:
+def held_by_learner(config: Config, programs: trainer.TrainingPrograms) -> dict[str, int]:
     """The bytes of one device that a learner holds all the time, by kind; host memory does not count."""
     learner, state = config.learner, programs.state
     found = {
@@ -173,7 +175,7 @@ def held_by_learner(config: Config, programs: trainer.Programs) -> dict[str, int
     return found
 
 
-def published(programs: trainer.Programs, config: Config) -> jax.stages.Lowered:
+def published(programs: trainer.TrainingPrograms, config: Config) -> jax.stages.Lowered:
     """The copy of the parameters, in the dtype of the transfer, that a version is sent from."""
     whole = programs.recipe.lora is None or config.learner.lora_publish == "merged"
     params = programs.params if whole else programs.state.params
@@ -182,7 +184,7 @@ def published(programs: trainer.Programs, config: Config) -> jax.stages.Lowered:
 
 def engine_programs(
     config: Config, spec: ModelSpec, mesh: Mesh, *, largest_only: bool = False
-) -> tuple[engine.Programs, Iterator[Described]]:
+) -> tuple[engine.EnginePrograms, Iterator[Described]]:
     """The same for a sampler: prefill by bucket (fresh and extending), insert, and a dispatch of decode steps.
 
     With `largest_only`, prefill has its largest bucket alone: smaller ones need less of everything.
@@ -218,7 +220,7 @@ def sized_cache(
     engine.check_sizes(sizes, settings.weight_swap)
     share = device.memory_share(spec, mesh, SAMPLER, limit_bytes, settings.memory_fraction)
 
-    def run_bytes(sizes: Sizes, attention: Serving) -> int:
+    def run_bytes(sizes: Sizes, attention: EngineChoices) -> int:
         """See `device.run_bytes`; a program that is too large for the topology counts with all that it needs."""
         sizes, costs = replace(sizes, buckets=sizes.buckets[-1:]), []
         for name, lowered in engine.lowered(spec, mesh, SAMPLER, sizes, attention).items():
@@ -233,7 +235,7 @@ def sized_cache(
     return replace(config, sampler=sampler), device.described(sizes, share)
 
 
-def served_params(spec: ModelSpec, programs: engine.Programs) -> dict[str, jax.ShapeDtypeStruct]:
+def served_params(spec: ModelSpec, programs: engine.EnginePrograms) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract parameters of a sampler, with their shardings."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=programs.params[name])

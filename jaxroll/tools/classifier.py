@@ -2,7 +2,7 @@
 
     python -m jaxroll.tools.classifier SETTINGS
 
-SETTINGS is the JSON of `jaxroll.rewards.remote.Served`. Standard input has a JSON object per line, `id` and
+SETTINGS is the JSON of `jaxroll.rewards.remote.ProcessSettings`. Standard input has a JSON object per line, `id` and
 `messages`; standard output has one per line too, `id` and `score` or `error`, after a first line `{"id": -1}`. The
 process ends with its input.
 
@@ -33,7 +33,7 @@ from jaxroll.models import folders, transformer
 from jaxroll.models import params as model_params
 from jaxroll.models.params import module
 from jaxroll.records import Message
-from jaxroll.rewards.remote import READY, Question, Served, Verdict
+from jaxroll.rewards.remote import READY, ProcessSettings, ScoringQuestion, Verdict
 from jaxroll.text.tokenizers import HFTokenizer
 
 LEAST_TOKENS = 64  # rows are padded to this length, or to one that doubles it
@@ -42,7 +42,7 @@ LEAST_TOKENS = 64  # rows are padded to this length, or to one that doubles it
 class RewardModel:
     """The model of a folder. One program is compiled per length; a batch has at most `batch_tokens` tokens."""
 
-    def __init__(self, settings: Served) -> None:
+    def __init__(self, settings: ProcessSettings) -> None:
         folder = Path(settings.path)
         self._spec = folders.classifier(folder, settings.dtype)
         self._text, self._settings = HFTokenizer(folder), settings
@@ -97,7 +97,7 @@ def _scores(spec: Any, params: Any, tokens: jax.Array, segments: jax.Array, last
     return module(spec, params).values(hidden[jnp.arange(tokens.shape[0]), last])
 
 
-def main(settings: Served, source: IO[bytes], sink: IO[bytes]) -> None:
+def main(settings: ProcessSettings, source: IO[bytes], sink: IO[bytes]) -> None:
     """Answer the questions in `source` until it ends; all that wait are answered in one go."""
     model, waiting = RewardModel(settings), queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(source, waiting), daemon=True).start()
@@ -106,10 +106,10 @@ def main(settings: Served, source: IO[bytes], sink: IO[bytes]) -> None:
         lines = [waiting.get()]
         while not waiting.empty():
             lines.append(waiting.get())
-        _write(sink, _answers(model, [msgspec.json.decode(line, type=Question) for line in lines]))
+        _write(sink, _answers(model, [msgspec.json.decode(line, type=ScoringQuestion) for line in lines]))
 
 
-def _answers(model: RewardModel, questions: Sequence[Question]) -> list[Verdict]:
+def _answers(model: RewardModel, questions: Sequence[ScoringQuestion]) -> list[Verdict]:
     failed, asked = [], []
     for question in questions:
         try:
@@ -135,4 +135,4 @@ if __name__ == "__main__":
     lifeline.bind_from_env()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    main(msgspec.json.decode(sys.argv[1], type=Served), sys.stdin.buffer, answers)
+    main(msgspec.json.decode(sys.argv[1], type=ProcessSettings), sys.stdin.buffer, answers)

@@ -58,7 +58,7 @@ OFFLINE_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedModel:
     """A loaded model with its engine. `source` describes the weights; `version` is 0.0 without a checkpoint."""
 
     config: Config
@@ -83,7 +83,7 @@ class Trained:
         return self.host.call(lambda: self.host.engine.swap(version, jax.device_put(dict(values), dict(self.where))))
 
 
-def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> Trained:
+def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> LoadedModel:
     """Load the newest weights of the run in `run_dir` into an engine with `slots`; ConfigError if there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
@@ -96,7 +96,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     # stdout is for the answers alone
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)
-    return Trained(config, text, EngineHost(engine), version, source, spec, where)
+    return LoadedModel(config, text, EngineHost(engine), version, source, spec, where)
 
 
 def newest_params(
@@ -138,7 +138,7 @@ def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, lay
 
 
 def ask(
-    trained: Trained, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None = OFFLINE_LIMIT_S
+    trained: LoadedModel, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None = OFFLINE_LIMIT_S
 ) -> None:
     """Run `play` on an event loop in another thread while this thread runs the engine; raise the error of `play`.
 
@@ -162,7 +162,7 @@ def ask(
         raise failure[0]
 
 
-async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None) -> None:
+async def _played(trained: LoadedModel, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None) -> None:
     async with asyncio.timeout(limit_s):
         await play(EngineProxy(trained.host, asyncio.get_running_loop()))
 
@@ -347,7 +347,7 @@ def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket
 
     async def play(proxy: EngineProxy) -> None:
         updates = weight_updates.WeightUpdates(model.read, model.use, version, 2 * model.size_bytes)
-        room = http_requests.Room(context, model.tokenizer)
+        room = http_requests.EngineLimits(context, model.tokenizer)
         served = http_answers.Served(
             name,
             proxy,

@@ -65,7 +65,7 @@ _WIRE: Mapping[str, Callable[[float, int], float]] = {
 
 
 @dataclass(frozen=True)
-class Operation:
+class HloOperation:
     """One line of HLO: `shape` is its result in the compiler's notation, `rest` what follows the operands."""
 
     name: str
@@ -76,7 +76,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Collective:
     """A collective: the bytes that a device sends in all trips, the trips, kind, result, and the operation in JAX."""
 
     sent_bytes: float
@@ -94,7 +94,7 @@ class Statistics:
     memory_bytes: float = 0.0
     kernels: int = 0
     unknown_loops: int = 0
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[Collective] = field(default_factory=list)
 
     @property
     def sent_bytes(self) -> float:
@@ -119,9 +119,9 @@ def statistics(text: str, *, unknown_trips: float = 1.0, context_tokens: float =
     return _Reading(computations, unknown_trips, context_tokens).read(entry)
 
 
-def parsed(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
+def parsed(text: str) -> tuple[dict[str, dict[str, HloOperation]], str]:
     """The operations by computation and name, and the name of the entry computation."""
-    computations: dict[str, dict[str, Operation]] = {}
+    computations: dict[str, dict[str, HloOperation]] = {}
     current, entry = "", ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -134,12 +134,12 @@ def parsed(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
     return computations, entry
 
 
-def _operation(name: str, text: str) -> Operation:
+def _operation(name: str, text: str) -> HloOperation:
     shape, text = _split(text) if text.startswith("(") else text.partition(" ")[::2]
     kind, _, tail = text.strip().partition("(")
     inner, rest = _split(f"({tail}")
     inner = inner[1:-1]
-    return Operation(
+    return HloOperation(
         name, shape, kind, (inner,) if kind in ("parameter", "constant") else tuple(_NAME.findall(inner)), rest
     )
 
@@ -175,7 +175,7 @@ def _shape_of(text: str) -> list[int]:
 
 class _Reading:
     def __init__(
-        self, computations: Mapping[str, Mapping[str, Operation]], unknown_trips: float, context_tokens: float
+        self, computations: Mapping[str, Mapping[str, HloOperation]], unknown_trips: float, context_tokens: float
     ) -> None:
         self._computations, self._unknown, self._context = computations, unknown_trips, context_tokens
         self._found = Statistics()
@@ -204,7 +204,7 @@ class _Reading:
         alone._walk(name, 1.0, fused=False)
         return alone._found.memory_bytes + alone._found.flops
 
-    def _trips(self, loop: Operation) -> float:
+    def _trips(self, loop: HloOperation) -> float:
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         found = trips(
@@ -216,7 +216,7 @@ class _Reading:
         return found
 
     def _count(
-        self, one: Operation, inside: str, around: Mapping[str, Operation], trips: float, *, fused: bool
+        self, one: HloOperation, inside: str, around: Mapping[str, HloOperation], trips: float, *, fused: bool
     ) -> None:
         found = self._found
         shapes = [around[name].shape if name in around else "" for name in one.operands]
@@ -233,11 +233,11 @@ class _Reading:
             operand = sum(size_bytes(shape, everywhere=True) for shape in shapes)
             source = re.search(r'op_name="([^"]*)"', one.rest)
             sent = trips * _WIRE[kind](operand, devices)
-            found.transfers.append(Transfer(sent, trips, kind, one.shape[:80], source[1] if source else ""))
+            found.transfers.append(Collective(sent, trips, kind, one.shape[:80], source[1] if source else ""))
         if not fused:
             found.memory_bytes += trips * self._moved_bytes(one, shapes, kernel)
 
-    def _moved_bytes(self, one: Operation, shapes: Sequence[str], kernel: bool) -> float:
+    def _moved_bytes(self, one: HloOperation, shapes: Sequence[str], kernel: bool) -> float:
         """The bytes of main memory that an operation reads and writes."""
         if one.kind in _FREE or one.kind.endswith("-done"):
             return 0.0
@@ -266,7 +266,7 @@ class _Reading:
                 total += min(size_bytes(shapes[int(one.operands[0])]), self._read_bytes(one.name, users))
         return total
 
-    def _written_bytes(self, root: Operation, shape: str, inside: Mapping[str, Operation]) -> float:
+    def _written_bytes(self, root: HloOperation, shape: str, inside: Mapping[str, HloOperation]) -> float:
         """The bytes that a fusion writes to main memory: of an array that it updates in place, only the update."""
         if root.kind == "tuple":
             parts = _elements(shape)
@@ -286,7 +286,7 @@ class _Reading:
             return self._written_bytes(list(nested.values())[-1], shape, nested)
         return size_bytes(shape)
 
-    def _read_bytes(self, name: str, users: Mapping[str, Sequence[Operation]]) -> float:
+    def _read_bytes(self, name: str, users: Mapping[str, Sequence[HloOperation]]) -> float:
         """The bytes that a fusion reads of a parameter: only slices of it, nothing of what it updates in place.
 
         Infinite if it reads the whole.
@@ -307,9 +307,9 @@ class _Reading:
         return total
 
 
-def _users(inside: Mapping[str, Operation]) -> dict[str, list[Operation]]:
+def _users(inside: Mapping[str, HloOperation]) -> dict[str, list[HloOperation]]:
     """The operations that read each value of a computation."""
-    users: dict[str, list[Operation]] = {}
+    users: dict[str, list[HloOperation]] = {}
     for one in inside.values():
         for operand in dict.fromkeys(one.operands):
             users.setdefault(operand, []).append(one)
@@ -321,7 +321,7 @@ def _elements(shape: str) -> list[str]:
     return [match[0] for match in _ARRAY.finditer(shape)]
 
 
-def trips(condition: Mapping[str, Operation], body: Mapping[str, Operation]) -> int | None:
+def trips(condition: Mapping[str, HloOperation], body: Mapping[str, HloOperation]) -> int | None:
     """The trips of a loop whose counter starts at 0: the constant of its condition by the step of its body.
 
     None if the condition compares with no constant. libtpu unrolls loops over shards, whose counter then grows by 2.
@@ -337,7 +337,7 @@ def trips(condition: Mapping[str, Operation], body: Mapping[str, Operation]) -> 
     return None
 
 
-def _step(counter: Operation | None, body: Mapping[str, Operation]) -> int:
+def _step(counter: HloOperation | None, body: Mapping[str, HloOperation]) -> int:
     """The number by which a trip increases the counter; 1 if that cannot be seen."""
     root = list(body.values())[-1] if body else None  # the compiler writes the root last
     index = re.search(r"index=(\d+)", counter.rest) if counter else None
@@ -352,18 +352,18 @@ def _step(counter: Operation | None, body: Mapping[str, Operation]) -> int:
     return total if same and total > 0 else 1
 
 
-def _called(one: Operation, key: str) -> str:
+def _called(one: HloOperation, key: str) -> str:
     match = re.search(rf"\b{key}=%?([\w.\-]+)", one.rest)
     return match[1] if match else ""
 
 
-def _branches(one: Operation) -> list[str]:
+def _branches(one: HloOperation) -> list[str]:
     if listed := re.search(r"branch_computations=\{([^}]*)\}", one.rest):
         return _NAME.findall(listed[1]) or [part.strip() for part in listed[1].split(",")]
     return [name for key in ("true_computation", "false_computation") if (name := _called(one, key))]
 
 
-def _continues(name: str, operations: Mapping[str, Operation]) -> bool:
+def _continues(name: str, operations: Mapping[str, HloOperation]) -> bool:
     """True for the later parts of a collective that the compiler spreads over the fusions of other work.
 
     Each part repeats the operation; only the one that starts it is counted.
@@ -372,7 +372,7 @@ def _continues(name: str, operations: Mapping[str, Operation]) -> bool:
     return "AsyncCollectiveStart" not in text and ("async_collective" in name or "AsyncCollectiveDone" in text)
 
 
-def _combines(one: Operation) -> bool:
+def _combines(one: HloOperation) -> bool:
     """True if the computations that `one` names combine two scalars, as those of a reduction do."""
     return one.kind.removesuffix("-start") in (
         "reduce",
@@ -398,13 +398,13 @@ def _group_size(rest: str) -> int:
     return 2
 
 
-def _dot_flops(one: Operation, shapes: Sequence[str]) -> float:
+def _dot_flops(one: HloOperation, shapes: Sequence[str]) -> float:
     left, contracted = _shape_of(shapes[0]), re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
     depth = math.prod(left[axis] for axis in _dims(contracted[1])) if contracted and left else 1
     return 2.0 * math.prod(_shape_of(one.shape)) * depth
 
 
-def _convolution_flops(one: Operation, shapes: Sequence[str]) -> float:
+def _convolution_flops(one: HloOperation, shapes: Sequence[str]) -> float:
     """2 · batch · outputs · inputs of a group · pairs of positions inside the padded array, per spatial axis."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest)
     if not labels or len(shapes) < 2:
@@ -445,7 +445,7 @@ def _pairs(size: int, window: int, out: int, low: int, stride: int, lhs_dilate: 
     return int(inside.sum())
 
 
-def _kernel_flops(one: Operation, shapes: Sequence[str], context_tokens: float) -> float:
+def _kernel_flops(one: HloOperation, shapes: Sequence[str], context_tokens: float) -> float:
     """FLOPs of a fused attention kernel, by its name: products of queries with the keys that a causal mask leaves.
 
     2 products forward, 3 for the gradient of the queries, 4 for those of keys and values, 5 for all of them (splash
@@ -481,7 +481,7 @@ def _paged_bytes(shapes: Sequence[str], context_tokens: float) -> float:
     return total + sum(size_bytes(text) for text in shapes if text not in large)
 
 
-def _started_bytes(one: Operation, shapes: Sequence[str]) -> float:
+def _started_bytes(one: HloOperation, shapes: Sequence[str]) -> float:
     """The bytes of an operation that is started here; its result also names its operands."""
     elements, given = _elements(one.shape), len(shapes)
     if one.kind == "copy-start":

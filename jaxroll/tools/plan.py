@@ -50,7 +50,7 @@ _HEARTBEAT_S = 8.0
 
 
 @dataclass(frozen=True)
-class Role:
+class PlannedRole:
     """A role before compilation: what its chips hold all the time, in bytes of one chip by kind, and its programs.
 
     `host_bytes` are those that each chip keeps in the memory of its host.
@@ -65,7 +65,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedProgram:
     """A compiled program with its work on one chip, and the least times. `cost` is None if it does not fit."""
 
     role: str
@@ -123,15 +123,15 @@ def _mesh(mesh: MeshConfig, topology: Topology) -> tuple[Mesh, str]:
     return aot.topology_mesh(mesh, name), name
 
 
-def learner(config: Config, spec: ModelSpec, topology: Topology) -> Role:
+def learner(config: Config, spec: ModelSpec, topology: Topology) -> PlannedRole:
     """The learner on its slice."""
     mesh, name = _mesh(config.learner.mesh, topology)
     programs, described = aot.learner_programs(config, spec, mesh)
     moved = sharding.device_bytes(programs.state.opt_state, sharding.HOST_MEMORY)
-    return Role("learner", mesh.size, name, aot.held_by_learner(config, programs), described, moved)
+    return PlannedRole("learner", mesh.size, name, aot.held_by_learner(config, programs), described, moved)
 
 
-def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
+def sampler(config: Config, spec: ModelSpec, topology: Topology) -> PlannedRole:
     """One sampler on its slice. While a new version arrives, it holds two."""
     mesh, name = _mesh(config.sampler.mesh, topology)
     programs, described = aot.engine_programs(config, spec, mesh, largest_only=True)
@@ -143,7 +143,7 @@ def sampler(config: Config, spec: ModelSpec, topology: Topology) -> Role:
         "KV pool": sharding.device_bytes((state.cache, state.side)) - rings,
     } | ({"KV rings": rings} if rings else {})
     resident["slots"] = sharding.device_bytes(state) - resident["KV pool"] - rings
-    return Role("sampler", mesh.size, name, resident, described)
+    return PlannedRole("sampler", mesh.size, name, resident, described)
 
 
 def sized_cache(config: Config, spec: ModelSpec, topology: Topology, folder: Path) -> tuple[Config, str]:
@@ -161,11 +161,11 @@ def sized_cache(config: Config, spec: ModelSpec, topology: Topology, folder: Pat
 
 
 def compiled(
-    roles: Sequence[Role], config: Config, topology: Topology, folder: Path, progress: Callable[[str], None]
-) -> list[Row]:
+    roles: Sequence[PlannedRole], config: Config, topology: Topology, folder: Path, progress: Callable[[str], None]
+) -> list[PlannedProgram]:
     """Every program of `roles`, compiled two at a time or read from `folder`, in order."""
-    pending: dict[Future[aot.Result], tuple[Role, aot.Described]] = {}
-    rows: dict[tuple[str, str], Row] = {}
+    pending: dict[Future[aot.Result], tuple[PlannedRole, aot.Described]] = {}
+    rows: dict[tuple[str, str], PlannedProgram] = {}
     began, lowering = time.monotonic(), ""
 
     def report_line(line: str) -> None:
@@ -215,12 +215,12 @@ def _repeated(call: Callable[[], None], every_s: float) -> Iterator[None]:
         thread.join()
 
 
-def _row(role: Role, one: aot.Described, result: aot.Result, config: Config, chip: Chip) -> Row:
+def _row(role: PlannedRole, one: aot.Described, result: aot.Result, config: Config, chip: Chip) -> PlannedProgram:
     pages = math.ceil(episode_tokens(config) / aot.page_tokens(config))
     unknown = pages / 2 if one.name.startswith("extend") else 1.0  # its loops are over the pages before the chunk
     work = hlo.statistics(result.text, unknown_trips=unknown, context_tokens=context_tokens(config))
     least = chips.times(chip, work.flops, work.memory_bytes, work.sent_bytes)
-    return Row(
+    return PlannedProgram(
         role.name, one.name, one.attention, result.cost, result.needed_bytes, work, least, result.cached, result.refusal
     )
 
@@ -234,7 +234,7 @@ def context_tokens(config: Config) -> float:
 
 
 def report(
-    config: Config, spec: ModelSpec, topology: Topology, roles: Sequence[Role], rows: Sequence[Row]
+    config: Config, spec: ModelSpec, topology: Topology, roles: Sequence[PlannedRole], rows: Sequence[PlannedProgram]
 ) -> dict[str, Any]:
     """The plan as one JSON object."""
     own = {role.name: [row for row in rows if row.role == role.name] for role in roles}
@@ -280,7 +280,7 @@ def report(
     }
 
 
-def memory_of(role: Role, rows: Sequence[Row]) -> dict[str, int]:
+def memory_of(role: PlannedRole, rows: Sequence[PlannedProgram]) -> dict[str, int]:
     """The bytes of one chip by kind: what is held all the time, and what the most demanding program adds."""
     held, added, code = dict(role.resident), 0, 0
     for row in rows:
@@ -293,7 +293,7 @@ def memory_of(role: Role, rows: Sequence[Row]) -> dict[str, int]:
     return held | {"temporaries": max(0, added), "code": code}
 
 
-def _program(row: Row) -> dict[str, Any]:
+def _program(row: PlannedProgram) -> dict[str, Any]:
     cost, work = row.cost, row.work
     return {
         "role": row.role,
@@ -319,7 +319,7 @@ def _program(row: Row) -> dict[str, Any]:
     }
 
 
-def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[Row]) -> dict[str, Any]:
+def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[PlannedProgram]) -> dict[str, Any]:
     """The least seconds of one training step by role, and the bottleneck; empty if a program does not fit."""
     if any(row.cost is None for row in rows):
         return {}
@@ -365,7 +365,7 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[R
 
 
 def changes(
-    config: Config, roles: Sequence[Role], memory: Mapping[str, Mapping[str, int]], limits: Mapping[str, float]
+    config: Config, roles: Sequence[PlannedRole], memory: Mapping[str, Mapping[str, int]], limits: Mapping[str, float]
 ) -> list[Change]:
     """For every role that needs more memory than its chips have, the key that helps most."""
     found = []
@@ -382,7 +382,7 @@ def changes(
     return found
 
 
-def refused(config: Config, row: Row) -> Change:
+def refused(config: Config, row: PlannedProgram) -> Change:
     """The key to change for a program that the compiler refuses."""
     reason = f"the compiler refuses {row.role} {row.name}: {row.refusal}"
     if row.name == "decode":  # page tables in scalar memory

@@ -85,7 +85,7 @@ def _openers(folder: Path) -> list[str]:
 async def record(run: Path, order: ProfileOrder, named: str) -> metrics.Row:
     """The row of the finished trace. ConfigError if the run's store does not answer; else as `recorded`."""
     paths = RunPaths(run)
-    rows = metrics.Follower(paths.metrics, at_end=True)
+    rows = metrics.RowReader(paths.metrics, at_end=True)
     try:
         if not paths.store_address.is_file():
             raise InfraError(f"{paths.store_address} is not there")
@@ -168,7 +168,7 @@ Event = tuple[float, float, str, str]  # begin and end in nanoseconds, name, its
 
 
 @dataclass(frozen=True)
-class Operation:
+class ProfiledCall:
     """An operation or call: its own time, without that of the ones inside it, and how often it ran."""
 
     name: str
@@ -188,8 +188,8 @@ class Shares:
     seconds: float
     devices: dict[str, float] = field(default_factory=dict)
     threads: dict[str, float] = field(default_factory=dict)
-    operations: list[Operation] = field(default_factory=list)
-    calls: list[Operation] = field(default_factory=list)
+    operations: list[ProfiledCall] = field(default_factory=list)
+    calls: list[ProfiledCall] = field(default_factory=list)
 
     @property
     def device_share(self) -> float | None:
@@ -256,8 +256,8 @@ def _longest(own: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(own.items(), key=lambda item: item[1], reverse=True)
 
 
-def _top(own: Mapping[str, float], counts: Mapping[str, int]) -> list[Operation]:
-    return [Operation(name, value / 1e9, counts[name]) for name, value in _longest(own)[:SHOWN]]
+def _top(own: Mapping[str, float], counts: Mapping[str, int]) -> list[ProfiledCall]:
+    return [ProfiledCall(name, value / 1e9, counts[name]) for name, value in _longest(own)[:SHOWN]]
 
 
 def _lines_of(plane: Any) -> list[Any]:

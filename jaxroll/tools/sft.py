@@ -30,7 +30,7 @@ from jaxroll.learner import state as states
 from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.state import Params
 from jaxroll.learner.step import Recipe, hidden_states, packed_attention
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.metrics import JsonlTracker
 from jaxroll.models import families, transformer
 from jaxroll.models import params as model_params
@@ -79,7 +79,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     if plan.too_long:
         limit = f"the {answer_tokens(config)} tokens of sampling.max_tokens"
         progress(f"warning: {plan.too_long:.0%} of the worked answers are longer than {limit}, where rollouts end")
-    programs = Programs(_recipe(config, spec, layout))
+    programs = TrainingPrograms(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
     if model_folder(config):
         params = states.placed(model_params.weights(config.model, spec), spec, layout)
@@ -174,7 +174,7 @@ def _recipe(config: Config, spec: families.ModelSpec, layout: layouts.Layout) ->
 
 
 def _run(
-    programs: Programs,
+    programs: TrainingPrograms,
     state: states.TrainState,
     batches: list[list[packing.MicroBatch]],
     progress: Progress,
@@ -224,7 +224,9 @@ def main(args: RoleArgs) -> int:
 # --- greedy accuracy on worked answers, from one forward pass
 
 
-def estimator(programs: Programs, check: Sequence[Sample], buckets: Sequence[int]) -> Callable[[Params], float | None]:
+def estimator(
+    programs: TrainingPrograms, check: Sequence[Sample], buckets: Sequence[int]
+) -> Callable[[Params], float | None]:
     """A function of the parameters: the share of `check` whose trained tokens are all the likeliest ones.
 
     Each token is judged given the true tokens before it. Greedy decoding gives the same prefix as long as every token

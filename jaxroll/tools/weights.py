@@ -27,7 +27,7 @@ from jaxroll.learner import checkpoint_files, lora, peft, weights
 from jaxroll.learner.lora import Lora
 from jaxroll.models import folders, hf_config, params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import DTYPES, Leaf
+from jaxroll.models.folders import DTYPES, TensorShape
 from jaxroll.run_paths import RunPaths
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import CharTokenizer
@@ -51,12 +51,12 @@ CHOICES = (AS_STORED, *_DTYPES)
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Parameters to write: `value` reads one of `leaves`. `text` is a folder with the tokenizer's files, if any."""
 
     description: str
     spec: ModelSpec
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, TensorShape]
     value: Callable[[str], np.ndarray]
     text: Path | None
     origin: Mapping[str, Any] | None
@@ -83,7 +83,7 @@ def import_folder(folder: Path, out: Path, dtype: str) -> str:
     return _summary(source, 1, out, text)
 
 
-def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
+def export(source: WeightSource, out: Path, dtype: str, shard_bytes: int) -> str:
     """Write `source` as the Hugging Face checkpoint `out`; return a summary for the user."""
     source = cast_to(source, dtype)
     spec, origin = source.spec, source.origin
@@ -127,7 +127,7 @@ def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str, which:
 
 
 @contextlib.contextmanager
-def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Source]:
+def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[WeightSource]:
     """The parameters in `path` (a run, one of its checkpoints, or a JaxRoll folder), for export; of a run, the newest
     checkpoint or the best one."""
     path = _chosen(path, run, which)
@@ -151,12 +151,12 @@ def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Sourc
             yield replace(merged, description=description, text=text, origin=_origin(run))
             return
         held = checkpoint_files.params(about)
-        leaves = {name: Leaf(np.dtype(dtype), shape) for name, (dtype, shape) in held.items()}
+        leaves = {name: TensorShape(np.dtype(dtype), shape) for name, (dtype, shape) in held.items()}
         spec = params.spec(run.config.model, leaves["embed"].shape[0])
-        yield Source(f"checkpoint {path}", spec, leaves, values.__getitem__, text, _origin(run))
+        yield WeightSource(f"checkpoint {path}", spec, leaves, values.__getitem__, text, _origin(run))
 
 
-def cast_to(source: Source, dtype: str) -> Source:
+def cast_to(source: WeightSource, dtype: str) -> WeightSource:
     """`source` with its numbers in `dtype`, one of CHOICES."""
     if dtype == AS_STORED:
         return source
@@ -165,9 +165,9 @@ def cast_to(source: Source, dtype: str) -> Source:
     return replace(source, leaves=leaves, value=lambda name: np.asarray(source.value(name)).astype(to, copy=False))
 
 
-def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], digest: str) -> Source:
+def _merged(adapters: Lora, base: WeightSource, trained: Mapping[str, np.ndarray], digest: str) -> WeightSource:
     """`base` merged with a checkpoint's adapters, float32; ConfigError when they were trained on another base."""
-    shapes = {name: Leaf(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
+    shapes = {name: TensorShape(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
     frozen = folders.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
     if lora.digest(frozen) != digest:
         reason = "the checkpoint's adapters were trained on other parameters"
@@ -175,7 +175,7 @@ def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], dig
     return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, frozen[name], trained))
 
 
-def _base(run: OfRun) -> Source:
+def _base(run: OfRun) -> WeightSource:
     """The parameters that the run starts from (see `weights.initial_folder`), in their stored dtype."""
     if (folder := weights.initial_folder(run.config, run.path)) is not None:
         with weights.blaming(folder, run.path):
@@ -186,17 +186,17 @@ def _base(run: OfRun) -> Source:
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
     spec = params.spec(run.config.model, text.vocab_size)
     made = params.init(spec, params.key(run.config), sharding.build(MeshConfig()), sharding.LEARNER)
-    leaves = {name: Leaf(DTYPES["F32"], value.shape) for name, value in made.items()}
-    return Source("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
+    leaves = {name: TensorShape(DTYPES["F32"], value.shape) for name, value in made.items()}
+    return WeightSource("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
 
 
-def _of_folder(folder: Path) -> Source:
+def _of_folder(folder: Path) -> WeightSource:
     spec = folders.described(folder)
     values = params.leaves(folder, spec)
     leaves = params.stored(folder, spec, folders.weight_tensors(folder))
     config = folder / (ORIGIN_FILE if folders.is_ours(folder) else folders.CONFIG_FILE)
     origin = folders.read_json(folder, config.name) if config.is_file() else None
-    return Source(str(folder), spec, leaves, values.__getitem__, folder, origin)
+    return WeightSource(str(folder), spec, leaves, values.__getitem__, folder, origin)
 
 
 def _chosen(path: Path, run: OfRun | None, which: str) -> Path:
@@ -283,7 +283,7 @@ def _copy(files: Mapping[str, Path], out: Path) -> None:
             shutil.copyfileobj(data, copy)
 
 
-def _summary(source: Source, files: int, out: Path, copied: Iterable[str]) -> str:
+def _summary(source: WeightSource, files: int, out: Path, copied: Iterable[str]) -> str:
     size = sum(leaf.size_bytes for leaf in source.leaves.values())
     dtypes = ", ".join(sorted({leaf.dtype.name for leaf in source.leaves.values()}))
     text = ", ".join(copied) or "none (it has no tokenizer files)"

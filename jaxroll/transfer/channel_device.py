@@ -287,7 +287,7 @@ class VersionShelf:
         return channels.manifest_reply(kept.version, kept.encoded)
 
     def slices(self, kept: HostSnapshot, slices: tuple[channels.Slice, ...], scatters: bool) -> channels.Buffers:
-        """The frames and bytes of `slices`, computed only when the reader is ready for them. Raises Refusal."""
+        """The frames and bytes of `slices`, computed only when the reader is ready for them. Raises TransferRefusal."""
         for part in slices:
             channels.check_slice(kept.manifest, part)
         return _slices(kept, slices, scatters)
@@ -312,7 +312,7 @@ def chunk(
     digest: int | None = None,
 ) -> channels.Buffers:
     """The frame and the bytes of `box`, which the boxes of `held` fill once; where `scatters` is False, in chunks."""
-    yield memoryview(channels.frame(channels.Chunk(version, sum(array.nbytes for _, array in held), digest)))
+    yield memoryview(channels.frame(channels.SliceHeader(version, sum(array.nbytes for _, array in held), digest)))
     if not manifests.size_of(box):
         return
     if len(held) == 1 and held[0][1].flags.c_contiguous:

@@ -34,14 +34,14 @@ from jaxroll.transfer.channel_device import VersionShelf
 from jaxroll.transfer.channels import (
     Buffer,
     Buffers,
-    Connection,
     Deadline,
-    Refusal,
-    Request,
+    ReaderConnection,
     Scattered,
     Shared,
     Shelf,
     SlicePart,
+    SliceRequest,
+    TransferRefusal,
 )
 from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
 
@@ -83,7 +83,7 @@ class Listener:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._connections: set[Connection] = set()
+        self._connections: set[ReaderConnection] = set()
         self._accepting, self.sent_bytes = False, 0
         self._rests_until_s = -math.inf  # no accept before this time: without a free descriptor it would spin
         self._stopping = threading.Event()
@@ -144,14 +144,14 @@ class Listener:
             return
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(sock, self._clock.now_s(), self._tls and self._tls())
+            connection = ReaderConnection(sock, self._clock.now_s(), self._tls and self._tls())
         except OSError:  # the reader left
             sock.close()
             return
         self._connections.add(connection)
         self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: ReaderConnection) -> None:
         """Do one step for one reader: read its question, or write a batch."""
         try:
             connection.greet()
@@ -178,26 +178,26 @@ class Listener:
         event = selectors.EVENT_WRITE if left else selectors.EVENT_READ
         self._selector.modify(connection.sock, event, connection)
 
-    def _read(self, connection: Connection) -> bool:
+    def _read(self, connection: ReaderConnection) -> bool:
         if not connection.receive():
             connection.ending = True
             return False
         return self._take_question(connection)
 
-    def _take_question(self, connection: Connection) -> bool:
+    def _take_question(self, connection: ReaderConnection) -> bool:
         """Take a complete question from the inbox and prepare its answer; return True if there is data to send."""
         try:
             question = None if connection.waits else connection.question()
             if question is None:
                 return False
             connection.more = self._answer(connection, question)
-        except Refusal as refusal:
+        except TransferRefusal as refusal:
             connection.more = iter((memoryview(channels.frame(refusal.answer)),))
             connection.ending = True
         connection.refill()
         return bool(connection.outbox)
 
-    def _answer(self, connection: Connection, question: channels.Question) -> Buffers:
+    def _answer(self, connection: ReaderConnection, question: channels.Question) -> Buffers:
         self._admit(question)
         connection.admitted = True
         pinned = connection.pinned
@@ -205,7 +205,7 @@ class Listener:
             pinned = self._shelf.get(question.version)
         if pinned is None:
             kept = ", ".join(map(str, self._shelf.versions())) or "none"
-            raise Refusal("gone", f"version {question.version} is not available (available: {kept})")
+            raise TransferRefusal("gone", f"version {question.version} is not available (available: {kept})")
         connection.pinned = pinned
         if isinstance(question, channels.AskManifest):
             return self._shelf.manifest(pinned)
@@ -215,10 +215,12 @@ class Listener:
 
     def _admit(self, question: channels.Question) -> None:
         if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
-            raise Refusal("unauthorized", "wrong transfer token; roles take it from JAXROLL_TOKEN or RUN/token")
+            raise TransferRefusal("unauthorized", "wrong transfer token; roles take it from JAXROLL_TOKEN or RUN/token")
         if question.protocol != wire.PROTOCOL_VERSION:
             versions = f"{question.protocol}, the publisher {wire.PROTOCOL_VERSION}"
-            raise Refusal("unauthorized", f"the reader uses protocol {versions}; install the same JaxRoll on both")
+            raise TransferRefusal(
+                "unauthorized", f"the reader uses protocol {versions}; install the same JaxRoll on both"
+            )
 
     def _woken(self) -> None:
         """Go on with the loop."""
@@ -231,7 +233,7 @@ class Listener:
             if silent or now_s - connection.moved_s > self._stall_s:
                 self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: ReaderConnection) -> None:
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.end()
@@ -239,7 +241,7 @@ class Listener:
 
 # --- The tcp channel, both ends
 
-A = TypeVar("A", channels.ManifestReply, channels.Chunk, channels.SharedReply)
+A = TypeVar("A", channels.ManifestReply, channels.SliceHeader, channels.SharedReply)
 _ANY = ("0.0.0.0", "::", "")
 _HEADERS_AHEAD = 4096  # slices per request
 _TIMEVAL = struct.Struct("ll")
@@ -392,8 +394,8 @@ class TcpReader:
         if leaf is not None:
             leaf_read(leaf)
 
-    def _fill(self, request: Request, name: str) -> None:
-        answer = self._answer(channels.Chunk)
+    def _fill(self, request: SliceRequest, name: str) -> None:
+        answer = self._answer(channels.SliceHeader)
         size_bytes = sum(view.nbytes for _, view in request.into)
         if answer.size_bytes != size_bytes:
             received = f"{answer.size_bytes} bytes were announced, {size_bytes} are needed"

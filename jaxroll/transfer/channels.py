@@ -125,7 +125,7 @@ class Deadline:
 
 # --- Messages of the tcp channel
 #
-# A frame is a 4-byte little-endian length, that many bytes of MessagePack, and after `ManifestReply` and `Chunk`
+# A frame is a 4-byte little-endian length, that many bytes of MessagePack, and after `ManifestReply` and `SliceHeader`
 # `size_bytes` raw bytes. The reader asks for a manifest, then for slices (many in one request); the slices are sent in
 # the order of the request. Element bytes are little-endian, as on every platform of JAX.
 
@@ -178,7 +178,7 @@ class ManifestReply(msgspec.Struct, frozen=True, tag="manifest_reply"):
     size_bytes: int
 
 
-class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+class SliceHeader(msgspec.Struct, frozen=True, tag="chunk"):
     """The header of the next slice: `size_bytes` follow; `digest` is their digest if it was requested."""
 
     version: Version
@@ -210,7 +210,7 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     """A relay's sign of life while it does not have the next slice itself; the answer follows."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RefusedReading(msgspec.Struct, frozen=True, tag="refused"):
     """A refusal. `kind` is gone, unauthorized or bad_request."""
 
     kind: str
@@ -218,7 +218,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Question = AskManifest | AskSlices | AskShared
-Answer = ManifestReply | Chunk | SharedReply | Waiting | Refused
+Answer = ManifestReply | SliceHeader | SharedReply | Waiting | RefusedReading
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -227,21 +227,21 @@ def frame(message: Question | Answer) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-class Refusal(Exception):
+class TransferRefusal(Exception):
     """A refused question; the reader gets the reason, then the connection is closed."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        self.answer = Refused(kind, reason)
+        self.answer = RefusedReading(kind, reason)
         super().__init__(reason)
 
 
 def take_question(inbox: bytearray, most: int) -> Question | None:
-    """Take the next complete question from `inbox`, or None. Refusal for one above `most` bytes or malformed."""
+    """Take the next complete question, or None. TransferRefusal for one above `most` bytes or malformed."""
     if len(inbox) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(inbox)
     if length > most:
-        raise Refusal("bad_request", f"a request of {length} bytes; at most {most} are read")
+        raise TransferRefusal("bad_request", f"a request of {length} bytes; at most {most} are read")
     end = LENGTH.size + length
     if len(inbox) < end:
         return None
@@ -250,7 +250,7 @@ def take_question(inbox: bytearray, most: int) -> Question | None:
     try:
         return wire.decode(body, Question)
     except msgspec.MsgspecError as error:
-        raise Refusal("bad_request", f"not a question: {error}") from error
+        raise TransferRefusal("bad_request", f"not a question: {error}") from error
 
 
 RUN_BYTES = 1 << 10  # shorter runs are copied: the kernel's work for each exceeds that of a copy
@@ -276,7 +276,7 @@ class Outbox:
                 buffer = next(self.more)
             except StopIteration:
                 return
-            except Refusal as refusal:
+            except TransferRefusal as refusal:
                 buffer, self.ending = memoryview(frame(refusal.answer)), True
             if buffer is None:
                 self.waits = not self.outbox
@@ -308,7 +308,7 @@ _READ_BYTES = 1 << 16
 _FIRST_QUESTION_BYTES = 1 << 16  # limit before the token is verified
 
 
-class Connection(Outbox):
+class ReaderConnection(Outbox):
     """One reader: the received bytes of its question, the buffers to send, and the iterator of further buffers."""
 
     def __init__(self, sock: socket.socket, now_s: float, tls: ssl.SSLContext | None = None) -> None:
@@ -363,7 +363,7 @@ class Connection(Outbox):
         self.outbox.clear()
 
     def question(self) -> Question | None:
-        """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
+        """Take the next complete question, or None. TransferRefusal for one that is too long or malformed."""
         return take_question(self.inbox, MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES)
 
 
@@ -377,18 +377,18 @@ class Shelf(Protocol):
     def manifest(self, kept: Any) -> Buffers: ...
 
     def slices(self, kept: Any, slices: tuple[Slice, ...], scatters: bool) -> Buffers:
-        """The answers to the questions; `scatters`: bytes may lie scattered. Here or in the iterator raises Refusal."""
+        """The answers; `scatters`: bytes may lie scattered. The method or its iterator raises TransferRefusal."""
         ...
 
     def located(self, kept: Any, host: str) -> SharedReply: ...
 
 
 def check_slice(manifest: Manifest, part: Slice) -> None:
-    """Raise Refusal if `part` is not within a source box."""
+    """Raise TransferRefusal if `part` is not within a source box."""
     leaves = manifest.leaves
     known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
     if not known or not manifests.contains(leaves[part.leaf].boxes[part.source], part.box):
-        raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
+        raise TransferRefusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
 
 
 def manifest_reply(version: Version, encoded: bytes) -> Iterator[memoryview]:
@@ -428,19 +428,19 @@ def intersections(box: Box, held: Sequence[tuple[Box, np.ndarray]]) -> list[tupl
     return [(one.box, held[one.source][1][(*manifests.within(one.box, held[one.source][0]), ...)]) for one in found]
 
 
-def take_answer(body: bytes, address: str) -> ManifestReply | Chunk | SharedReply | Waiting:
+def take_answer(body: bytes, address: str) -> ManifestReply | SliceHeader | SharedReply | Waiting:
     """The answer in a frame of `address`. Raises TransferError or, for a refusal, its kind."""
     try:
         answer = wire.decode(body, Answer)
     except msgspec.MsgspecError as error:
         raise TransferError(f"{address} does not speak this protocol: {error}") from error
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedReading):
         kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
         raise kinds.get(answer.kind, TransferError)(one_line(f"{address}: {answer.reason}"))
     return answer
 
 
-class Request(NamedTuple):
+class SliceRequest(NamedTuple):
     """One slice to request: `box` of leaf number `leaf` in its source box `source`, and the views that it fills."""
 
     leaf: int
@@ -450,7 +450,7 @@ class Request(NamedTuple):
     checked: bool
 
 
-def requests(manifest: Manifest, parts: Sequence[SlicePart], *, merges: bool) -> Iterator[Request]:
+def requests(manifest: Manifest, parts: Sequence[SlicePart], *, merges: bool) -> Iterator[SliceRequest]:
     """The slices to request for `parts`, leaf by leaf, each of at most `SLICE_BYTES` (`checked`: `CHUNK_BYTES`).
 
     With `merges` parts of one source box that its sender would have to gather are requested as one contiguous slice, if
@@ -461,7 +461,7 @@ def requests(manifest: Manifest, parts: Sequence[SlicePart], *, merges: bool) ->
         itemsize, checked = found[0].into.itemsize, found[0].checked
         for slab, numbers, whole in _slabs(tuple(part.box for part in found), outer, itemsize, checked, merges):
             held = [(found[number].box, found[number].into) for number in numbers]
-            yield Request(leaf, source, slab, held if whole else intersections(slab, held), checked)
+            yield SliceRequest(leaf, source, slab, held if whole else intersections(slab, held), checked)
 
 
 @functools.lru_cache(maxsize=1024)  # layers are alike

@@ -29,8 +29,18 @@ from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channel_tcp, channels
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channel_device import chunk
-from jaxroll.transfer.channel_tcp import Connection, Listener, TcpReader, TcpSender
-from jaxroll.transfer.channels import Buffers, Deadline, LeafRead, Reader, Refusal, SharedReply, Shelf, Slice, SlicePart
+from jaxroll.transfer.channel_tcp import Listener, ReaderConnection, TcpReader, TcpSender
+from jaxroll.transfer.channels import (
+    Buffers,
+    Deadline,
+    LeafRead,
+    Reader,
+    SharedReply,
+    Shelf,
+    Slice,
+    SlicePart,
+    TransferRefusal,
+)
 from jaxroll.transfer.manifest import Box, HostSnapshot, Manifest
 
 Leaf = Mapping[Box, np.ndarray]  # the bits of a whole leaf, by box
@@ -78,15 +88,19 @@ class ArrivingVersion:
             assert self._manifest is not None
             channels.check_slice(self._manifest, part)
             if part.checked:  # its digest would be the relay's word, not the learner's
-                raise Refusal("bad_request", "a relay serves receivers that hold whole leaves; fetch from the learner")
+                raise TransferRefusal(
+                    "bad_request", "a relay serves receivers that hold whole leaves; fetch from the learner"
+                )
             held = channels.intersections(part.box, list(self._leaves[part.leaf].items()))
             yield from chunk(self.version, part.box, held, scatters)
 
     def _not_yet(self) -> None:
         if self._reason:
-            raise Refusal("gone", self._reason)
+            raise TransferRefusal("gone", self._reason)
         if not self.begun and self._clock.now_s() - self._asked_s > BEGIN_S:
-            raise Refusal("gone", f"this relay has not begun to fetch version {self.version} within {BEGIN_S:g} s")
+            raise TransferRefusal(
+                "gone", f"this relay has not begun to fetch version {self.version} within {BEGIN_S:g} s"
+            )
 
 
 class RelayShelf:
@@ -175,7 +189,7 @@ class RelayListener(Listener):
                     connection.outbox.append(memoryview(channels.frame(channels.Waiting())))
                     self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
 
-    def _continue(self, connection: Connection) -> None:
+    def _continue(self, connection: ReaderConnection) -> None:
         """Send what is here by now."""
         connection.refill()
         if connection.outbox:
@@ -206,7 +220,7 @@ class Fetched(NamedTuple):
     error: str = ""
 
 
-class Transfer(Protocol):
+class RelayedVersion(Protocol):
     """One version on its way into host memory (`ends`)."""
 
     fetched_bytes: int
@@ -218,7 +232,7 @@ class Transfer(Protocol):
 
 
 def read_from_relays(
-    transfer: Transfer,
+    transfer: RelayedVersion,
     relays: Sequence[Relay],
     version: Version,
     token: str,

@@ -86,7 +86,7 @@ def _numbers(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]
             yield from _numbers(value, f"{prefix}{name}/")
 
 
-class Spans:
+class ActivitySpans:
     """The union of the intervals of one activity: disjoint, in order of time."""
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ class Content:
     first_t: float | None = None
     last_t: float = 0.0
     tables: dict[tuple[str, str], Table] = field(default_factory=dict)  # by role and kind
-    spans: dict[tuple[str, str], Spans] = field(default_factory=dict)  # by role and activity
-    waits: dict[str, Spans] = field(default_factory=dict)  # by the process that the run waits for
+    spans: dict[tuple[str, str], ActivitySpans] = field(default_factory=dict)  # by role and activity
+    waits: dict[str, ActivitySpans] = field(default_factory=dict)  # by the process that the run waits for
     reasons: list[dict[str, str]] = field(default_factory=list)  # of these waits, at `reasons_t`
     reasons_t: array[float] = field(default_factory=lambda: array("d"))
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
@@ -176,7 +176,7 @@ class Content:
                 self.events.append(row)
 
     def _span(self, role: str, what: str, start: float, end: float) -> None:
-        self.spans.setdefault((role, what), Spans()).add(start, end)
+        self.spans.setdefault((role, what), ActivitySpans()).add(start, end)
 
     def _step(self, role: str, row: Row) -> None:
         self._span(role, "wait", row["t0"] - row["wait_s"], row["t0"])
@@ -192,7 +192,7 @@ class Content:
         if waits and last is not None and 0 < t - last < 60.0:
             for name in waits:
                 if name in self.waits or len(self.waits) < MAX_TABLES:
-                    self.waits.setdefault(name, Spans()).add(last, t)
+                    self.waits.setdefault(name, ActivitySpans()).add(last, t)
             if len(self.reasons) == 2 * REASONS_KEPT:
                 del self.reasons[:REASONS_KEPT], self.reasons_t[:REASONS_KEPT]
             self.reasons.append(waits)
@@ -206,7 +206,7 @@ class RunMetrics:
         self.path = RunPaths(run_dir).metrics
         self.lock = threading.Lock()
         self.content = Content()
-        self._follower, self._seen = metrics.Follower(self.path), (0, 0)
+        self._follower, self._seen = metrics.RowReader(self.path), (0, 0)
 
     @property
     def skipped(self) -> int:
@@ -221,7 +221,7 @@ class RunMetrics:
             return False
         inode, size = self._seen
         if size > status.st_size or inode not in (0, status.st_ino):  # another file: nothing read so far is in it
-            self._follower = metrics.Follower(self.path)
+            self._follower = metrics.RowReader(self.path)
             with self.lock:
                 self.content = Content()
         self._seen = (status.st_ino, status.st_size)

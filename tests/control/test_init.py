@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fault(home: Path, model: str, task: str, answers: str, hardware: str) -> str:
     """The fault of the written config, checked as `jaxroll config` does and on its devices; '' if it has none."""
-    propose.write(propose.Choice(model, task, answers, hardware), file := home / "c.py")
+    propose.write(propose.InitAnswers(model, task, answers, hardware), file := home / "c.py")
     config = configs.load(file, [])
     preflight.check(config)
     file.unlink()

@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_written_are_dropped_counted_and_reported_once(tmp_p
     tracker.log({"a": 5})
     tracker.log({"a": 6})
     tracker.close()
-    follower = metrics.Follower(path)
+    follower = metrics.RowReader(path)
     rows = follower.rows()
     assert [row.get("a") for row in rows] == [1, None, 5, 6] and follower.skipped == 1
     assert rows[1]["kind"] == "event" and rows[1]["text"].startswith("3 ")
@@ -196,7 +196,7 @@ def test_long_lines_are_skipped_without_being_held(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(b"x" * 2**20)
         file.write(b'"}\n{"a":2}\n')
-    follower = metrics.Follower(path)
+    follower = metrics.RowReader(path)
     tracemalloc.start()
     rows = [row for _ in range(30) for row in follower.rows()]  # a call does not read all of it
     peak = tracemalloc.get_traced_memory()[1]

@@ -341,7 +341,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "store/client.py::_raw_client": HERE,
     "store/log/database.py": HERE,
     "store/server/server.py::serve": HERE,
-    "store/server/standby.py::Follower._call": HERE,
+    "store/server/standby.py::LogFollower._call": HERE,
     "learner/checkpoint.py::Checkpoints.__init__": TYPED,
     "learner/checkpoint.py::Checkpoints.at": HERE,
     "learner/checkpoint.py::_check_same": HERE,

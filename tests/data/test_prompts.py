@@ -132,7 +132,7 @@ def test_items_that_cannot_be_made_are_skipped(monkeypatch: pytest.MonkeyPatch) 
     everything = [task.index for task in draw(PromptPipeline(config()), 30)]
     at = candidates.Candidates.at
 
-    def sometimes(self: candidates.Candidates, index: int) -> candidates.Candidate:
+    def sometimes(self: candidates.Candidates, index: int) -> candidates.WorkedTask:
         if index % 2:
             raise DataError("odd")
         return at(self, index)
@@ -198,7 +198,7 @@ def test_no_backend_is_initialised_by_using_the_room() -> None:
 
 def test_skipped_items_say_why() -> None:
     pipeline = PromptPipeline(config(task=BITS))
-    reasons = {r.reason for r in map(pipeline._admit, range(200)) if isinstance(r, candidates.Skipped)}
+    reasons = {r.reason for r in map(pipeline._admit, range(200)) if isinstance(r, candidates.SkippedItem)}
     assert reasons and all("held out" in reason for reason in reasons)
 
 

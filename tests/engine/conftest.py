@@ -17,7 +17,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.engine import programs
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result, Sizes
-from jaxroll.kernels.choice import Choice, Serving
+from jaxroll.kernels.choice import Choice, EngineChoices
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -52,14 +52,16 @@ build_programs = programs.build
 
 
 @functools.cache
-def shared_programs(spec: families.ModelSpec, mesh: jax.sharding.Mesh, sizes: Sizes, attention: Serving):
+def shared_programs(spec: families.ModelSpec, mesh: jax.sharding.Mesh, sizes: Sizes, attention: EngineChoices):
     """The programs of every engine of these sizes: a weight swap, for example, changes none of them."""
     return build_programs(spec, mesh, sharding.SAMPLER, sizes, attention)
 
 
-def programs_of(spec: families.ModelSpec, mesh: jax.sharding.Mesh, rules: sharding.Rules, sizes: Sizes, how: Serving):
+def programs_of(
+    spec: families.ModelSpec, mesh: jax.sharding.Mesh, rules: sharding.Rules, sizes: Sizes, how: EngineChoices
+):
     """Shared by implementation: whether it was configured or chosen changes no program."""
-    return shared_programs(spec, mesh, sizes, Serving(Choice(how.prefill.name), Choice(how.paged.name)))
+    return shared_programs(spec, mesh, sizes, EngineChoices(Choice(how.prefill.name), Choice(how.paged.name)))
 
 
 @functools.cache

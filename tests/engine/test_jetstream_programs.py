@@ -13,7 +13,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, Serving, SlotPrograms
+from jaxroll.serving.jetstream_proxy import NO_BOS, DecodeState, EngineSizes, SlotPrograms
 from tests.harness import naive_engine
 
 NEVER = 64  # no token of the nano model
@@ -23,7 +23,7 @@ class Slots:
     """The programs of four slots on a mesh, jitted as the adapter jits them."""
 
     def __init__(self, spec, params, mesh: MeshConfig, seed: int, eos_id: int = NEVER) -> None:
-        serving = Serving(slots=4, max_prefill=16, max_tokens=24, page_tokens=8, temperature=0.9, seed=seed)
+        serving = EngineSizes(slots=4, max_prefill=16, max_tokens=24, page_tokens=8, temperature=0.9, seed=seed)
         made = SlotPrograms(spec, sharding.Layout(sharding.build(mesh), sharding.SAMPLER), serving, eos_id)
         state = made.state_shardings()
         self.params = params
@@ -104,5 +104,5 @@ def test_a_slot_idles_after_the_end_of_sequence_and_when_it_is_full(spec, model,
 @pytest.mark.parametrize(("sizes", "key"), [((2, 24, 64), "max_prefill"), ((2, 32, 32), "max_tokens")])
 def test_sizes_that_jetstream_cannot_use_are_refused(sizes, key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        partial(Serving, *sizes)()
+        partial(EngineSizes, *sizes)()
     assert refusal.value.key == key

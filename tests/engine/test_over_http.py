@@ -20,7 +20,7 @@ from jaxroll.rpc.http import address, listen, serve
 from jaxroll.serving import http_server
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.serving.http_answers import Served
-from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.text.tokenizers import CharTokenizer
 
 TOKEN, DEADLINE_S = "t", 120.0
@@ -54,7 +54,7 @@ async def over_http(b, gate: Gate):
     gate.has_work = lambda: b.engine.stats().active + b.engine.stats().queue_depth > 0
     text = CharTokenizer("".join(map(chr, range(40, 100))))
     assert text.vocab_size == 64
-    served = Served("nano", proxy, Room(32, text), lambda: b.engine.version, b.engine.stats)
+    served = Served("nano", proxy, EngineLimits(32, text), lambda: b.engine.version, b.engine.stats)
     front, listening = http_server.FrontEnd(served, TOKEN), listen("127.0.0.1", 0)
     thread = threading.Thread(target=host.run)
     thread.start()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.scheduler import Scheduler
-from jaxroll.engine.sequence import BlockAllocator, Chunk, Limits, Prefix, Row, Sequence, bucket_of
+from jaxroll.engine.sequence import BlockAllocator, Limits, PrefillChunk, PrefillSpan, Prefix, Sequence, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}
@@ -70,13 +70,13 @@ class Memory:
         for source, target in ring_copies:
             self.rings[shard].cells[target] = list(self.rings[shard].cells[source])
 
-    def copy_before(self, chunk: Chunk) -> None:
+    def copy_before(self, chunk: PrefillChunk) -> None:
         for owner in (row.owner for row in chunk.rows):
             shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
             self.copy(shard, owner.copies, owner.ring_copies)
             owner.copies = owner.ring_copies = ()
 
-    def compute(self, row: Row, fresh: bool) -> None:
+    def compute(self, row: PrefillSpan, fresh: bool) -> None:
         owner = row.owner
         shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
         tokens = words(owner.tokens) if isinstance(owner, Prefix) else words(owner.prompt) + self.drawn[owner.id]

@@ -36,7 +36,7 @@ def oracle(expression: str) -> Fraction | None:
 def test_values_are_pythons(expression: str) -> None:
     expected = oracle(expression)
     if expected is None or len(expression) > calculator.MAX_CHARS:
-        with pytest.raises(calculator.Malformed):
+        with pytest.raises(calculator.MalformedExpression):
             calculator.value(expression)
     else:
         assert calculator.value(expression) == expected

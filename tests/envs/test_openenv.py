@@ -94,7 +94,7 @@ def test_the_reward_of_an_episode_is_the_sum_of_the_servers_rewards(monkeypatch:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(openenv_env, "Session", Session)
+    monkeypatch.setattr(openenv_env, "ServerSession", Session)
     far = game("http://127.0.0.1:9")
     far.start(0)
     assert [far.play("go").reward for _ in range(4)] == [0.25, 0.25, -0.75, 3.25]
@@ -116,7 +116,7 @@ def test_every_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None:
             asked.append(("close", None))
 
-    monkeypatch.setattr(openenv_env, "Session", Session)
+    monkeypatch.setattr(openenv_env, "ServerSession", Session)
     far = game("http://h:1", observation="board", reset={"level": 2}, moves=["a", "b"], rules="Win.", hidden=True)
     assert far.start(7) == "seen" and far.play("go").text == "seen"
     assert asked == [("reset", {"seed": 7, "level": 2}), ("step", {"answer": "go"})]
@@ -126,7 +126,7 @@ def test_every_setting_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_has_a_limit_of_sessions_and_closes_the_environment_of_each(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed, free = threading.Event(), openenv_env.Session(openenv_env.Settings(url=url).address)
+    closed, free = threading.Event(), openenv_env.ServerSession(openenv_env.Settings(url=url).address)
     close = EnvironmentCalls.close
 
     async def noting(self: EnvironmentCalls, env: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_server_has_a_limit_of_sessions_and_closes_the_environment_of_each(
     monkeypatch.setattr(openenv_server, "SESSIONS", 1)
     try:
         with pytest.raises(InfraError, match="no room for another session: 1 of 1 sessions are open"):
-            openenv_env.Session(openenv_env.Settings(url=url).address).ask("reset", {"seed": 1})
+            openenv_env.ServerSession(openenv_env.Settings(url=url).address).ask("reset", {"seed": 1})
     finally:
         free.close()
     assert closed.wait(DEADLINE_S)
@@ -161,7 +161,7 @@ def test_nothing_is_served_without_the_token(url: str, shown: str) -> None:
     for path in ("reset", "step", "mcp"):
         assert httpx.post(f"{bare}/{path}", json={}).status_code == 401
     with pytest.raises(InfraError, match=r"403|without password") as refused:
-        openenv_env.Session(openenv_env.Settings(url=bare).address)
+        openenv_env.ServerSession(openenv_env.Settings(url=bare).address)
     assert "secret" not in str(refused.value) and "other" not in str(refused.value)
     assert httpx.get(f"{bare}/health").status_code == httpx.get(f"{url}/metadata").status_code == 200
     bearer = {"Authorization": "Bearer secret"}
@@ -169,7 +169,7 @@ def test_nothing_is_served_without_the_token(url: str, shown: str) -> None:
 
 
 def test_messages_and_actions_that_are_refused(url: str) -> None:
-    session = openenv_env.Session(openenv_env.Settings(url=url).address)
+    session = openenv_env.ServerSession(openenv_env.Settings(url=url).address)
     try:
         assert session.ask("step", {"answer": "left"})["code"] == "EXECUTION_ERROR"  # before the reset
         assert session.ask("dance")["code"] == "UNKNOWN_TYPE"
@@ -184,7 +184,7 @@ def test_messages_and_actions_that_are_refused(url: str) -> None:
         session.close()
     plain = openenv_env.OpenEnvGame(openenv_env.Settings(url=url))
     shown = plain.start(1)
-    assert plain.play("left") == openenv_env.View(f"?\n{shown}", misread=True), "the answer is no JSON object"
+    assert plain.play("left") == openenv_env.GameView(f"?\n{shown}", misread=True), "the answer is no JSON object"
     assert not plain.play('{"answer": "left"}').misread
     plain.close()
     with pytest.raises(DataError, match="no field 'board'"):
@@ -230,7 +230,7 @@ def test_an_environment_that_raises_anything_is_answered_with_an_error(
     async def raising(self: EnvironmentCalls, *words: Any) -> Any:
         raise ValueError("of the environment")
 
-    far = openenv_env.Session(openenv_env.Settings(url=url).address)
+    far = openenv_env.ServerSession(openenv_env.Settings(url=url).address)
     with monkeypatch.context() as patch, httpx.Client(base_url=url, timeout=DEADLINE_S) as api:
         assert api.post("/reset", json={"seed": 1}).status_code == 200
         assert "error" not in far.ask("reset", {"seed": 1})

@@ -51,7 +51,7 @@ class Resumed(World):
         super().__init__(folder.with_name("scratch"))
         self.config = run_dir.resume(folder, overrides, lambda config: None)
         self.run_dir = folder
-        self._follower = metrics.Follower(folder / "metrics.jsonl")
+        self._follower = metrics.RowReader(folder / "metrics.jsonl")
 
 
 def claims(run: World) -> list[tuple]:

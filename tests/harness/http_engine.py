@@ -16,7 +16,7 @@ from jaxroll.records import Version, VersionRun
 from jaxroll.rpc import http
 from jaxroll.serving import http_server
 from jaxroll.serving.http_answers import Served
-from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.text.tokenizers import CharTokenizer
 
 TOKEN = "a-token"
@@ -96,7 +96,7 @@ class Engine:
 async def served(
     engine: Engine, routes: Sequence[Route] = (), **more
 ) -> AsyncIterator[tuple[str, http_server.FrontEnd]]:
-    model = Served("m", engine, Room(200, TEXT), lambda: V2, EngineStats, **more)
+    model = Served("m", engine, EngineLimits(200, TEXT), lambda: V2, EngineStats, **more)
     front = http_server.FrontEnd(model, TOKEN, routes)
     listening = http.listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve(front.app, listening))

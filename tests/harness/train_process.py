@@ -51,7 +51,7 @@ class Train:
         self.run_dir = run_dir
         words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / config}.py"]
         self.output = run_dir.parent / f"{run_dir.name}-{'resumed' if resume else 'first'}.out"
-        self._rows = metrics.Follower(run_dir / "metrics.jsonl", at_end=resume)
+        self._rows = metrics.RowReader(run_dir / "metrics.jsonl", at_end=resume)
         own = {"XLA_FLAGS": ROLE_FLAGS, lifeline.PARENT_ENV: str(os.getpid())}  # it does not outlive a killed pytest
         self.rows: list[dict] = []
         with self.output.open("w") as out:

@@ -27,7 +27,7 @@ from jaxroll.rewards import scoring_pool
 from jaxroll.rewards.processes import Ready, Reply, Scored, ScoreItem, ScoringProcess, WorkerSettings, frame
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.actor import ActorLoops
-from jaxroll.roles.sampler import SamplerLoops, Serving
+from jaxroll.roles.sampler import ActorService, SamplerLoops
 from jaxroll.roles.session import EngineSession, Session
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
@@ -147,7 +147,7 @@ class MemoryWorker(ScoringProcess):
 # --- Roles
 
 
-class _MemoryServing(Serving):
+class _MemoryServing(ActorService):
     """The generation service of a sampler, on a `MemoryServer`."""
 
     server: MemoryServer

@@ -17,7 +17,7 @@ from jaxroll.algorithms import sampling
 from jaxroll.algorithms.advantages import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import families, params, transformer
 from jaxroll.sharding import Layout
 from jaxroll.tools import hlo
@@ -32,10 +32,10 @@ CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 def programs(small_config, make_recipe):
     """The programs of a learner whose logits may take `logits_mb` on a device."""
 
-    def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32", tokens: int = TOKENS) -> Programs:
+    def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32", tokens: int = TOKENS) -> TrainingPrograms:
         recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=tokens, mesh=mesh))
         spec = dataclasses.replace(SPEC, compute_dtype=dtype)
-        return Programs(dataclasses.replace(recipe, spec=spec, logits_mb=logits_mb))
+        return TrainingPrograms(dataclasses.replace(recipe, spec=spec, logits_mb=logits_mb))
 
     return make
 
@@ -49,7 +49,7 @@ def streams(tokens: int) -> dict[str, np.ndarray]:
     return out
 
 
-def gradients(made: Programs) -> dict[str, np.ndarray]:
+def gradients(made: TrainingPrograms) -> dict[str, np.ndarray]:
     layout = made.recipe.layout
     weights = params.init(SPEC, jax.random.key(0), layout.mesh, layout.rules)
     out = made.accumulate(weights, made.zeros(), made.placed(streams(made.recipe.row_tokens)))
@@ -98,7 +98,7 @@ def test_a_part_of_the_logits_fits_the_limit_of_a_device():
 
 def test_supports_give_the_gradients_of_masked_logits_in_parts_on_a_sharded_vocabulary(programs):
     made = programs(WHOLE_MB / 64, CUBE)
-    made = Programs(dataclasses.replace(made.recipe, support=8))
+    made = TrainingPrograms(dataclasses.replace(made.recipe, support=8))
     given, chance = streams(TOKENS), np.random.default_rng(1)
     others = chance.permuted(np.tile(np.arange(1, SPEC.vocab_size), (ROWS, TOKENS, 1)), axis=-1)[..., :7]
     support = np.concatenate([np.zeros_like(others[..., :1]), others], axis=-1).astype(np.int32)

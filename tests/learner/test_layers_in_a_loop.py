@@ -19,7 +19,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.step import Routers, dense, gradients
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import families
 from jaxroll.models import params as model_params
 from jaxroll.records import Version
@@ -42,7 +42,7 @@ def programs(small_config, make_recipe):
     def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None, lora: Lora | None = None):
         config = small_config(mesh=mesh or MeshConfig(), weight_decay=0.1)
         routers = Routers(replay=False, loss=0.1, bias_rate=0.1) if spec.experts else None
-        made = Programs(dataclasses.replace(make_recipe(config), spec=spec, routers=routers, lora=lora))
+        made = TrainingPrograms(dataclasses.replace(make_recipe(config), spec=spec, routers=routers, lora=lora))
         if claim is None:
             return made
         (samples,) = minibatch.prepare(claim, config).minibatches
@@ -54,7 +54,7 @@ def programs(small_config, make_recipe):
     return make
 
 
-def stepped(made: Programs, batches) -> dict[str, np.ndarray]:
+def stepped(made: TrainingPrograms, batches) -> dict[str, np.ndarray]:
     """The parameters after one step over the micro-batches, each twice."""
     recipe = made.recipe
     params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, sharding.LEARNER)

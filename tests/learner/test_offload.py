@@ -18,7 +18,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.learner import packing
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import params as model_params
 from jaxroll.records import Version
 from tests.harness.learner_critic import PPO, bits
@@ -94,7 +94,7 @@ def test_the_moments_are_on_the_devices_only_in_the_update(small_config, make_re
     found = []
     for offload in (False, True):
         config = small_config(optimizer_offload=offload, scan_layers=True, weight_decay=0.1, mesh=MeshConfig(fsdp=2))
-        programs = Programs(make_recipe(config))
+        programs = TrainingPrograms(make_recipe(config))
         recipe, drawn = programs.recipe, np.random.default_rng(1)
         params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, sharding.LEARNER)
         state = states.fresh(params, recipe.spec, recipe.layout, recipe.optimizer.transform, offload=offload)
@@ -121,10 +121,10 @@ def test_the_moments_are_on_the_devices_only_in_the_update(small_config, make_re
 WINDOWS = (8, 8, 0, 8, 8)  # with layers in a loop: a cycle of three, and two layers behind it
 
 
-def inputs_in_host_memory(recipe, scan: bool) -> Programs:
+def inputs_in_host_memory(recipe, scan: bool) -> TrainingPrograms:
     """The programs of `recipe` for five layers, whose inputs are in host memory between the two passes."""
     spec = dataclasses.replace(recipe.spec, layers=len(WINDOWS), windows=WINDOWS, scan=scan)
-    return Programs(replace(recipe, spec=spec))
+    return TrainingPrograms(replace(recipe, spec=spec))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import families, params
 
 ROWS, TOKENS = 2, 256
@@ -32,9 +32,9 @@ def streams() -> dict[str, np.ndarray]:
 def programs(small_config, make_recipe):
     """The programs of a learner with `learner.remat`."""
 
-    def make(remat: str) -> Programs:
+    def make(remat: str) -> TrainingPrograms:
         recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, remat=remat))
-        return Programs(dataclasses.replace(recipe, spec=dataclasses.replace(SPEC, remat=recipe.spec.remat)))
+        return TrainingPrograms(dataclasses.replace(recipe, spec=dataclasses.replace(SPEC, remat=recipe.spec.remat)))
 
     return make
 

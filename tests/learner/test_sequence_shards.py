@@ -14,7 +14,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner import packing
 from jaxroll.learner.step import Recipe
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import families, params
 
 ROWS, TOKENS = 4, 96
@@ -26,11 +26,11 @@ DIVIDED = MeshConfig(fsdp=2, tensor=2, sequence=2)
 def programs(small_config, make_recipe):
     """The programs of a learner on `mesh`, with logits in parts of at most 1 / `parts`."""
 
-    def make(mesh: MeshConfig, parts: int = 8, **changes) -> Programs:
+    def make(mesh: MeshConfig, parts: int = 8, **changes) -> TrainingPrograms:
         made: Recipe = make_recipe(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, mesh=mesh))
         whole_mb = ROWS * TOKENS * SPEC.vocab_size * 4 / 2**20
         changes = {"spec": SPEC} | changes
-        return Programs(dataclasses.replace(made, logits_mb=whole_mb / parts / mesh.devices, **changes))
+        return TrainingPrograms(dataclasses.replace(made, logits_mb=whole_mb / parts / mesh.devices, **changes))
 
     return make
 
@@ -62,7 +62,7 @@ def streams(recipe: Recipe) -> dict[str, np.ndarray]:
     return out
 
 
-def gradients(made: Programs) -> dict[str, np.ndarray]:
+def gradients(made: TrainingPrograms) -> dict[str, np.ndarray]:
     layout = made.recipe.layout
     weights = params.init(SPEC, jax.random.key(0), layout.mesh, layout.rules)
     out = made.accumulate(weights, made.zeros(), made.placed(streams(made.recipe)))

@@ -21,7 +21,7 @@ from jaxroll.learner import minibatch, packing
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.step import CompileCounter
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.records import Claim, Segment, Version, VersionRun
 
 
@@ -95,10 +95,10 @@ class Unread:
 def test_no_program_reads_a_field_over_which_it_is_shared(small_config, make_recipe, unread_fields):
     recipe, learner = make_recipe(small_config()), LearnerConfig(critic="init")
     for name in ("zeros", "apply", "accumulate", "logprobs", "values"):
-        made = Critic(learner, recipe) if name == "values" else Programs(recipe)
+        made = Critic(learner, recipe) if name == "values" else TrainingPrograms(recipe)
         made.recipe = replace(made.recipe, **dict.fromkeys(unread_fields[name], Unread()))
         assert made.lowered(name, 3).as_text()
-    made = Programs(recipe)
+    made = TrainingPrograms(recipe)
     made.recipe = replace(recipe, temperature=Unread())
     with pytest.raises((AssertionError, TypeError)):
         made.lowered("accumulate", 3)
@@ -295,13 +295,13 @@ def test_leaving_out_members_without_advantage_changes_nothing(
 
     Not the same parameters: Adam's first step makes a whole step of a gradient that is all but rounding.
     """
-    config, summed, applied = small_config(aggregation=aggregation), [], Programs.apply
+    config, summed, applied = small_config(aggregation=aggregation), [], TrainingPrograms.apply
 
     def noting(self, state, accumulator):
         summed.append(jax.device_get(accumulator.grads))
         return applied(self, state, accumulator)
 
-    monkeypatch.setattr(Programs, "apply", noting)
+    monkeypatch.setattr(TrainingPrograms, "apply", noting)
     claim = make_claim(groups=4)
     equal = msgspec.structs.replace(claim, groups=claim.groups[:2])
     equal = with_outcomes(equal, lambda outcome: msgspec.structs.replace(outcome, reward=1.0))

@@ -53,7 +53,7 @@ def layer(x, values, choices=None, normalized=True):
     logits = moe.router_logits(x, values["router"])
     choose = moe.largest(SPEC.experts_per_token) if choices is None else moe.replayed(choices)
     chosen = choose(logits, logits)
-    experts = moe.Weights(*(values[f"experts.{name}"] for name in moe.Weights._fields))
+    experts = moe.ExpertWeights(*(values[f"experts.{name}"] for name in moe.ExpertWeights._fields))
     return moe.mixed(x, chosen, moe.gates(logits, chosen, normalized), experts, None), chosen
 
 
@@ -109,7 +109,7 @@ def test_the_router_of_a_bfloat16_model_computes_in_float32() -> None:
     scales = {False: shares, True: shares / shares.sum(-1, keepdims=True)}
     for normalized, scale in scales.items():
         np.testing.assert_allclose(moe.gates(logits, jnp.asarray(chosen), normalized), scale, rtol=1e-5)
-    experts = moe.Weights(*(jnp.asarray(of_layer()[f"experts.{name}"]) for name in moe.Weights._fields))
+    experts = moe.ExpertWeights(*(jnp.asarray(of_layer()[f"experts.{name}"]) for name in moe.ExpertWeights._fields))
     one_hot = np.eye(k, dtype=np.float32)
     pairs = [moe.mixed(x, jnp.asarray(chosen), jnp.tile(one, (len(x), 1)), experts, None) for one in one_hot]
     whole = sum(
@@ -154,10 +154,10 @@ def test_the_balance_loss_is_that_of_its_definition() -> None:
     expected = E * np.sum(np.array([2, 1, 0, 0]) / 3 * mean.mean(0))
     assert float(moe.balance_loss(loads)) == pytest.approx(expected, rel=1e-6)
     even = jnp.full((1, E), 5.0)
-    assert float(moe.balance_loss(moe.Load(even, even))) == pytest.approx(1)
+    assert float(moe.balance_loss(moe.ExpertLoad(even, even))) == pytest.approx(1)
     one = jnp.array([[8.0, 0, 0, 0]])
-    assert float(moe.balance_loss(moe.Load(one, one))) == pytest.approx(E)
-    assert float(moe.balance_loss(moe.Load(0 * one, 0 * one))) == 0
+    assert float(moe.balance_loss(moe.ExpertLoad(one, one))) == pytest.approx(E)
+    assert float(moe.balance_loss(moe.ExpertLoad(0 * one, 0 * one))) == 0
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
 from jaxroll.models import families, folders, hf_config, params
-from jaxroll.models.folders import Converted, Leaf
+from jaxroll.models.folders import Converted, TensorShape
 
 MOE = Path(__file__).parents[1] / "golden" / "qwen3" / "moe"
 SPEC = families.spec("nano", vocab_size=48)
@@ -90,7 +90,7 @@ def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
     values = {name: rng.normal(size=at.shape).astype(np.float32) for name, at in params.abstract(big).items()}
     for folder in (ours := tmp_path / "ours", theirs := tmp_path / "theirs"):
         folder.mkdir()
-    leaves = {name: Leaf(value.dtype, value.shape) for name, value in values.items()}
+    leaves = {name: TensorShape(value.dtype, value.shape) for name, value in values.items()}
     weights.write(ours, leaves, values.__getitem__, big, {})
     save_file(params.exported(big, values), theirs / "model.safetensors")
     (theirs / "config.json").write_text(json.dumps(hf_config.to_huggingface(big, "float32")))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.envs.adapters.openenv_env import OpenEnvGame, Settings, View
+from jaxroll.envs.adapters.openenv_env import GameView, OpenEnvGame, Settings
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +61,8 @@ def test_our_client_plays_an_environment_of_openenv() -> None:
     with serving(str(BIN / "python"), program, "serve") as url:
         game = OpenEnvGame(Settings(url=url, action="text"))
         assert game.start(17) == "game 17"
-        assert game.play("5") == View("higher", reward=-0.25)
-        assert game.play("7") == View("right", True, 0.75, {"steps": 2.0})
+        assert game.play("5") == GameView("higher", reward=-0.25)
+        assert game.play("7") == GameView("right", True, 0.75, {"steps": 2.0})
         game.close()
         game = OpenEnvGame(Settings(url=url))
         game.start(3)

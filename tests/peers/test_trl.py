@@ -21,7 +21,7 @@ from jaxroll.config.derived import settled
 from jaxroll.learner import minibatch, packing, step
 from jaxroll.learner.minibatch import Sample
 from jaxroll.learner.step import PROXIMAL, REFERENCE, Recipe
-from jaxroll.learner.trainer import Programs
+from jaxroll.learner.trainer import TrainingPrograms
 from jaxroll.models import params as model_params
 from jaxroll.sharding import Layout
 
@@ -127,7 +127,7 @@ def ours(case: str, given: dict[str, np.ndarray], logps: np.ndarray) -> tuple[fl
     placed |= {name: jax.numpy.asarray(packing.spread(batch, values)) for name, values in streams.items()}
     params = {name: jax.numpy.asarray(value) for name, value in model_params.weights(config.model, spec).items()}
     grads, seen = step.gradients(made, params, placed)
-    ours_logps = Programs(made)._logprobs(params, placed)
+    ours_logps = TrainingPrograms(made)._logprobs(params, placed)
 
     def of_logprobs(logprobs: jax.Array) -> jax.Array:
         tokens = step.Tokens(

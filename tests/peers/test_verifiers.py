@@ -22,7 +22,7 @@ from jaxroll.rollout.episode import Bounds, RolloutManager
 from jaxroll.rpc import http
 from jaxroll.serving.agents import Agents
 from jaxroll.serving.http_answers import Served
-from jaxroll.serving.http_requests import Room
+from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.serving.http_server import FrontEnd
 from jaxroll.text.tokenizers import HFTokenizer
 from tests.harness.train_process import Train, assert_sound
@@ -115,7 +115,7 @@ def test_the_client_of_renderers_reads_the_answers_of_the_front_end(peer: Any) -
     engine: Any = Engine(tokenizer, reversal)
 
     async def ask() -> dict[str, Any]:
-        model = Served("m", engine, Room(100, tokenizer), lambda: Version(0, 1), EngineStats)
+        model = Served("m", engine, EngineLimits(100, tokenizer), lambda: Version(0, 1), EngineStats)
         listening = http.listen("127.0.0.1", 0)
         serving = asyncio.create_task(http.serve(FrontEnd(model, "a-token").app, listening))
         try:

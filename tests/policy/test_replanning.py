@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxroll.policy.step_times import MOST_STEPS, STEADY_S, STEPS, Load, Replanner, SamplerPlan
+from jaxroll.policy.step_times import MOST_STEPS, STEADY_S, STEPS, Replanner, SamplerPlan, StepLoad
 
 # 64 rollouts of 5 s a step, 16 at once on a sampler, α = 1; without training 20 s of one sampler.
-LOAD = Load(train_s=10.0, rollout_s=5.0, rollouts=64, room=16, alpha=1.0)
+LOAD = StepLoad(train_s=10.0, rollout_s=5.0, rollouts=64, room=16, alpha=1.0)
 
 
 class Fleet:
     """Samplers of which a plan releases some, and starts them again if they are asked for."""
 
-    def __init__(self, count: int, load: Load = LOAD, true: Load | None = None, least: int = 1) -> None:
+    def __init__(self, count: int, load: StepLoad = LOAD, true: StepLoad | None = None, least: int = 1) -> None:
         self.now_s, self.steps, self.load, self.true = 0.0, 0, load, true or load
         self.present, self.spare = {f"sampler-{n}" for n in range(count)}, list[str]()
         self.replanner = Replanner(least, 2)
@@ -56,7 +56,7 @@ def test_the_seconds_of_a_step(samplers: int, step_s: float) -> None:
 
 
 def test_generation_bounds_a_step_of_a_quick_learner() -> None:
-    quick = Load(0.1, 5.0, 64, 16, 1.0)
+    quick = StepLoad(0.1, 5.0, 64, 16, 1.0)
     assert quick.step_s(2) == pytest.approx(64 * 5.0 / 32, rel=0.01) and quick.needed() == 8  # none waits for room
 
 
@@ -64,7 +64,7 @@ def test_generation_bounds_a_step_of_a_quick_learner() -> None:
 def test_the_needed_samplers_are_the_fewest_that_keep_the_time_of_a_step(seed: int) -> None:
     drawn = random.Random(seed)
     for _ in range(200):
-        load = Load(drawn.uniform(0.1, 20), drawn.uniform(0.1, 20), drawn.randint(1, 300), drawn.randint(1, 64),
+        load = StepLoad(drawn.uniform(0.1, 20), drawn.uniform(0.1, 20), drawn.randint(1, 300), drawn.randint(1, 64),
                     drawn.choice((0.0, 0.5, 1.0, 4.0)))  # fmt: skip
         least = drawn.randint(1, 3)
         fastest_s = load.step_s(10_000)
@@ -82,10 +82,10 @@ def test_samplers_that_shorten_no_step_leave_and_replace_one_that_is_lost() -> N
 
 
 def test_the_slower_steps_at_the_start_of_a_run_do_not_hide_that_a_release_made_steps_longer() -> None:
-    start = Load(20.0, 5.0, 64, 16, 1.0)
+    start = StepLoad(20.0, 5.0, 64, 16, 1.0)
     fleet = Fleet(6, true=start)
     fleet.run(14)
-    fleet.true = Load(10.0, 12.0, 64, 16, 1.0)
+    fleet.true = StepLoad(10.0, 12.0, 64, 16, 1.0)
     released, asked = fleet.run(100)
     assert released.leave and asked.more == len(released.leave)
 
@@ -97,7 +97,7 @@ def test_without_a_change_of_the_membership_nothing_is_planned() -> None:
 
 def test_a_release_that_makes_steps_longer_is_taken_back_for_good() -> None:
     """Full engines are slower than the model knows."""
-    fleet = Fleet(6, true=Load(10.0, 12.0, 64, 16, 1.0))
+    fleet = Fleet(6, true=StepLoad(10.0, 12.0, 64, 16, 1.0))
     released, asked = fleet.run(300)
     assert len(released.leave) == 2 and asked.more == 2 and len(fleet.present) == 6
 
@@ -106,7 +106,7 @@ def test_answers_that_become_longer_bring_released_samplers_back() -> None:
     fleet = Fleet(8)
     fleet.run(30)
     assert len(fleet.present) == 4
-    fleet.load = fleet.true = Load(10.0, 9.0, 64, 16, 1.0)
+    fleet.load = fleet.true = StepLoad(10.0, 9.0, 64, 16, 1.0)
     fleet.run(60)
     assert len(fleet.present) == fleet.load.needed() > 4
 
@@ -126,7 +126,7 @@ def test_an_earlier_process_of_the_store_may_have_planned() -> None:
 
 
 def test_a_sampler_that_comes_and_goes_quickly_causes_no_plan() -> None:
-    quick = Load(0.5, 0.25, 64, 16, 1.0)
+    quick = StepLoad(0.5, 0.25, 64, 16, 1.0)
     fleet = Fleet(4, quick)
     fleet.run(100)
     for count in range(400):  # every 2 s
@@ -138,8 +138,8 @@ def test_a_sampler_that_comes_and_goes_quickly_causes_no_plan() -> None:
 def flapping(seed: int) -> Iterator[tuple[Fleet, int]]:
     """A fleet whose members come and go at random, and the plans between two changes."""
     drawn = random.Random(seed)
-    load = Load(drawn.uniform(0.1, 12), drawn.uniform(0.5, 12), 64, 16, drawn.choice((0.0, 1.0, 3.0)))
-    slower = Load(load.train_s, load.rollout_s * drawn.choice((1.0, 1.0, 2.0)), 64, 16, load.alpha)
+    load = StepLoad(drawn.uniform(0.1, 12), drawn.uniform(0.5, 12), 64, 16, drawn.choice((0.0, 1.0, 3.0)))
+    slower = StepLoad(load.train_s, load.rollout_s * drawn.choice((1.0, 1.0, 2.0)), 64, 16, load.alpha)
     fleet = Fleet(drawn.randint(1, 10), load, slower, drawn.randint(1, 2))
     starts, pause = drawn.random() < 0.8, drawn.choice((2, 15, 60, 400))
     for number in range(40):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from jaxroll.errors import ConfigError
-from jaxroll.policy.routing import Load, Pools, may_help, route, serves
+from jaxroll.policy.routing import Pools, SamplerLoad, may_help, route, serves
 
 
 def routed(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
@@ -18,7 +18,7 @@ def routed(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
         last = ""
         places = []
         for _ in range(members):
-            last = route({name: Load(count) for name, count in conversations.items()}, last, replicate)
+            last = route({name: SamplerLoad(count) for name, count in conversations.items()}, last, replicate)
             conversations[last] += 1
             places.append(last)
         found.append("".join(places))
@@ -38,26 +38,26 @@ def test_members_are_routed_by_the_policy(replicate: str, groups: list[int], pla
 
 
 def test_after_its_sampler_is_gone_a_group_goes_to_the_least_busy_one() -> None:
-    assert route({"b": Load(3), "c": Load(2)}, "a", "together") == "c"
+    assert route({"b": SamplerLoad(3), "c": SamplerLoad(2)}, "a", "together") == "c"
 
 
 @pytest.mark.parametrize(
     ("own", "other", "placement", "found"),
     [
-        (Load(4, 4, "x"), Load(3, 4, "y"), "together", "b"),
-        (Load(5, 4, "x"), Load(4, 4, "y"), "together", "a"),  # a queue here or there
-        (Load(1, 1, "x"), Load(2, 4, "x"), "spread", "b"),  # more conversations, and no queue
+        (SamplerLoad(4, 4, "x"), SamplerLoad(3, 4, "y"), "together", "b"),
+        (SamplerLoad(5, 4, "x"), SamplerLoad(4, 4, "y"), "together", "a"),  # a queue here or there
+        (SamplerLoad(1, 1, "x"), SamplerLoad(2, 4, "x"), "spread", "b"),  # more conversations, and no queue
     ],
 )
 def test_a_full_sampler_gets_a_conversation_only_if_all_are_full(
-    own: Load, other: Load, placement: str, found: str
+    own: SamplerLoad, other: SamplerLoad, placement: str, found: str
 ) -> None:
     assert route({"a": own, "b": other}, "", placement, "x") == found
 
 
 loads = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(Load, st.integers(0, 5), st.integers(1, 4), st.sampled_from(["", "x", "y"])),
+    st.builds(SamplerLoad, st.integers(0, 5), st.integers(1, 4), st.sampled_from(["", "x", "y"])),
     min_size=1,
 )
 
@@ -66,7 +66,7 @@ loads = st.dictionaries(
     loads, st.sampled_from("abcdefg"), st.sampled_from(["together", "spread", "auto"]), st.sampled_from(["", "x", "y"])
 )
 def test_a_conversation_leaves_its_pool_only_where_all_of_it_is_full(
-    samplers: dict[str, Load], last: str, placement: str, work: str
+    samplers: dict[str, SamplerLoad], last: str, placement: str, work: str
 ) -> None:
     found = route(samplers, last, placement, work)
     own = [load for load in samplers.values() if serves(load.pool, work)]

@@ -80,7 +80,7 @@ def launched(tmp_path: Path, *words: str, hosts: Hosts | None = None) -> Iterato
 
 def follow(tmp_path: Path, process: subprocess.Popen, step: int, folder: str = "run") -> list[dict]:
     """The rows of the run in its `folder` until `step`, or its end."""
-    rows, seen = metrics.Follower(tmp_path / folder / "metrics.jsonl"), []
+    rows, seen = metrics.RowReader(tmp_path / folder / "metrics.jsonl"), []
     deadline, pause = time.monotonic() + 2 * START_S, threading.Event()
     while process.poll() is None and time.monotonic() < deadline and last_step(seen) < step:
         seen += rows.rows()
@@ -113,7 +113,7 @@ def test_roles_on_other_hosts_are_started_again_by_the_supervisor(tmp_path: Path
         (sampler,) = [one for one in roles() if one.cmdline()[1:4] == ["-m", "jaxroll", "sampler"]]
         sampler.send_signal(signal.SIGKILL)
         assert process.wait(timeout=2 * START_S) == 0, said(tmp_path)
-    seen = metrics.Follower(tmp_path / "run" / "metrics.jsonl").rows(closed=True)
+    seen = metrics.RowReader(tmp_path / "run" / "metrics.jsonl").rows(closed=True)
     assert last_step(seen) == 40
     assert [row["process"] for row in seen if row.get("kind") == "restart"] == ["sampler-0"]
     assert (tmp_path / "run" / "token").read_text().strip() not in (tmp_path / "calls").read_text()

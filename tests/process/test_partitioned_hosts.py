@@ -31,7 +31,7 @@ def test_a_cut_between_two_hosts_of_a_role_restarts_the_role(tmp_path: Path) -> 
             f"--config.store.lease_s={LEASE_S}", "--config.store.rpc_deadline_s=4", "--config.supervisor.backoff_s=0.5",
         )  # fmt: skip
         with launched(tmp_path, *words, hosts=hosts) as process:
-            rows, seen, pause = metrics.Follower(tmp_path / "run" / "metrics.jsonl"), list[dict](), threading.Event()
+            rows, seen, pause = metrics.RowReader(tmp_path / "run" / "metrics.jsonl"), list[dict](), threading.Event()
 
             def until(step: int, restarts: int, limit_s: float) -> None:
                 deadline_s = time.monotonic() + limit_s

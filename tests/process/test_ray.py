@@ -59,7 +59,7 @@ class Launched:
     def __init__(self, folder: Path, cluster: Any) -> None:
         self.run_dir, self.output, self._cluster = folder / "scratch", folder / "out", cluster
         self.rows: list[dict] = []
-        self._rows = metrics.Follower(self.run_dir / "metrics.jsonl")
+        self._rows = metrics.RowReader(self.run_dir / "metrics.jsonl")
         words = [
             "launch",
             "--on=ray",

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.folders import DTYPES, Leaf
+from jaxroll.models.folders import DTYPES, TensorShape
 from jaxroll.models.transformer import forward
 from jaxroll.tools import weights
 from tests.harness.train_process import Train, assert_sound
@@ -87,10 +87,10 @@ def write_model(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=0, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([], trainer)
     spec = families.spec("qwen3_0p6b")
-    leaves = {name: Leaf(_BF16, tuple(leaf.shape)) for name, leaf in params.abstract(spec).items()}
+    leaves = {name: TensorShape(_BF16, tuple(leaf.shape)) for name, leaf in params.abstract(spec).items()}
     values = {name: random_value(name, leaf.shape) for name, leaf in leaves.items()}
     values["embed"] = ending(spec, values, tokenizer.encode(_PROMPT, add_special_tokens=False).ids)
-    source = weights.Source("random", spec, leaves, values.__getitem__, None, None)
+    source = weights.WeightSource("random", spec, leaves, values.__getitem__, None, None)
     weights.export(source, folder, weights.AS_STORED, 10**9)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": _END, "pad_token": "<|endoftext|>", "chat_template": _TEMPLATE}

@@ -32,7 +32,7 @@ def log_of(database: Path) -> dict[int, bytes]:
 
 def until(step: int, rows: Path, processes: dict[str, subprocess.Popen], tmp_path: Path) -> None:
     """Wait until the metrics in `rows` reach `step`."""
-    follower, seen = metrics.Follower(rows), list[dict]()
+    follower, seen = metrics.RowReader(rows), list[dict]()
     deadline_s, pause = time.monotonic() + LIMIT_S, threading.Event()
     while last_step(seen) < step:
         seen += follower.rows() if rows.exists() else []

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxroll.report import page, record, summary
-from jaxroll.report.record import ClaimTimes, History
+from jaxroll.report.record import ClaimTimes, LogFacts
 from tests.harness.run_folder import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
@@ -23,9 +23,9 @@ def config(alpha: float = 1.0, **sampler: int) -> dict[str, Any]:
     return {"schedule": schedule, "sampler": {"count": 1, "slots": 64, "concurrent_episodes": 0} | sampler}
 
 
-def history(made_s: float = 2.1, waited_s: float = 0.5) -> History:
+def history(made_s: float = 2.1, waited_s: float = 0.5) -> LogFacts:
     """Twenty claims."""
-    return History(claim_times=(ClaimTimes(waited_s, 1.0, made_s, made_s),) * 20, published=PUBLISHED)
+    return LogFacts(claim_times=(ClaimTimes(waited_s, 1.0, made_s, made_s),) * 20, published=PUBLISHED)
 
 
 def rows(window: int = 8) -> list[dict[str, Any]]:
@@ -57,10 +57,10 @@ def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more(
         pytest.param(history(), config(concurrent_episodes=32), 8, id="samplers have no room for more"),
         pytest.param(history(), config(0.0), 8, id="synchronous by choice"),
         pytest.param(replace(history(), claim_times=history().claim_times[:7]), config(), 8, id="too few claims"),
-        pytest.param(History(), config(), 8, id="no log"),
+        pytest.param(LogFacts(), config(), 8, id="no log"),
     ],
 )
-def test_no_advice_when_alpha_is_not_the_reason(found: History, settings: dict[str, Any], window: int) -> None:
+def test_no_advice_when_alpha_is_not_the_reason(found: LogFacts, settings: dict[str, Any], window: int) -> None:
     assert summary.alpha_wanted(rows(window), STEPS, found, settings) is None
     assert summary.words(1.0, None) == ""
 

@@ -121,7 +121,7 @@ def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lin
     with bounded(None):
         for words in (["report", str(path)], ["report", str(path), "--json"], ["list", str(path.parent)]):
             assert cli.main(words) == 0
-        rows = metrics.Follower(path / "metrics.jsonl").rows(closed=True)
+        rows = metrics.RowReader(path / "metrics.jsonl").rows(closed=True)
         plain = PlainView(path, 6, out=io.StringIO())
         table = TableView(path, 6, console=Console(file=io.StringIO(), force_terminal=True, width=100))
         for view in (plain, table):

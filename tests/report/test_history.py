@@ -153,9 +153,9 @@ def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(
 
 
 def test_no_log_a_new_log_and_a_broken_log(tmp_path, log):
-    assert record.read(tmp_path, None) == record.History()
+    assert record.read(tmp_path, None) == record.LogFacts()
     (tmp_path / "store.db").touch()
-    assert record.read(tmp_path, None) == record.History()
+    assert record.read(tmp_path, None) == record.LogFacts()
     (tmp_path / "store.db").write_bytes(b"this is not a database, however long it may be " * 40)
     with pytest.raises(DataError, match=r"store\.db"):
         record.read(tmp_path, None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.report import activity, record, summary
-from jaxroll.report.record import History, Run
+from jaxroll.report.record import LogFacts, Run
 from tests.harness.run_folder import REQUIRED
 
 CONFIG = {"schedule": {"alpha": 1.0, "steps": 9}, "learner": {"mesh": {"fsdp": 2}}, "sampler": {"mesh": {"tensor": 2}}}
@@ -158,9 +158,9 @@ def test_mismatch_is_compared_with_the_tightest_bound_of_its_steps():
 
 def test_groups_trained_twice_by_the_log_or_by_the_learner():
     steps = [step(1, 0, 1, groups=[1, 2]), step(2, 1, 2, groups=[2, 3, 3])]
-    assert summary.trained_twice(steps, History(groups_trained_twice=0)) == 2
-    assert summary.trained_twice(steps[:1], History(groups_trained_twice=5)) == 5
-    assert summary.trained_twice([], History()) is None
+    assert summary.trained_twice(steps, LogFacts(groups_trained_twice=0)) == 2
+    assert summary.trained_twice(steps[:1], LogFacts(groups_trained_twice=5)) == 5
+    assert summary.trained_twice([], LogFacts()) is None
 
 
 # --- accuracy

@@ -18,7 +18,7 @@ from jaxroll.errors import DataError
 from jaxroll.rewards import code
 from jaxroll.rewards import programs as module
 from jaxroll.rewards.code import CodeScorer, RowTests, program_of, submission
-from jaxroll.rewards.programs import Programs, Run, ServerLost
+from jaxroll.rewards.programs import Run, SandboxedPrograms, ServerLost
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 FENCED = "I add them.\n```python\nprint(1)\n```\nNo, so:\n```python\nprint(2)\n```\n"
@@ -98,13 +98,13 @@ def test_a_built_in_exception_keeps_its_type_and_others_do_not_end_the_tests() -
 
 
 @pytest.fixture
-def programs() -> Iterator[Programs]:
-    found = Programs()
+def programs() -> Iterator[SandboxedPrograms]:
+    found = SandboxedPrograms()
     yield found
     found.close()
 
 
-def scored(programs: Programs, row: Mapping[str, Any], *answers: str) -> list[float]:
+def scored(programs: SandboxedPrograms, row: Mapping[str, Any], *answers: str) -> list[float]:
     found = code.scores([submission(row, answer) for answer in answers], programs, lambda: None)
     for each in found:
         if isinstance(each, Exception):
@@ -141,7 +141,7 @@ CALLS = [
 
 
 @pytest.mark.process
-def test_right_programs_are_paid_and_wrong_ones_are_not(programs: Programs) -> None:
+def test_right_programs_are_paid_and_wrong_ones_are_not(programs: SandboxedPrograms) -> None:
     right, wrong, partly = "print(sum(map(int, input().split())))", "print(1)", "print(2)"
     imports = "import sys, heapq, numpy\nprint(int(numpy.array(sys.stdin.read().split(), int).sum()))"
     threads = "import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()"
@@ -162,7 +162,7 @@ def test_right_programs_are_paid_and_wrong_ones_are_not(programs: Programs) -> N
 
 
 @pytest.mark.process
-def test_every_hack_of_the_table_is_paid_nothing_and_the_server_survives(programs: Programs) -> None:
+def test_every_hack_of_the_table_is_paid_nothing_and_the_server_survives(programs: SandboxedPrograms) -> None:
     printing = {"tests": list(hacks.STDIN_TESTS), "time_limit_s": 1.0}
     called = {"tests": list(hacks.ASSERTS), "time_limit_s": 1.0}
     pid = programs.pid
@@ -176,7 +176,7 @@ def test_every_hack_of_the_table_is_paid_nothing_and_the_server_survives(program
 
 
 @pytest.mark.process
-def test_no_program_escapes(programs: Programs, tmp_path: Path) -> None:
+def test_no_program_escapes(programs: SandboxedPrograms, tmp_path: Path) -> None:
     with hacks.targets(tmp_path) as targets:
         for name, escape in hacks.ESCAPES.items():
             (outcome,) = programs.run([Run(targets.filled(escape.program), time_limit_s=5.0)])
@@ -185,7 +185,7 @@ def test_no_program_escapes(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_tests_that_are_code_run_for_any_number_of_answers(programs: Programs) -> None:
+def test_tests_that_are_code_run_for_any_number_of_answers(programs: SandboxedPrograms) -> None:
     """The status of each program is taken: about 280 fill a socket, and the server would wait for room forever."""
     scorer = CodeScorer(programs, lambda: None)
     row = {"tests": ["assert f(1) == 2"], "time_limit_s": 1.0}
@@ -196,7 +196,7 @@ def test_tests_that_are_code_run_for_any_number_of_answers(programs: Programs) -
 @pytest.mark.process
 def test_a_server_that_stops_answering_is_lost_and_no_test_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ALLOWANCE_S", 0.5)
-    programs = Programs()
+    programs = SandboxedPrograms()
     scorer = CodeScorer(programs, lambda: None)
     try:
         assert scorer.score({"tests": ["assert f(1) == 2"]}, "def f(x): return 2") == 1.0
@@ -221,7 +221,7 @@ for fd in range(3, 1024):
 
 
 @pytest.mark.process
-def test_a_program_has_no_descriptor_of_its_neighbours(programs: Programs) -> None:
+def test_a_program_has_no_descriptor_of_its_neighbours(programs: SandboxedPrograms) -> None:
     outcomes = programs.run([Run(NEIGHBOURS)] * 70)
     assert {(outcome.output, outcome.failure) for outcome in outcomes} == {(b"", "")}
 
@@ -229,7 +229,7 @@ def test_a_program_has_no_descriptor_of_its_neighbours(programs: Programs) -> No
 @pytest.mark.process
 def test_a_worker_with_many_descriptors_passes_none_to_programs() -> None:
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
-    programs = Programs()
+    programs = SandboxedPrograms()
     try:
         outcomes = programs.run([Run(NEIGHBOURS)] * 3)
         assert {(outcome.output, outcome.failure) for outcome in outcomes} == {(b"", "")}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lib import hacks
 from jaxroll.rewards import plain
-from jaxroll.rewards.programs import Outcome, Programs, Run
+from jaxroll.rewards.programs import Outcome, Run, SandboxedPrograms
 
 PLAIN = {
     "print(int(input()) + 1)": "42\n",
@@ -132,7 +132,7 @@ RIGHT = "print(int(input()) + 1)"
 
 @pytest.mark.process
 def test_the_outcome_of_a_program_does_not_depend_on_its_batch() -> None:
-    programs = Programs()
+    programs = SandboxedPrograms()
     try:
         hacking = (each for each in hacks.PRINTING.values() if "import" not in each and "while" not in each)
         for source in (*HARMFUL, *hacking):

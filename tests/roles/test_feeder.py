@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.data.tasks import Candidate, Candidates, PromptPipeline
+from jaxroll.data.tasks import Candidates, PromptPipeline, WorkedTask
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.records import Task
 from jaxroll.roles import store
@@ -154,7 +154,7 @@ def test_a_source_that_fails_for_a_while_gives_the_same_prompts(name: str, monke
     wanted = [(next(fresh), fresh.state()) for _ in range(count)]
     pipeline, calls, at, sent = PromptPipeline(config), itertools.count(), Candidates.at, list[FeedReply]()
 
-    def failing(self: Candidates, index: int) -> Candidate:
+    def failing(self: Candidates, index: int) -> WorkedTask:
         if next(calls) in (0, 3, 4):
             raise InfraError("the server is gone")
         return at(self, index)
@@ -169,5 +169,5 @@ def test_a_source_that_fails_for_a_while_gives_the_same_prompts(name: str, monke
         store._answer(pipeline, FeedRequest(count), sent.append)
 
 
-def gone(self: Candidates, index: int) -> Candidate:
+def gone(self: Candidates, index: int) -> WorkedTask:
     raise InfraError("the server is gone")

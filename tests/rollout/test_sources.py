@@ -14,7 +14,7 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.parsing import SOURCE_ITEMS, labels, played_tasks
-from jaxroll.data.tasks import Candidate, Candidates, evaluated
+from jaxroll.data.tasks import Candidates, WorkedTask, evaluated
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.errors import DataError
@@ -45,7 +45,7 @@ MIXED = config(BITS, LAKE, SPELL)
 class Scripted:
     """A model that answers as the worked conversations do; odd members begin with a wrong answer."""
 
-    def __init__(self, found: dict[int, Candidate], words: Any) -> None:
+    def __init__(self, found: dict[int, WorkedTask], words: Any) -> None:
         self._found, self._words, self._turns = found, words, Counter[tuple[int, int]]()
 
     async def generate(
@@ -144,7 +144,7 @@ def test_items_of_a_held_out_set_may_have_any_index() -> None:
     async def job() -> list[list[Score]]:
         executors = Executors(_Pool(), made)  # type: ignore[arg-type]
         manager = RolloutManager(
-            Scripted({0: Candidate(task, (Message("assistant", "1"),))}, candidates.tokenizer), executors.create,
+            Scripted({0: WorkedTask(task, (Message("assistant", "1"),))}, candidates.tokenizer), executors.create,
             candidates.tokenizer, SamplingParams(max_tokens=12), sources=labels(made),
         )  # fmt: skip
         found = await scores(manager, [task], candidates.tokenizer, Version(0, 0), permits=1)

@@ -13,7 +13,7 @@ import pytest
 from jaxroll import errors, wire
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import protocol
-from jaxroll.rpc.protocol import Envelope, Refusal, error_of, refusal_of
+from jaxroll.rpc.protocol import CallRefusal, Envelope, error_of, refusal_of
 
 
 def test_a_token_admits_its_own_role_only() -> None:
@@ -199,4 +199,4 @@ def test_every_refusal_of_the_tree_has_a_code() -> None:
 
 
 def test_a_refusal_of_a_later_protocol_is_still_a_refusal() -> None:
-    assert type(error_of(Refusal("TOO_TIRED", "later"))) is errors.StoreRefusal
+    assert type(error_of(CallRefusal("TOO_TIRED", "later"))) is errors.StoreRefusal

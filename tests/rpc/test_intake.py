@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxroll.rpc import intake as intakes
 from jaxroll.rpc import protocol
-from jaxroll.rpc.intake import Busy, Credit, Intake, Malformed, RefusalThrottle, TooManyCalls
+from jaxroll.rpc.intake import Busy, Credit, Intake, MalformedBody, RefusalThrottle, TooManyCalls
 
 PIECE = protocol.PIECE_BYTES
 LIMIT = 4 * PIECE
@@ -62,7 +62,7 @@ def test_what_comes_is_what_was_declared_or_it_is_refused(declared: int | None, 
                 assert intake.held_bytes == len(data)
                 assert declared is None or len(data) == declared
                 return len(data)
-        except Malformed:
+        except MalformedBody:
             wanted = declared is None or declared <= LIMIT
             assert not wanted or not _fits(declared, sizes)
             return -1
@@ -87,7 +87,7 @@ def test_a_body_too_large_is_refused_unread() -> None:
         async def read() -> bytes:
             raise AssertionError("it was read")
 
-        with pytest.raises(Malformed, match=rf"{LIMIT + 1} bytes; the limit is {LIMIT}"):
+        with pytest.raises(MalformedBody, match=rf"{LIMIT + 1} bytes; the limit is {LIMIT}"):
             async with Intake(LIMIT).body(read, LIMIT + 1, 5.0):
                 pass
 

@@ -85,7 +85,7 @@ class Sampler:
 
     def __init__(self, folder: Path, name: str, version: Version | None = V0) -> None:
         self.file, self.engine, self.weights = folder / f"{name}.addr", Engine(), Weights(version)
-        self.service = service.Serving(self.engine, self.weights, run_id="run", config_digest="digest")
+        self.service = service.RunService(self.engine, self.weights, run_id="run", config_digest="digest")
         self._server: RawServer | None = None
 
     async def start(self) -> None:

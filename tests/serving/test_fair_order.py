@@ -14,7 +14,7 @@ import pytest
 from jaxroll.protocols import Completion, SamplingParams
 from jaxroll.records import VersionRun
 from jaxroll.serving.engine_thread import Admission, FairQueue, WakeQueue
-from jaxroll.serving.http_answers import Answer, Arriving
+from jaxroll.serving.http_answers import JoinedTokens, StreamedAnswer
 from jaxroll.serving.http_requests import Wanted
 from tests.harness.http_engine import TOKEN, V1, V2, Engine, served
 from tests.serving.test_http import TEXT, connect, run
@@ -218,7 +218,7 @@ def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answ
         turns, others = WakeQueue(), list[int]()
         for number in range(1000):
             turns.wake(f"other {number}", lambda number=number: others.append(number))
-        arriving = Arriving("a", turns)
+        arriving = JoinedTokens("a", turns)
         arriving.add(0, PIECES[0])
         assert await arriving.take() == [(0, PIECES[:1])]
         first = len(others)
@@ -236,7 +236,7 @@ def test_the_first_tokens_of_an_answer_and_its_end_pass_the_tokens_of_other_answ
 def test_tokens_that_arrive_before_their_turn_are_sent_together() -> None:
     async def check() -> None:
         turns = WakeQueue()
-        arriving = Arriving("a", turns)
+        arriving = JoinedTokens("a", turns)
         for piece in PIECES:
             arriving.add(0, piece)
         arriving.add(1, PIECES[0])
@@ -265,7 +265,7 @@ END = piece([1, 2, 3, 4], VersionRun(V1, 4), finish="stop")
 
 def test_pieces_that_are_sent_together_have_the_tokens_log_probs_and_versions_of_each() -> None:
     wanted = Wanted(([1],), 1, SamplingParams(4), stream=True, logprobs=True, token_ids=True)
-    sent = Answer(TEXT, wanted).add(PIECES)
+    sent = StreamedAnswer(TEXT, wanted).add(PIECES)
     assert sent.tokens == [1, 2, 3, 4] and sent.logprobs == [-1.0, -2.0, -3.0, -4.0]
     assert sent.versions == (VersionRun(V1, 2), VersionRun(V2, 2)) and sent.finish is None
-    assert Answer(TEXT, wanted).add(PIECES[:1]).versions == (VersionRun(V1, 1),)
+    assert StreamedAnswer(TEXT, wanted).add(PIECES[:1]).versions == (VersionRun(V1, 1),)

@@ -18,7 +18,7 @@ from jaxroll.protocols import SamplingParams
 from jaxroll.rpc import http, protocol
 from jaxroll.serving import http_server
 from jaxroll.serving.http_answers import CallStream, ChatLayout, Piece, Served, TextStream, event
-from jaxroll.serving.http_requests import Room, Wanted
+from jaxroll.serving.http_requests import EngineLimits, Wanted
 from jaxroll.text.tokenizers import HFTokenizer
 from tests.harness.http_engine import TEXT, TOKEN, V1, V2, Engine, served
 
@@ -77,7 +77,7 @@ def test_a_streamed_chat_equals_the_single_answer_with_ids_logprobs_and_versions
 def test_an_event_names_the_weights_that_the_server_has_then() -> None:
     at = [V1]
     wanted = Wanted(([1],), 1, SamplingParams(4), stream=True, token_ids=True)
-    layout = ChatLayout(Served("m", Engine(), Room(9, TEXT), lambda: at[0], EngineStats), wanted, "id")
+    layout = ChatLayout(Served("m", Engine(), EngineLimits(9, TEXT), lambda: at[0], EngineStats), wanted, "id")
 
     async def pieces():
         for text in "abcd":

@@ -188,7 +188,7 @@ def test_a_mixed_cluster_beats_clusters_of_one_type_at_equal_price() -> None:
 
 def test_samplers_of_different_speed_have_equal_shares_while_all_have_free_slots() -> None:
     """The store deals by free slots; if memory leaves too few of them, the sampler that ends first gets the next."""
-    one, members = place.Candidate("bounded", 2.0, 0, 2, (1, 3), 1), []
+    one, members = place.PlacementPlan("bounded", 2.0, 0, 2, (1, 3), 1), []
     for memory in (math.inf, 3.6e10):
         planner = eighth(H800, replace(H20, memory_bytes=memory))
         slots = planner.slots(one)

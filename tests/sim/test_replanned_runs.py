@@ -12,7 +12,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, Workload
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, Workload
 
 TRAIN_S, NEVER_S = 4.0, 1e6
 # Answers of 6 tokens of 0.5 s; a sampler has room for 4 of the 8 of a step, so that three are enough at α = 1.
@@ -27,7 +27,7 @@ CLUSTER = Cluster(
 
 
 @functools.cache
-def rows(count: int, least: int, steps: int, failures: tuple[Failure, ...] = ()) -> Sequence[Mapping[str, Any]]:
+def rows(count: int, least: int, steps: int, failures: tuple[RoleFailure, ...] = ()) -> Sequence[Mapping[str, Any]]:
     cluster = replace(CLUSTER, failures=failures)
     return simulate.simulated_rows(config(count, least, steps), cluster, Path(), keep=False)
 
@@ -41,7 +41,7 @@ def config(count: int, least: int, steps: int) -> configs.Config:
     }))  # fmt: skip
 
 
-def figures(count: int, least: int, steps: int, failures: tuple[Failure, ...] = ()) -> simulate.Figures:
+def figures(count: int, least: int, steps: int, failures: tuple[RoleFailure, ...] = ()) -> simulate.Figures:
     return simulate.figures(rows(count, least, steps, failures), config(count, least, steps), CLUSTER)
 
 
@@ -71,7 +71,7 @@ def test_where_all_samplers_are_needed_the_run_is_the_same() -> None:
 
 @pytest.mark.soak
 def test_lost_samplers_are_replaced_by_those_that_had_left() -> None:
-    lost = tuple(Failure(120.0, f"sampler-{n}", NEVER_S) for n in (1, 3))
+    lost = tuple(RoleFailure(120.0, f"sampler-{n}", NEVER_S) for n in (1, 3))
     planned = figures(6, 1, 60, lost)
     released, *asked = plans(rows(6, 1, 60, lost))
     assert not {one.role for one in lost} & set(released["leave"]) and len(released["leave"]) == 3

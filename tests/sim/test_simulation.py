@@ -23,7 +23,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 from jaxroll.sim import costs, network, simulate
-from jaxroll.sim.costs import Cluster, Failure, Law, LearnerCosts, SamplerCosts, TransferCosts, Workload
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, TransferCosts, Workload
 from jaxroll.sim.devices import SimulatedEngine
 
 TOKENS = 10
@@ -91,7 +91,9 @@ def test_two_samplers_halve_the_generation_where_the_slots_are_scarce() -> None:
 
 def test_equal_simulations_with_failures_give_equal_figures() -> None:
     laws = Workload(answer_tokens=Law("lognormal", mean=8, deviation=6, least=1), env_s=Law("exponential", mean=0.2))
-    cluster = replace(CLUSTER, workload=laws, failures=(Failure(20.0, "sampler-0", 5.0), Failure(50.0, "learner", 2.0)))
+    cluster = replace(
+        CLUSTER, workload=laws, failures=(RoleFailure(20.0, "sampler-0", 5.0), RoleFailure(50.0, "learner", 2.0))
+    )
     found = figures(config(alpha=1.0), cluster)
     assert found == figures(config(alpha=1.0), cluster) and found["age_max"] <= 1
 
@@ -102,7 +104,7 @@ def rows(config: Config, cluster: Cluster) -> list[str]:
 
 def test_the_rows_of_equal_simulations_are_equal_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     laws = Workload(answer_tokens=Law("normal", mean=10, deviation=5, least=1, most=16))
-    cluster = replace(CLUSTER, workload=laws, failures=(Failure(5.0, "sampler-0", 2.0),))
+    cluster = replace(CLUSTER, workload=laws, failures=(RoleFailure(5.0, "sampler-0", 2.0),))
     run = configs.parse(configs.override(configs.to_dict(config(alpha=2.0, steps=10)), ["sampler.count=4"]))
     before = rows(run, cluster)
     monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # each look at the machine's clock is 1 s later
@@ -143,14 +145,14 @@ def test_samplers_that_share_groups_fill_their_slots_at_once() -> None:
 
 
 def test_a_failure_costs_time() -> None:
-    failing = replace(CLUSTER, failures=(Failure(40.0, "sampler-0", 30.0),))
+    failing = replace(CLUSTER, failures=(RoleFailure(40.0, "sampler-0", 30.0),))
     without, with_it = figures(config(alpha=0.0)), figures(config(alpha=0.0), failing)
     assert with_it["seconds"] - without["seconds"] >= 30.0
 
 
 def test_a_failure_of_a_role_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="sampler-1"):
-        figures(config(), replace(CLUSTER, failures=(Failure(1.0, "sampler-1", 1.0),)))
+        figures(config(), replace(CLUSTER, failures=(RoleFailure(1.0, "sampler-1", 1.0),)))
 
 
 def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +176,7 @@ def test_names_of_schedules_and_sweeps() -> None:
 
 
 def test_a_cluster_file_is_read_as_it_is_written(tmp_path: Path) -> None:
-    cluster = replace(CLUSTER, failures=(Failure(1.0, "learner", 2.0),), rpc_bytes_per_s=1e8)
+    cluster = replace(CLUSTER, failures=(RoleFailure(1.0, "learner", 2.0),), rpc_bytes_per_s=1e8)
     (file := tmp_path / "c.toml").write_text(costs.text(cluster))
     assert costs.load(file) == cluster
 
@@ -271,7 +273,7 @@ def test_with_intervals_a_run_goes_on_after_a_restart(role: str) -> None:
     turns = Workload(answer_tokens=Law(mean=2), env_s=Law("exponential", mean=0.5), turns=Law(mean=4))
     cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=0.2), workload=turns)
     for at_s in (9.3, 14.7, 20.0):
-        failing = replace(cluster, failures=(Failure(at_s, role, 1.0),))
+        failing = replace(cluster, failures=(RoleFailure(at_s, role, 1.0),))
         found = simulate.simulate(simulate.scheduled(config(), "interval"), failing, Path(), keep=False)
         assert found["age_max"] == 1
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jaxroll.errors import Conflict, Fenced, InfraError, StoreRefusal
-from jaxroll.rpc.protocol import Refusal
+from jaxroll.rpc.protocol import CallRefusal
 from jaxroll.store import client
 from jaxroll.store.messages import PutAnswer, PutCall, PutReply
 
@@ -30,7 +30,7 @@ class Store:
         return PutReply(tuple(self._answer(body) for body in call.members))
 
     def _answer(self, body: bytes) -> PutAnswer:
-        return PutAnswer("", Refusal("FENCED", body.decode())) if body.startswith(b"f") else PutAnswer("OK")
+        return PutAnswer("", CallRefusal("FENCED", body.decode())) if body.startswith(b"f") else PutAnswer("OK")
 
 
 async def started(puts: client.Puts, *bodies: bytes) -> list[asyncio.Task[str]]:
@@ -126,7 +126,7 @@ def test_a_cancelled_request_is_not_sent_and_delays_no_other() -> None:
 def test_a_store_that_answers_for_others_is_no_store() -> None:
     async def short() -> None:
         async def one_answer(call: PutCall) -> PutReply:
-            return PutReply((PutAnswer("", Refusal("CONFLICT", "x")),))
+            return PutReply((PutAnswer("", CallRefusal("CONFLICT", "x")),))
 
         tasks = await started(client.Puts(one_answer), b"a", b"b", b"c")
         answers = await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,8 +19,8 @@ from jaxroll.protocols import Completion
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.tinker import messages, server, service
 from jaxroll.tinker.sampler import BASE, LoadCall, Rotation, SampleCall, SampleReply
-from jaxroll.tinker.service import Refused, Tinker
-from jaxroll.tinker.trainer import Trained
+from jaxroll.tinker.service import RefusedRequest, Tinker
+from jaxroll.tinker.trainer import ClientModel
 
 ADAM = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
@@ -39,18 +39,18 @@ class Trainer:
     def __init__(self) -> None:
         self.ran: list[Any] = []
 
-    def create(self, rank: int | None, seed: int, **_: bool) -> Trained:
+    def create(self, rank: int | None, seed: int, **_: bool) -> ClientModel:
         self.ran.append(("create", rank))
-        return Trained(len(self.ran), None, {}, None)
+        return ClientModel(len(self.ran), None, {}, None)
 
-    def run(self, model: Trained, asked: messages.ForwardBackward) -> Any:
+    def run(self, model: ClientModel, asked: messages.ForwardBackward) -> Any:
         self.ran.append(("run", len(asked.data)))
         if asked.loss == "unknown":
             model.broken = "no such loss"
             raise DataError("no such loss")
         return [{"logprobs": datum.tokens.astype(np.float32)} for datum in asked.data], {"loss:sum": 1.5}
 
-    def step(self, model: Trained, params: dict[str, float]) -> dict[str, float]:
+    def step(self, model: ClientModel, params: dict[str, float]) -> dict[str, float]:
         self.ran.append(("step", params["learning_rate"]))
         return {}
 
@@ -196,7 +196,7 @@ def test_a_silent_session_ends_with_all_that_it_has_and_no_other_one(
         assert task.cancelled() and list(tinker.models) == [other] and tinker.weights == {}
         assert {promise.session for promise in tinker.promises.values()} == {heard}
         assert parts.sampler.held == {BASE}
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedRequest) as refused:
             tinker.session(silent)
         assert refused.value.status == 410
 
@@ -258,7 +258,7 @@ def test_paths_stay_in_the_folder_of_the_server(tmp_path: Path) -> None:
         _, model = await parts.model()
         (tmp_path / "weights").mkdir()
         for path in ("tinker://../x/weights", "tinker://a/weights/../../b", "/etc", "tinker://a/weights", None):
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedRequest):
                 tinker.folder_of(path)
         bad = await tinker.fetch(tinker.save({"model_id": model, "seq_id": 1, "path": "../up"})["request_id"])
         assert isinstance(bad, dict) and "use letters" in bad["error"] and not (tmp_path.parent / "up").exists()

@@ -21,7 +21,7 @@ from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.models import transformer
 from jaxroll.tinker.messages import Datum, ForwardBackward
-from jaxroll.tinker.trainer import LOSSES, Terms, Trained, Trainer
+from jaxroll.tinker.trainer import LOSSES, ClientModel, Terms, Trainer
 
 ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 LENGTHS = (9, 26, 9, 26, 9)
@@ -78,7 +78,7 @@ def expected_loss(name: str, new: Any, datum: Datum) -> Any:
     return -jnp.minimum(whole * A, jnp.clip(whole, 0.8, 1.2) * A).mean()
 
 
-def adapted(trainer: Trainer, seed: int = 3) -> Trained:
+def adapted(trainer: Trainer, seed: int = 3) -> ClientModel:
     """Adapters that change the model: B is not zero."""
     model = trainer.create(4, seed)
     chance = np.random.default_rng(seed)
@@ -193,7 +193,7 @@ def test_models_share_the_base_and_nothing_else(trainer: Trainer) -> None:
 def test_a_saved_state_goes_on_bit_for_bit(trainer: Trainer, tmp_path: Path, rank: int | None) -> None:
     model = trainer.create(rank, 5)
 
-    def train(one: Trained, seed: int) -> None:
+    def train(one: ClientModel, seed: int) -> None:
         trainer.run(one, asked("cross_entropy", datums(trainer, seed)))
         trainer.step(one, ADAM)
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxroll.config.rewards import RewardModelSettings
 from jaxroll.errors import DataError
 from jaxroll.records import Message
-from jaxroll.rewards.remote import Classifier, HttpError, RemoteParts, Request, Served
+from jaxroll.rewards.remote import Classifier, HttpError, JudgeRequest, ProcessSettings, RemoteParts
 from jaxroll.tools.classifier import RewardModel
 from tests.golden.write_families import CHATS, CONVERSATIONS, tensor
 
@@ -43,8 +43,10 @@ def folder_of(variant: str, folder: Path) -> Path:
     return folder
 
 
-def served(folder: Path, **changes: Any) -> Served:
-    return Served(**{"path": str(folder), "dtype": "float32", "max_tokens": 128, "batch_tokens": 256} | changes)
+def served(folder: Path, **changes: Any) -> ProcessSettings:
+    return ProcessSettings(
+        **{"path": str(folder), "dtype": "float32", "max_tokens": 128, "batch_tokens": 256} | changes
+    )
 
 
 @pytest.mark.parametrize("variant", CHATS)
@@ -87,9 +89,9 @@ def test_a_part_of_a_reward_asks_the_process_once_for_the_same_answer(
 
     async def play() -> None:
         parts = RemoteParts(tmp_path / "verdicts.db")
-        request = Request(({"role": "user", "content": "3+4?"},), "It is 7.", "7", "7")
+        request = JudgeRequest(({"role": "user", "content": "3+4?"},), "It is 7.", "7", "7")
         assert [await parts.value("reward_model", settings, request) for _ in range(2)] == [0.25, 0.25]
-        wanted = Served("models/judge", "float32", 64, settings.batch_tokens)
+        wanted = ProcessSettings("models/judge", "float32", 64, settings.batch_tokens)
         talk = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "It is 7."}]
         assert asked == [(wanted, talk, 9.0)] * 2
         assert parts.counts == {"reward_model: calls": 2, "reward_model: timeout": 1, "reward_model: cached": 1}

@@ -32,7 +32,7 @@ SERVED = {"parameters": 2 * GB, "arriving parameters": 2 * GB, "KV pool": 4 * GB
 
 
 def planned(config: Config, learner: dict[str, int], sampler: dict[str, int]) -> list[plan.Change]:
-    roles = [plan.Role(name, 1, "", {}, iter(())) for name in ("learner", "sampler")]
+    roles = [plan.PlannedRole(name, 1, "", {}, iter(())) for name in ("learner", "sampler")]
     memory = {"learner": {"temporaries": GB, "code": 0} | learner, "sampler": {"temporaries": GB, "code": 0} | sampler}
     return plan.changes(config, roles, memory, LIMITS)
 
@@ -127,10 +127,10 @@ def test_moments_in_host_memory_take_nothing_of_a_chip():
 def test_host_memory_of_the_most_demanding_program_is_added_to_what_is_there_all_the_time():
     """Each role has its own sum; a program that does not fit a chip has no cost."""
     topology = chips.topology("v5e:2x2")
-    roles = [plan.Role(name, 1, "", HELD | SERVED, iter(()), 5) for name in ("learner", "sampler")]
+    roles = [plan.PlannedRole(name, 1, "", HELD | SERVED, iter(()), 5) for name in ("learner", "sampler")]
     least = chips.times(topology.chip, 0, 0, 0)
     rows = [
-        plan.Row(role, "", "", cost, 0, hlo.Statistics(), least, cached=False)
+        plan.PlannedProgram(role, "", "", cost, 0, hlo.Statistics(), least, cached=False)
         for role, cost in (
             ("learner", aot.ProgramCost("accumulate", 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, host_temp_bytes=7)),
             ("learner", aot.ProgramCost("apply", 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, host_temp_bytes=2)),

@@ -30,7 +30,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import TrainState
 from jaxroll.models import families, folders, params
-from jaxroll.models.folders import Leaf
+from jaxroll.models.folders import TensorShape
 from jaxroll.records import Version
 from jaxroll.text import tokenizers
 from jaxroll.tools import generate, weights
@@ -107,7 +107,7 @@ def test_other_readers_read_what_is_written(tmp_path: Path) -> None:
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     """The largest array is less than a tenth of the model: the traced peak stays near that array."""
     spec = families.ModelSpec("wide", 64, 4, 128, 4, 2, 16, 4096)
-    leaves = {name: Leaf(np.dtype(np.float32), leaf.shape) for name, leaf in params.abstract(spec).items()}
+    leaves = {name: TensorShape(np.dtype(np.float32), leaf.shape) for name, leaf in params.abstract(spec).items()}
     (tmp_path / "ours").mkdir()
     own.write(tmp_path / "ours", leaves, lambda name: np.ones(leaves[name].shape, np.float32), spec, {})
     largest = max(leaf.size_bytes for leaf in leaves.values())
@@ -235,7 +235,7 @@ def _changed(tmp_path: Path, change) -> Path:
     tensors = {name: np.array(value) for name, value in tensors.items()}
     change(tensors)
     (folder / "model.safetensors").unlink()
-    leaves = {name: Leaf(value.dtype, value.shape) for name, value in tensors.items()}
+    leaves = {name: TensorShape(value.dtype, value.shape) for name, value in tensors.items()}
     folders.write(folder / "model.safetensors", leaves, tensors.__getitem__)
     return folder
 

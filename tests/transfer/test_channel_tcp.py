@@ -129,7 +129,7 @@ def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> 
         rng = np.random.default_rng(0)
         buffers = [rng.bytes(int(n)) for n in [*rng.integers(0, 9, 100), *rng.integers(1, 60_000, 20)]]
         wanted = b"".join(buffers)
-        connection = channel_tcp.Connection(ours, 0.0)
+        connection = channel_tcp.ReaderConnection(ours, 0.0)
         connection.more = iter([memoryview(buffer) for buffer in buffers])
         got, partial = b"", 0
         while len(got) < len(wanted):
@@ -263,7 +263,7 @@ def test_noise_is_refused_and_others_are_served(kit, published, noise: bytes) ->
         while part := rude.recv(4096):
             answer += part
     refused = wire.decode(answer[4:], channels.Answer)
-    assert isinstance(refused, channels.Refused)
+    assert isinstance(refused, channels.RefusedReading)
     assert refused.kind in ("bad_request", "unauthorized")
     assert kit.fetch_big(published).version == VERSION
 
@@ -317,7 +317,11 @@ class _Liar:
             "announces a manifest of 1099511627776 bytes",
         ),
         (b"\xff\xff\xff\x7f", TransferError, "does not speak this protocol"),
-        (channels.frame(channels.Chunk(VERSION, 4)) + b"abcd", TransferError, "answered Chunk, not ManifestReply"),
+        (
+            channels.frame(channels.SliceHeader(VERSION, 4)) + b"abcd",
+            TransferError,
+            "answered SliceHeader, not ManifestReply",
+        ),
         (channels.frame(channels.ManifestReply(VERSION, 3)) + b"abc", DigestMismatch, "is not a manifest"),
     ],
 )
@@ -332,7 +336,7 @@ def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
     taken = kit.host_snapshot(VERSION, big_values())
     liar = _Liar(
         channels.frame(channels.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded,
-        channels.frame(channels.Chunk(VERSION, 12)) + b"x" * 12,
+        channels.frame(channels.SliceHeader(VERSION, 12)) + b"x" * 12,
     )
     kit.stack.callback(liar.close)
     with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes were announced, \d+ are needed"):

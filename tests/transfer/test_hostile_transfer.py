@@ -142,7 +142,7 @@ def test_a_manifest_of_an_impossible_size_is_refused(kit, liar, size: int) -> No
 
 
 def test_a_refusal_that_fills_the_screen_is_one_line(kit, liar) -> None:
-    answer = channels.frame(channels.Refused("gone", "no\x1b[2J\n" * 100_000))
+    answer = channels.frame(channels.RefusedReading("gone", "no\x1b[2J\n" * 100_000))
     fetch(kit, VersionRef(VERSION, "tcp", liar(answer), "0" * 40))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxroll.ui import series
-from jaxroll.ui.series import Content, RunMetrics, Spans
+from jaxroll.ui.series import ActivitySpans, Content, RunMetrics
 
 
 def step_row(step: int, **fields: object) -> dict:
@@ -38,7 +38,7 @@ def curve(content: Content, name: str, x: str = "step", points: int = 500) -> di
 @pytest.mark.parametrize("seed", range(20))
 def test_shares_of_time_equal_those_of_a_fine_grid(seed: int) -> None:
     rng = random.Random(seed)
-    spans, fine = Spans(), np.zeros(1000, bool)
+    spans, fine = ActivitySpans(), np.zeros(1000, bool)
     for _ in range(rng.randrange(12)):
         start, length = rng.randrange(1000), rng.randrange(200)
         spans.add(float(start), float(min(start + length, 1000)))

@@ -28,7 +28,7 @@ UNREAD = "?"  # begins the view after an answer without a move
 
 
 @dataclass(frozen=True)
-class View:
+class GameView:
     """The state after an answer: its text, whether the game is over, the reward so far, and parts of the reward.
 
     `misread` marks an answer without a move; `role` is the sender of the text.
@@ -68,7 +68,7 @@ class Game(ABC):
         """The first view of the game `seed`, which begins."""
 
     @abstractmethod
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         """The view after `answer`."""
 
     def choices(self) -> Sequence[str]:
@@ -275,20 +275,20 @@ class ShopGame(Game):
         self._opened: list[Goods] = []
         return f"{self._wanted.kind} {self._wanted.colour} <{self._limit}"
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         verb, _, word = answer.strip().lower().partition(" ")
         if verb == "search" and word in SHOP_KINDS:
             self._found, self._opened = [goods for goods in self._shelf if goods.kind == word], []
-            return View("\n".join(f"{number} {goods.kind}" for number, goods in enumerate(self._found, 1)))
+            return GameView("\n".join(f"{number} {goods.kind}" for number, goods in enumerate(self._found, 1)))
         item = self._numbered(word)
         if item is None or verb not in ("open", "buy"):
-            return View(UNREAD, misread=True)
+            return GameView(UNREAD, misread=True)
         if verb == "open":
             self._opened.append(item)
-            return View(f"{item.colour} {item.price}")
+            return GameView(f"{item.colour} {item.price}")
         kind, colour, price = self._fits(item)
         parts = {"kind": float(kind), "colour": float(colour), "price": float(price)}
-        return View("", True, float(kind and colour and price), parts)
+        return GameView("", True, float(kind and colour and price), parts)
 
     def _numbered(self, word: str) -> Goods | None:
         number = int(word) if word.isascii() and word.isdigit() and len(word) < 3 else 0

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.data.sources import PRINTABLE
-from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, View, chosen, library, player_parts
+from jaxroll.envs.adapters.games import (
+    UNREAD,
+    Game,
+    GameEnvironment,
+    GameSource,
+    GameView,
+    chosen,
+    library,
+    player_parts,
+)
 from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError
 
@@ -161,12 +170,12 @@ class GymnasiumGame(Game):
         self._sum = 0.0
         return self._env.reset(seed=seed % 2**32)[0]
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         text, reward, terminated, truncated, info = self._env.step(answer)
         self._sum += reward
         goal = self.settings.goal
         total = self._sum if goal is None else float(self._sum >= goal)
-        return View(text, terminated or truncated, total, {"return": self._sum}, info["misread"])
+        return GameView(text, terminated or truncated, total, {"return": self._sum}, info["misread"])
 
     def choices(self) -> Sequence[str]:
         return self._env.labels
@@ -312,7 +321,7 @@ class PettingZooGame(Game):
         self._earned = dict.fromkeys(range(len(self._env.possible_agents)), 0.0)
         return self._env.observe(self._env.agent_selection)["text"]
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         env = self._env
         self._turns_of.append(env.possible_agents.index(env.agent_selection))
         env.step(answer)
@@ -323,7 +332,7 @@ class PettingZooGame(Game):
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         parts = player_parts(self._turns_of, self._earned) if over else {}
         view = "" if over else env.observe(env.agent_selection)["text"]
-        return View(view, over, self._earned[0], parts, misread)
+        return GameView(view, over, self._earned[0], parts, misread)
 
     def choices(self) -> Sequence[str]:
         return self._env.legal()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, View, library
+from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, GameView, library
 from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError, DataError, InfraError, one_line
 
@@ -62,7 +62,7 @@ class Settings:
 _PASSWORD = re.compile("//[^/]*@")  # of a URL; messages do not show it
 
 
-class Session:
+class ServerSession:
     """A session with the server at `address`. InfraError when it cannot be reached or breaks off."""
 
     def __init__(self, address: str) -> None:
@@ -117,11 +117,11 @@ class OpenEnvGame(Game):
     def start(self, seed: int) -> str:
         """The first observation after a reset with `seed`."""
         self.close()
-        self._session, self._reward = Session(self._address), 0.0
+        self._session, self._reward = ServerSession(self._address), 0.0
         self._last = self._shown(self._session.ask("reset", {"seed": seed, **self.settings.reset}), "reset")
         return self._last
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         """The observation after an action; an action that the server cannot read changes nothing."""
         if self._session is None:
             raise DataError("the game has not begun")
@@ -133,7 +133,7 @@ class OpenEnvGame(Game):
                 action = None
         found = self._session.ask("step", action) if isinstance(action, dict) else {"code": _UNREADABLE}
         if found.get("code") == _UNREADABLE and "observation" not in found:
-            return View(f"{UNREAD}\n{self._last}", reward=self._reward, misread=True)
+            return GameView(f"{UNREAD}\n{self._last}", reward=self._reward, misread=True)
         self._last = self._shown(found, "step")
         reward = found.get("reward") or 0.0
         if isinstance(reward, str | list | dict):
@@ -141,7 +141,7 @@ class OpenEnvGame(Game):
         self._reward += float(reward)
         over = found.get("done") is True
         parts = {"steps": float(self._session.ask("state").get("step_count", 0))} if over else {}
-        return View(self._last, over, self._reward, parts)
+        return GameView(self._last, over, self._reward, parts)
 
     def choices(self) -> Sequence[str]:
         """The answers that the teacher of the warm start draws: `moves`."""

@@ -28,7 +28,7 @@ from jaxroll.envs.adapters.games import (
     Game,
     GameEnvironment,
     GameSource,
-    View,
+    GameView,
     chosen,
     library,
     player_parts,
@@ -194,14 +194,14 @@ class SokobanGame(Game):
         self._level = level(seed, self.settings)
         return self._level.text()
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         place = chosen(answer, tuple(MOVES))
         if place is not None:
             self._level = self._level.after(tuple(MOVES)[place])
         solved, text = self._level.solved, self._level.text()
         on_goals = len(self._level.boxes & self._level.goals) / len(self._level.goals)
         parts = {"solved": float(solved), "on_goals": on_goals}
-        return View(text if place is not None else f"{UNREAD}\n{text}", solved, float(solved), parts, place is None)
+        return GameView(text if place is not None else f"{UNREAD}\n{text}", solved, float(solved), parts, place is None)
 
     def choices(self) -> Sequence[str]:
         return tuple(MOVES)
@@ -288,7 +288,7 @@ class TextArenaGame(Game):
         self._turns_of: list[int] = []
         return text
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         with self._own_random():
             self._turns_of.append(self._player)
             over, _ = self._env.step(answer)
@@ -297,9 +297,9 @@ class TextArenaGame(Game):
                 misread = bool((info or {}).get(self._player, {}).get("invalid_move", False))
                 earned = {player: float((rewards or {}).get(player, 0.0)) for player in range(self.settings.players)}
                 parts = player_parts(self._turns_of, earned) if len(earned) > 1 else {}
-                return View("", True, earned[0], parts, misread)
+                return GameView("", True, earned[0], parts, misread)
             self._player, text = self._seen()
-        return View(text)
+        return GameView(text)
 
     def _seen(self) -> tuple[int, str]:
         """The player whose turn it is, and the messages that are new to them, without their own answers."""
@@ -403,13 +403,13 @@ class TextWorldGame(Game):
         self._state = self._env.reset()
         return f"{_plain(self._state.objective)}\n{_plain(self._state.description)}"
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         command = " ".join(answer.split())[:200]
         misread = command not in self._state.admissible_commands
         self._state, _, over = self._env.step(command or "look")
         score, most = self._state.score or 0, self._state.max_score or 1
         won = bool(self._state.won)
-        return View(_plain(self._state.feedback), bool(over), float(won), {"score": score / most}, misread)
+        return GameView(_plain(self._state.feedback), bool(over), float(won), {"score": score / most}, misread)
 
     def choices(self) -> Sequence[str]:
         return self._state.admissible_commands

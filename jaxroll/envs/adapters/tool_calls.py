@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from jaxroll.envs.adapters.games import Game, GameEnvironment, GameSource, View
+from jaxroll.envs.adapters.games import Game, GameEnvironment, GameSource, GameView
 from jaxroll.envs.registry import register
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Place
@@ -183,16 +183,16 @@ class ToolCallGame(Game):
     def question(self, view: str) -> str:
         return self._problem.question if self._problem else view
 
-    def play(self, answer: str) -> View:
+    def play(self, answer: str) -> GameView:
         assert self._problem is not None
         body = first_call(answer)
         if body is not None:
             text, ran = result(body, self._problem.tools)
             self._calls, self._ran = self._calls + 1, self._ran + ran
             self._left, self._seen = self._left[1:], text
-            return View(text, role="tool", misread=not ran)
+            return GameView(text, role="tool", misread=not ran)
         right = float(answer.strip() == self._problem.answer)
-        return View("", True, right, {"calls": float(self._calls), "calls_ok": float(self._ran)})
+        return GameView("", True, right, {"calls": float(self._calls), "calls_ok": float(self._ran)})
 
     def choices(self) -> Sequence[str]:
         """Wrong calls while calls are due, and then the last result, which is the answer if the calls were right."""

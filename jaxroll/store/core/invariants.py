@@ -26,7 +26,7 @@ EDGES = frozenset({
 
 
 @dataclass
-class Seen:
+class Known:
     """Facts from earlier records that the state does not keep: every group that was ever in a claim."""
 
     settings: Settings | None = None
@@ -34,7 +34,7 @@ class Seen:
     largest_age: int = 0
 
 
-def impossible(seen: Seen, state: State, event: ev.Event) -> str:
+def impossible(seen: Known, state: State, event: ev.Event) -> str:
     """The reason why `event` cannot follow `state`; '' if it can."""
     check = _CHECKS.get(type(event))
     return check(seen, state, event) if check else ""
@@ -62,7 +62,7 @@ def state_name(state: State, gid: int) -> str | None:
 # --- one check for each kind of record
 
 
-def _issued(seen: Seen, state: State, e: ev.Issued) -> str:
+def _issued(seen: Known, state: State, e: ev.Issued) -> str:
     if e.group != state.next_group:
         return f"group {e.group} is issued, the next is {state.next_group}"
     if e.size < 1 or not 0 <= e.wanted <= e.size:
@@ -72,7 +72,7 @@ def _issued(seen: Seen, state: State, e: ev.Issued) -> str:
     return ""
 
 
-def _leased(seen: Seen, state: State, e: ev.Leased) -> str:
+def _leased(seen: Known, state: State, e: ev.Leased) -> str:
     group = state.open.get(e.group)
     if group is None:
         return f"a lease of group {e.group}, which is not open"
@@ -94,11 +94,11 @@ def _leased(seen: Seen, state: State, e: ev.Leased) -> str:
     return ""
 
 
-def _lease_ended(seen: Seen, state: State, e: ev.LeaseEnded) -> str:
+def _lease_ended(seen: Known, state: State, e: ev.LeaseEnded) -> str:
     return _members_are(state, e.group, e.members, (LEASED,), "the end of a lease")
 
 
-def _flushed(seen: Seen, state: State, e: ev.Flushed) -> str:
+def _flushed(seen: Known, state: State, e: ev.Flushed) -> str:
     why = _members_are(state, e.group, (e.member,), (LEASED,), "a flush") or _attempt(state, e)
     if why:
         return why
@@ -113,7 +113,7 @@ def _flushed(seen: Seen, state: State, e: ev.Flushed) -> str:
     return next(filter(None, (_run(state, e, run) for run in e.runs)), "")
 
 
-def _put(seen: Seen, state: State, e: ev.Put) -> str:
+def _put(seen: Known, state: State, e: ev.Put) -> str:
     why = _members_are(state, e.group, (e.member,), (LEASED, FREE), "a put") or _attempt(state, e)
     if why:
         return why
@@ -130,11 +130,11 @@ def _run(state: State, e: ev.Put | ev.Flushed, run: VersionRun) -> str:
     return "" if run.count > 0 else f"member {e.group}.{e.member} has a run of {run.count} tokens"
 
 
-def _failed(seen: Seen, state: State, e: ev.MemberFailed) -> str:
+def _failed(seen: Known, state: State, e: ev.MemberFailed) -> str:
     return _members_are(state, e.group, (e.member,), (LEASED, FREE), "a failure") or _attempt(state, e)
 
 
-def _shrunk(seen: Seen, state: State, e: ev.Shrunk) -> str:
+def _shrunk(seen: Known, state: State, e: ev.Shrunk) -> str:
     why = _members_are(state, e.group, e.dropped, (LEASED, FREE), "a shrink")
     if why:
         return why
@@ -144,7 +144,7 @@ def _shrunk(seen: Seen, state: State, e: ev.Shrunk) -> str:
     return "" if done >= least else f"group {e.group} is closed with {done} finished members, {least} are the least"
 
 
-def _aborted(seen: Seen, state: State, e: ev.Aborted) -> str:
+def _aborted(seen: Known, state: State, e: ev.Aborted) -> str:
     why = _members_are(state, e.group, e.members, (LEASED, FREE), "the end")
     if why:
         return why
@@ -156,7 +156,7 @@ def _aborted(seen: Seen, state: State, e: ev.Aborted) -> str:
     return ""
 
 
-def _expired(seen: Seen, state: State, e: ev.Expired) -> str:
+def _expired(seen: Known, state: State, e: ev.Expired) -> str:
     group = state.find(e.group)
     if group is None:
         return f"group {e.group} expires, but it is not alive"
@@ -165,11 +165,11 @@ def _expired(seen: Seen, state: State, e: ev.Expired) -> str:
     return ""
 
 
-def _died(seen: Seen, state: State, e: ev.Died) -> str:
+def _died(seen: Known, state: State, e: ev.Died) -> str:
     return "" if e.group in state.open else f"group {e.group} dies, but it is not open"
 
 
-def _claimed(seen: Seen, state: State, e: ev.Claimed) -> str:
+def _claimed(seen: Known, state: State, e: ev.Claimed) -> str:
     if e.step != state.next_claim:
         return f"claim {e.step}, the next is {state.next_claim}"
     if e.lineage != state.lineage:
@@ -183,7 +183,7 @@ def _claimed(seen: Seen, state: State, e: ev.Claimed) -> str:
     return _batch(seen, state, e)
 
 
-def _claimable(seen: Seen, state: State, gid: int, step: int) -> str:
+def _claimable(seen: Known, state: State, gid: int, step: int) -> str:
     if gid in seen.claimed:
         return f"claim {step} takes group {gid}, which an earlier claim took"
     group = state.open.get(gid)
@@ -198,7 +198,7 @@ def _claimable(seen: Seen, state: State, gid: int, step: int) -> str:
     return ""
 
 
-def _batch(seen: Seen, state: State, e: ev.Claimed) -> str:
+def _batch(seen: Known, state: State, e: ev.Claimed) -> str:
     """Check the size of the claim and the age of every trained token."""
     if seen.settings is None:
         return ""
@@ -214,7 +214,7 @@ def _batch(seen: Seen, state: State, e: ev.Claimed) -> str:
     return "" if old == e.masked_tokens else f"claim {e.step} masks {e.masked_tokens} tokens, {old} are too old"
 
 
-def _acked(seen: Seen, state: State, e: ev.Acked) -> str:
+def _acked(seen: Known, state: State, e: ev.Acked) -> str:
     if e.version.lineage != state.lineage:
         return f"an acknowledgement of {e.version}, the run is in lineage {state.lineage}"
     if e.version.step >= state.next_claim:
@@ -222,7 +222,7 @@ def _acked(seen: Seen, state: State, e: ev.Acked) -> str:
     return "" if e.version.step == state.acked else f"step {e.version.step} is acknowledged, the next is {state.acked}"
 
 
-def _durable(seen: Seen, state: State, e: ev.MadeDurable) -> str:
+def _durable(seen: Known, state: State, e: ev.MadeDurable) -> str:
     if not on_line(state.lineages, e.version):
         return f"{e.version} is made durable, of a lineage that ended"
     if e.version.step > state.acked:
@@ -230,7 +230,7 @@ def _durable(seen: Seen, state: State, e: ev.MadeDurable) -> str:
     return "" if e.version.step > state.durable else f"step {e.version.step} is made durable twice"
 
 
-def _published(seen: Seen, state: State, e: ev.Published) -> str:
+def _published(seen: Known, state: State, e: ev.Published) -> str:
     version = e.ref.version
     if version.lineage != state.lineage:
         return f"{version} is published, the run is in lineage {state.lineage}"
@@ -239,7 +239,7 @@ def _published(seen: Seen, state: State, e: ev.Published) -> str:
     return "" if version.step >= base_step(state) else f"{version} is published after step {base_step(state)}"
 
 
-def _began(seen: Seen, state: State, e: ev.Began) -> str:
+def _began(seen: Known, state: State, e: ev.Began) -> str:
     line = state.lineage if e.parent is None else len(e.log.lines if e.log else state.lineages)
     if e.version.lineage != line:
         return f"a learner begins at {e.version}, the lineage is {line}"
@@ -267,7 +267,7 @@ def _attempt(state: State, e: ev.Put | ev.MemberFailed | ev.Flushed) -> str:
     return "" if e.attempt == attempt else f"attempt {e.attempt} of member {e.group}.{e.member}, {attempt} was granted"
 
 
-_CHECKS: dict[type, Callable[[Seen, State, Any], str]] = {
+_CHECKS: dict[type, Callable[[Known, State, Any], str]] = {
     ev.Issued: _issued, ev.Leased: _leased, ev.LeaseEnded: _lease_ended, ev.Put: _put, ev.MemberFailed: _failed,
     ev.Flushed: _flushed,
     ev.Shrunk: _shrunk, ev.Aborted: _aborted, ev.Expired: _expired, ev.Died: _died, ev.Claimed: _claimed,

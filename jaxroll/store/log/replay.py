@@ -19,7 +19,7 @@ import msgspec
 from jaxroll import wire
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
-from jaxroll.store.core.invariants import EDGES, Seen, group_contradicts, impossible, residual, state_name, touched
+from jaxroll.store.core.invariants import EDGES, Known, group_contradicts, impossible, residual, state_name, touched
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import LEASED, Group, State, conservation_residual, counts
 from jaxroll.store.log.schema import Executor
@@ -229,7 +229,7 @@ def replay_log(db: sqlite3.Connection) -> Replayed:
     """Check everything in one read transaction of a log. Damage that SQLite itself detects raises sqlite3.Error."""
     found = Replayed()
     state = _begun(db, found)
-    seen = Seen(rules(db), set(state.held))
+    seen = Known(rules(db), set(state.held))
     found.ages_checked = seen.settings is not None
     try:
         _drive(db, state, seen, found)
@@ -262,7 +262,7 @@ def _begun(db: sqlite3.Connection, found: Replayed) -> State:
     return load(db, start.position)
 
 
-def _drive(db: sqlite3.Connection, state: State, seen: Seen, found: Replayed) -> None:
+def _drive(db: sqlite3.Connection, state: State, seen: Known, found: Replayed) -> None:
     kept = {mark.position for mark in marks(db)}
     for position, kind, body, group in db.execute(_SELECT, (state.position,)):
         violation = _record(state, seen, position, kind, body, group)
@@ -282,7 +282,7 @@ def _drive(db: sqlite3.Connection, state: State, seen: Seen, found: Replayed) ->
 _SELECT = "SELECT position, kind, body, group_id FROM log WHERE position > ? ORDER BY position"
 
 
-def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, group: int | None) -> Violation | None:
+def _record(state: State, seen: Known, position: int, kind: str, body: bytes, group: int | None) -> Violation | None:
     """Check one record, then apply it."""
     if position != state.position + 1:
         return Violation(position, kind, f"the record before it is {state.position}: records are missing")
@@ -296,12 +296,12 @@ def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, gro
     return Violation(position, kind, why) if why else None
 
 
-def broken_by(state: State, seen: Seen, event: ev.Event) -> str:
+def broken_by(state: State, seen: Known, event: ev.Event) -> str:
     """Apply `event`; return the reason why it is impossible or the invariant it breaks, '' if there is none."""
     return impossible(seen, state, event) or _applied(state, seen, event)
 
 
-def _applied(state: State, seen: Seen, event: ev.Event) -> str:
+def _applied(state: State, seen: Known, event: ev.Event) -> str:
     """Apply the event; return the reason why the resulting state is impossible, or ''."""
     groups = touched(event)
     before = {gid: state_name(state, gid) for gid in groups}

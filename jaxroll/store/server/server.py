@@ -29,7 +29,7 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.models.folders import with_transfer_deadline
 from jaxroll.policy.routing import Room
-from jaxroll.policy.step_times import Load, Replanner
+from jaxroll.policy.step_times import Replanner, StepLoad
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
@@ -355,7 +355,7 @@ class Fleet:
         left = self._workers.surplus
         return {name: session for name, session in self._workers.sessions.items() if left.get(name) != session}
 
-    def _load(self) -> Load | None:
+    def _load(self) -> StepLoad | None:
         """The measurements; None while one is not known yet."""
         state, settings = self._keeper.state, self._keeper.settings
         taken_s = [state.member_s[name] for name in self._staying() if state.member_s.get(name)]
@@ -363,7 +363,7 @@ class Fleet:
             return None
         groups = (state.issued - outstanding(state)) / state.next_claim  # those that the filter rejects count too
         rollouts = max(self._rollouts, round(groups * settings.members_leased))
-        return Load(state.step_s, sum(taken_s) / len(taken_s), rollouts, self._room, settings.limiter.alpha)
+        return StepLoad(state.step_s, sum(taken_s) / len(taken_s), rollouts, self._room, settings.limiter.alpha)
 
 
 def _port_before(run_dir: Path) -> int:

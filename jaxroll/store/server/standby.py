@@ -1,8 +1,8 @@
 """A second store with a copy of the log (`store.standby`): nothing is acknowledged before it is on both disks.
 
-The store that serves (`Standby`) notes the statements of each commit; the other one (`Follower`) asks for them, commits
-them in its own database and asks for the next, which acknowledges these. A follower without a current copy gets one
-first, and the metrics come along. It serves nothing until the other store has been silent for `store.takeover_s`.
+The store that serves (`Standby`) notes the statements of each commit; the other one (`LogFollower`) asks for them,
+commits them in its own database and asks for the next, which acknowledges these. A follower without a current copy gets
+one first, and the metrics come along. It serves nothing until the other store has been silent for `store.takeover_s`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAILURES = 4  # attempts that fail before a takeover, so that a follower that w
 
 
 class Standby:
-    """Delivers every commit to a standby (`Follower`), which has it on disk before it is acknowledged.
+    """Delivers every commit to a standby (`LogFollower`), which has it on disk before it is acknowledged.
 
     A log belongs to an epoch; a standby that takes over begins the next one. In the first epoch, and in one that has
     had a standby, a store without its standby acknowledges nothing, because that may have taken over. So no two stores
@@ -212,7 +212,7 @@ async def _to_the_end(function: Callable[..., object], *values: object) -> None:
         raise
 
 
-class Follower:
+class LogFollower:
     """The copy of another store's log in the folder of this one."""
 
     def __init__(self, run_dir: Path, peer: RawClient, takeover_s: float, say: Callable[[str], None]) -> None:

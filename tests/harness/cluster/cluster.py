@@ -46,7 +46,7 @@ class Role:
         self.name = name
         self.journal_file, self.log_file = folder / f"{name}.journal", folder / f"{name}.log"
         self._argv = [sys.executable, "-m", module, *words]
-        self._follower = metrics.Follower(self.journal_file)
+        self._follower = metrics.RowReader(self.journal_file)
         self._rows: list[Row] = []
         self.kills = 0
         self.may_fail = False
@@ -117,7 +117,7 @@ class ByHand:
     def __init__(self, name: str, folder: Path, store: StoreClient) -> None:
         self.name, self.store = name, store
         journal_file = folder / f"{name}.journal"
-        self._journal, self._follower = Journal(str(journal_file)), metrics.Follower(journal_file)
+        self._journal, self._follower = Journal(str(journal_file)), metrics.RowReader(journal_file)
         self.rows: list[Row] = []
 
     async def put(self, member: Member) -> str:

@@ -50,7 +50,7 @@ class World:
         self.config = config_of({key.replace("__", "."): value for key, value in changes.items()})
         self.run_dir = run_dir.create(folder, self.config, ["test"])
         self._stack = contextlib.ExitStack()
-        self._follower = metrics.Follower(self.run_dir / "metrics.jsonl")
+        self._follower = metrics.RowReader(self.run_dir / "metrics.jsonl")
         self.rows: list[dict] = []
         self.processes: dict[str, subprocess.Popen] = {}
 

@@ -50,7 +50,7 @@ def measured() -> int:
     spec = families.spec(CONFIG.model.size)
     layout = Layout(build(CONFIG.learner.mesh), LEARNER)
     recipe = step.Recipe.of(CONFIG, spec, layout)
-    programs, rows = trainer.Programs(recipe), CONFIG.learner.micro_batch_rows
+    programs, rows = trainer.TrainingPrograms(recipe), CONFIG.learner.micro_batch_rows
     programs.compile([rows])
     streams = {name: np.zeros((rows, recipe.row_tokens), dtype) for name, dtype in recipe.streams.items()}
     gc.collect()

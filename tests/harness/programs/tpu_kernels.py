@@ -80,7 +80,11 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
         config = Config(learner=LearnerConfig(row_tokens=case.row_tokens, attention=wanted))
         layout = Layout(aot.topology_mesh(case.learner_mesh, topology), LEARNER)
         recipe = step.Recipe.of(config, case.spec, layout)
-        yield "accumulate", str(recipe.attention), trainer.Programs(recipe).lowered("accumulate", case.micro_batch_rows)
+        yield (
+            "accumulate",
+            str(recipe.attention),
+            trainer.TrainingPrograms(recipe).lowered("accumulate", case.micro_batch_rows),
+        )
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
         serving = engine.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)

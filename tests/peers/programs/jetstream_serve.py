@@ -67,7 +67,7 @@ class Work:
         self.spec = dataclasses.replace(spec, vocab_size=self.given.get("vocabulary", spec.vocab_size))
 
     def engine(self, **drawing) -> jetstream.JetStreamEngine:
-        serving = jetstream.Serving(**self.given["serving"], **drawing)
+        serving = jetstream.EngineSizes(**self.given["serving"], **drawing)
         words, mesh = Words(self.given["eos"]), sharding.build(MeshConfig())
         return jetstream.JetStreamEngine(self.spec, mesh, sharding.SAMPLER, words, lambda: self.weights, serving)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from jaxroll.errors import Closed, NotReady, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.invariants import Known, impossible
 from jaxroll.store.core.training import Candidate, pick, shuffled
 from jaxroll.store.server.server import next_straggler_s, straggler_due
 from tests.harness.store.machine import V0, Machine
@@ -133,7 +133,7 @@ def test_the_replay_knows_how_many_members_a_closed_group_has(size: int, done: i
     for key in keys[:done]:
         m.put(key)
     dropped = tuple(member for _, member, _ in keys[done:])
-    why = impossible(Seen(m.core.settings), m.state, ev.Shrunk(keys[0][0], dropped, "straggler"))
+    why = impossible(Known(m.core.settings), m.state, ev.Shrunk(keys[0][0], dropped, "straggler"))
     assert (f"{least} are the least" in why) if least else (why == "")
 
 

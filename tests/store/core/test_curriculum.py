@@ -10,7 +10,7 @@ from jaxroll.policy.selection import Curriculum
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status
-from jaxroll.store.core.invariants import Seen
+from jaxroll.store.core.invariants import Known
 from jaxroll.store.core.state import State
 from jaxroll.store.log.replay import broken_by
 from tests.harness.store.machine import V0, Machine
@@ -81,7 +81,7 @@ def test_a_question_that_is_always_solved_does_not_return_and_the_log_replays() 
     again = [e.task.question_hash for e in m.log if isinstance(e, ev.Issued)][2:]
     assert again == [tasks[1].question_hash] * 2
     assert m.state.cursor == b"later3"
-    state, seen = State(), Seen(m.core.settings)
+    state, seen = State(), Known(m.core.settings)
     for event in m.log:
         assert broken_by(state, seen, event) == ""
     assert (state.next_ordinal, state.cursor) == (m.state.next_ordinal, m.state.cursor)

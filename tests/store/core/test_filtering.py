@@ -8,7 +8,7 @@ from jaxroll.errors import Closed, NoCredit, NotReady
 from jaxroll.policy.selection import Filter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.invariants import Known, impossible
 from jaxroll.store.core.state import State, outstanding
 from jaxroll.store.log.replay import broken_by
 from tests.harness.store.machine import V0, Machine
@@ -134,7 +134,7 @@ def test_the_log_of_a_filtering_run_gives_the_same_state_and_no_unfinished_group
     m = started()
     m.lease(4)
     put_group(m, 0, 1.0, 1.0)
-    state, seen = State(), Seen(m.core.settings)
+    state, seen = State(), Known(m.core.settings)
     for event in m.log:
         assert broken_by(state, seen, event) == ""
     assert (state.expired, state.filtered) == (m.state.expired, m.state.filtered) == ({"filtered": 1}, 1)

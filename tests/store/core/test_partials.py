@@ -15,7 +15,7 @@ from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import RESERVED_S, Settings
-from jaxroll.store.core.invariants import Seen
+from jaxroll.store.core.invariants import Known
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import Index, State, conservation_residual, held_bytes
 from jaxroll.store.log import replay
@@ -417,7 +417,7 @@ def test_no_interleaving_loses_flushed_tokens_mixes_versions_or_trains_what_is_t
         books = played(seed, 400)
         books.finish_run()
         assert books.core.state.acked == books.rules.steps, "a member is never finished"
-        seen, state = Seen(books.rules), State()
+        seen, state = Known(books.rules), State()
         for event in books.log:
             assert not (why := replay.broken_by(state, seen, event)), why
         assert seen.largest_age <= books.rules.limiter.max_age

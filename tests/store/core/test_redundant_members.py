@@ -9,7 +9,7 @@ from jaxroll import wire
 from jaxroll.errors import NoCredit
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.invariants import Known, impossible
 from jaxroll.store.core.state import State
 from jaxroll.store.log.replay import broken_by
 from tests.harness.store.machine import V0, Machine
@@ -126,7 +126,7 @@ def test_the_log_agrees_and_no_wanted_member_is_given_up() -> None:
     m = started(spare=2)
     m.fill(2)
     m.train(0)
-    state, seen = State(), Seen(m.core.settings)
+    state, seen = State(), Known(m.core.settings)
     for event in m.log:
         assert broken_by(state, seen, event) == ""
     assert state.aborted_members == m.state.aborted_members == 2

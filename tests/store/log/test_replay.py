@@ -18,7 +18,7 @@ from jaxroll import wire
 from jaxroll.control import cli
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.invariants import Seen
+from jaxroll.store.core.invariants import Known
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database
 from jaxroll.store.log.replay import broken_by, replay_log
@@ -71,7 +71,7 @@ def test_whatever_the_store_decides_passes(seed: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Disk, "write", remembering)
     world = World(seed, 300)
     world.run()
-    state, seen = State(), Seen(world.store.settings)
+    state, seen = State(), Known(world.store.settings)
     for body in written:
         event = wire.decode(body, ev.Event)  # type: ignore[arg-type]
         assert broken_by(state, seen, event) == "", f"record {state.position}: {event}"

@@ -27,7 +27,7 @@ from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server import keeper
 from jaxroll.store.server import standby as standbys
 from jaxroll.store.server.keeper import Keeper
-from jaxroll.store.server.standby import Follower, Standby
+from jaxroll.store.server.standby import LogFollower, Standby
 from tests.harness.store.recorded_log import SETTINGS, eventful_history, lease, publish, put
 
 TAKEOVER_S = 0.1
@@ -55,9 +55,9 @@ class Wire:
         return reply
 
 
-def follower(folder: Path, to: Standby | None, rng: random.Random, lost: float = 0.0) -> Follower:
+def follower(folder: Path, to: Standby | None, rng: random.Random, lost: float = 0.0) -> LogFollower:
     folder.mkdir(exist_ok=True)
-    return Follower(folder, Wire(to, rng, lost), TAKEOVER_S, lambda text: None)  # type: ignore[arg-type]
+    return LogFollower(folder, Wire(to, rng, lost), TAKEOVER_S, lambda text: None)  # type: ignore[arg-type]
 
 
 def tables(folder: Path) -> dict[str, list[tuple]]:
