@@ -122,7 +122,8 @@ def _create_dataset(name: str, args: dict[str, Any], size: int) -> Any:
         with contextlib.redirect_stdout(io.StringIO()):
             return reasoning_gym.create_dataset(name, seed=_SEED, size=size, **args)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError("task.args", args, f"{name} refuses them: {error}", _settings_of(name, args)) from error
+        reason, remedy = _unknown_setting(name, args)
+        raise ConfigError("task.args", args, reason or f"{name} refuses them: {error}", remedy) from error
 
 
 def _settings_in_mixture(args: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -143,13 +144,15 @@ def _specs(given: list[dict[str, Any]]) -> list[Any]:
     return [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in given]
 
 
-def _settings_of(name: str, args: dict[str, Any]) -> str:
-    """A remedy: the known setting nearest to the first unknown one, or a list of all settings."""
+def _unknown_setting(name: str, args: dict[str, Any]) -> tuple[str, str]:
+    """The first unknown setting as a reason, empty if there is none; and a remedy."""
     from reasoning_gym.factory import DATASETS
 
     known = tuple(field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size"))
     unknown = [key for key in args if key not in known]
-    return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
+    if unknown:
+        return f"{name} has no setting {unknown[0]}", nearest(unknown[0], known)
+    return "", f"Its settings: {', '.join(sorted(known))}."
 
 
 # --- compact prompts of reasoning-gym's tasks

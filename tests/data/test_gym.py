@@ -229,7 +229,7 @@ def test_a_mixture_that_cannot_be_made_is_a_config_error(args: dict, words: str)
     [
         ({"seed": 3}, r"task\.args\.seed"),
         ({"size": 3}, r"task\.args\.size"),
-        ({"min_wrd_len": 3}, r"task\.args "),
+        ({"min_wrd_len": 3}, "spell_backward has no setting min_wrd_len"),
         ({"min_word_len": 5, "max_word_len": 3}, r"task\.args "),
     ],
 )
