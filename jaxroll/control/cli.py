@@ -426,12 +426,12 @@ def _ui_options(one: argparse.ArgumentParser) -> None:
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:
     directions = weights.add_subparsers(dest="direction", required=True, metavar="import|export")
-    for name, source, text in (
-        ("import", "HF_FOLDER", "convert a checkpoint into a folder for model.path and tokenizer.path"),
-        ("export", "SOURCE", "convert a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
+    for name, source, given, text in (
+        ("import", "HF_FOLDER", "a checkpoint as Hugging Face publishes it", "convert a checkpoint for model.path"),
+        ("export", "SOURCE", "a run, a checkpoint, or a folder", "convert a checkpoint for transformers"),
     ):
         one = _added(directions, name, text, f"jaxroll weights {name} models/mine out", help=text)
-        one.add_argument("source", metavar=source)
+        one.add_argument("source", metavar=source, help=given)
         one.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
         text = "the dtype of the written weights (default: as-stored)"
         one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored", help=text)

@@ -216,11 +216,11 @@ def run_sim(options: argparse.Namespace) -> None:
     if options.targets[:1] == ["calibrate"]:
         if len(options.targets) != 2:
             raise ConfigError("RUN", None, "no run named", "As in `jaxroll sim calibrate runs/demo`.")
-        print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
-        return
-    if (several := len(options.targets) > 1) or not options.cluster:
-        key, value, reason = ("RUN", options.targets, "more than one") if several else ("--cluster", None, "no cluster")
-        raise ConfigError(key, value, reason, "Add --cluster=FILE; `jaxroll sim calibrate RUN` measures one.")
+        return print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
+    if len(options.targets) > 1:
+        raise ConfigError("RUN", " ".join(options.targets), "more than one", "See `jaxroll sim --help`.")
+    if not options.cluster:
+        raise ConfigError("--cluster", None, "no cluster", "`jaxroll sim calibrate RUN` measures one.")
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
         for values, one in simulate.swept(config, options.sweep):

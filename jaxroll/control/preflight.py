@@ -377,7 +377,7 @@ def _check_algorithm(name: str) -> None:
         spec = None
     if spec is None:
         raise ConfigError(
-            "learner.algorithm", name, f"there is no module {module} here", "Run where it can be found, or install it."
+            "learner.algorithm", name, f"no module {module!r} is here", "Run where it can be found, or install it."
         )
     names = _registered(spec)
     if names is not None and short not in names:

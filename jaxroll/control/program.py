@@ -33,7 +33,7 @@ from jaxroll.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process. `env` is added to the parent's; `ready_file` exists once the process can be spoken to.
+    """One process. `env` is added to the parent's; `ready_file` exists once the process answers calls.
 
     `after` names processes whose ready file must exist before this one is started for the first time. Processes of one
     `gang` live together: when one of them dies, all are started again.
@@ -344,7 +344,7 @@ def common_env(cache_dir: str) -> Env:
     """The environment variables of every process, for all kinds of devices."""
     return {
         "PYTHONUTF8": "1",  # files and output are UTF-8 in every locale
-        "PYTHONUNBUFFERED": "1",  # a killed process leaves its last words in the log
+        "PYTHONUNBUFFERED": "1",  # a killed process leaves all that it printed in the log
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "JAX_COMPILATION_CACHE_DIR": cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

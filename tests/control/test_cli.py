@@ -223,6 +223,7 @@ def test_every_command_of_the_parser_has_a_function() -> None:
         (["config", "--config=a.py", "--confg.learner.seed=1"], "is changed with --config.learner.seed=1."),
         (["inspect"], "Example: jaxroll inspect runs/demo"),
         (["inspect", "--group=x", "runs/demo"], "Example: jaxroll inspect runs/demo --group=7"),
+        (["sim", "calibrat", "runs/demo"], "RUN = 'calibrat runs/demo': more than one."),
         (["replay", "runs/nothing"], "`jaxroll list` shows the runs"),
         (["train"], "--config: no experiment named"),
         (["--json", "inspect", "runs/demo"], "Options follow the command: jaxroll inspect … --json"),
