@@ -15,8 +15,9 @@ same folder.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,8 @@ class Checkpoints:
                 self._settling[version] = self._settler.submit(_settle, self.path(version))
         durable = [version for version, settled in self._settling.items() if wait or settled.done()]
         for version in durable:
-            try:
+            with self._naming_disk(version):
                 self._settling.pop(version).result()
-            except OSError as error:
-                advice = disk.remedy(error, self.folder)
-                raise InfraError(f"{self.path(version)} does not reach the disk: {error}. {advice}".strip()) from error
         self._writing = [version for version in self._writing if version not in durable]
         return durable
 
@@ -197,8 +195,11 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def settle(self, version: Version) -> None:
-        """Make a whole checkpoint durable if its writer was killed before writing checksums; otherwise do nothing."""
-        if not (self.path(version) / checkpoint_files.SUMS).exists():
+        """Make a whole checkpoint durable whose writer may have been killed at any instant; InfraError if it cannot be.
+
+        Checksums that can be read do not show that anything is on disk: it may be in the memory of the system alone.
+        """
+        with self._naming_disk(version):
             _settle(self.path(version))
 
     def path(self, version: Version) -> Path:
@@ -215,6 +216,14 @@ class Checkpoints:
             raise self._failed(error) from error
         finally:
             self._settler.shutdown(wait=True)
+
+    @contextlib.contextmanager
+    def _naming_disk(self, version: Version) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            advice = disk.remedy(error, self.folder)
+            raise InfraError(f"{self.path(version)} does not reach the disk: {error}. {advice}".strip()) from error
 
     def _check_whole(self, version: Version) -> None:
         if version not in self.versions():

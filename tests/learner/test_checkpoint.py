@@ -337,6 +337,23 @@ def test_a_whole_folder_without_checksums_can_be_restored(folder, trainer):
     checkpoints.close()
 
 
+def test_a_restored_checkpoint_is_synced_also_if_it_has_checksums(folder, trainer, monkeypatch):
+    """Its writer was killed between the checksums and the sync: the checksums may be in the system's memory alone."""
+    checkpoints, synced = saved(folder, trainer, Version(0, 1)), []
+    monkeypatch.setattr(disk, "sync", synced.append)
+    checkpoints.settle(Version(0, 1))
+    at = folder / "0000.00000001"
+    assert {*at.rglob("*"), at, folder} <= set(synced)
+
+    def broken(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(disk, "sync", broken)
+    with pytest.raises(InfraError, match=r"0000\.00000001 does not reach the disk: .*Read-only.*remount that disk"):
+        checkpoints.settle(Version(0, 1))
+    checkpoints.close()
+
+
 def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
     """Checksums are written before a checkpoint counts as durable, so here they were removed."""
     checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
