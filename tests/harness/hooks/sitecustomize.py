@@ -69,7 +69,7 @@ if "TOKEN_JOURNAL" in os.environ and sys.orig_argv[1:4] == ["-m", "jaxroll", "sa
     _spec.loader.exec_module(_hooks)
     _journal = _hooks.Journal(os.environ["TOKEN_JOURNAL"])
     _changes = {
-        "jaxroll.engine.ledger": lambda module: journal_tokens(module, _journal),
-        "jaxroll.store.flushes": lambda module: journal_flushes(module, _journal),
+        "jaxroll.engine.ledger": [lambda module: journal_tokens(module, _journal)],
+        "jaxroll.store.flushes": [lambda module: journal_flushes(module, _journal)],
     }
     sys.meta_path.insert(0, _hooks.Changes(_changes))
