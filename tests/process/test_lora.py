@@ -1,6 +1,7 @@
 """A run that trains adapters: interrupted, resumed and exported; its samplers use the merged parameters."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.learner import checkpoint_files
 from jaxroll.models import folders
 from tests.harness.train_process import LEARNING, ROOT, Train, assert_sound
+from tests.harness.xla import ROLE_FLAGS
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 STEPS = 8
@@ -54,7 +56,8 @@ def test_a_run_of_adapters_resumes_and_is_exported(tmp_path, publish):
     held = checkpoint_files.params(checkpoint_files.about(newest))
     assert held and all(name.endswith((".A", ".B")) for name in held)
     command = [sys.executable, "-m", "jaxroll", "weights", "export", str(tmp_path / "run"), str(tmp_path / "hf")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    env = os.environ | {"XLA_FLAGS": ROLE_FLAGS}  # a fresh init has the same bits only from the same compilation
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and "adapters merged" in done.stdout, done.stderr
     out = tmp_path / "hf"
     assert folders.weights_error(out, folders.described(out), folders.weight_tensors(out)) == ""
