@@ -40,8 +40,11 @@ _XLA_FLAGS = (
 )
 # Tracing makes many objects and few cycles: with Python's limits, 8 % of the tests' time is garbage collection.
 gc.set_threshold(20_000, 20, 50)
-# `nohup` and some CI runners start the tests with SIGHUP ignored. Every process that they start would inherit that.
+# `nohup` and some CI runners start the tests with SIGHUP ignored, and a script's `&` with SIGINT ignored. Every process
+# that they start would inherit that, and some tests interrupt a command.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "1"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()
