@@ -322,5 +322,5 @@ def _check_same(wanted: Mapping[str, Any], about: Mapping[str, Any], version: Ve
 def _check_base(have: str, want: str, version: Version) -> None:
     if have != want:
         reason = "its adapters were trained on other parameters than those that this run starts from"
-        remedy = "Put back the folder of model.path, or the run's warm/, as it was."
+        remedy = "Put back model.path, or the run's warm/, as it was; a fresh init needs the run's jax and devices."
         raise ConfigError(f"checkpoint {version}", have, reason, remedy)

@@ -46,6 +46,7 @@ TEXT_FILES = (
 )
 _DTYPES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 AS_STORED = "as-stored"
+FRESH = "a fresh init"  # the description of parameters that no folder holds
 NEWEST, BEST = "newest", "best"  # checkpoints of a run
 CHOICES = (AS_STORED, *_DTYPES)
 
@@ -171,7 +172,12 @@ def _merged(adapters: Lora, base: WeightSource, trained: Mapping[str, np.ndarray
     frozen = folders.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
     if lora.digest(frozen) != digest:
         reason = "the checkpoint's adapters were trained on other parameters"
-        raise ConfigError("model.path", base.description, reason, "Restore the parameters that the run started from.")
+        remedy = (
+            "A fresh init has the same bits only with the jax version, platform and XLA_FLAGS of the run."
+            if base.description == FRESH
+            else "Restore the parameters that the run started from."
+        )
+        raise ConfigError("model.path", base.description, reason, remedy)
     return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, frozen[name], trained))
 
 
@@ -187,7 +193,7 @@ def _base(run: OfRun) -> WeightSource:
     spec = params.spec(run.config.model, text.vocab_size)
     made = params.init(spec, params.key(run.config), sharding.build(MeshConfig()), sharding.LEARNER)
     leaves = {name: TensorShape(DTYPES["F32"], value.shape) for name, value in made.items()}
-    return WeightSource("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
+    return WeightSource(FRESH, spec, leaves, lambda name: np.asarray(made[name]), None, None)
 
 
 def _of_folder(folder: Path) -> WeightSource:
