@@ -218,7 +218,7 @@ def run_sim(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", None, "no run named", "As in `jaxroll sim calibrate runs/demo`.")
         return print(costs.text(costs.calibrated(_absolute(options.targets[1]))), end="")
     if len(options.targets) > 1:
-        raise ConfigError("RUN", " ".join(options.targets), "more than one", "See `jaxroll sim --help`.")
+        raise ConfigError("RUN", " ".join(options.targets), "more than one", "See `jaxroll sim calibrate RUN`.")
     if not options.cluster:
         raise ConfigError("--cluster", None, "no cluster", "`jaxroll sim calibrate RUN` measures one.")
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))

@@ -8,7 +8,7 @@ state is stored on the devices or, with `learner.critic_offload`, in host memory
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
-With layers in a loop, the three programs of `states.ByLayer` replace `apply`, as in `trainer.Programs`.
+With layers in a loop, the three programs of `states.ByLayer` replace `apply`, as in `trainer.TrainingPrograms`.
 
 R rows, T tokens of a row. The value of token t is the value of the state in which it was sampled: it comes from the
 hidden state at t − 1 of the same segment, like its log-prob.

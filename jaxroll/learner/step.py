@@ -1,6 +1,6 @@
 """Loss and gradients of packed rows, which the learner's programs compute, and the recipe that determines them.
 
-`trainer.Programs` compiles and calls them.
+`trainer.TrainingPrograms` compiles and calls them.
 
 R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment. The first
 token of a segment has no log-prob and never carries loss.

@@ -120,7 +120,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("sim --config=configs/smoke.py", ("--cluster", "jaxroll sim calibrate RUN"), "sim calibrate long"),
     ("sim --config=configs/smoke.py --cluster=none.toml", ("none.toml", "TOML"),
      "sim --config=configs/smoke.py --cluster=cluster.toml --config.schedule.steps=2"),
-    ("sim calibrte long", ("RUN = ['calibrte', 'long']", "jaxroll sim calibrate RUN"), "sim calibrate long"),
+    ("sim calibrte long", ("RUN = 'calibrte long'", "jaxroll sim calibrate RUN"), "sim calibrate long"),
     ("sim calibrate old", ("too few", "ten steps"), "sim calibrate long"),
     ("place --config=configs/smoke.py", ("--cluster=FILE", "docs/placement.md"),
      "place --config=configs/smoke.py --cluster=hardware.toml"),

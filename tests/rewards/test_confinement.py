@@ -25,7 +25,7 @@ CHILD = """
 import ctypes, json, os, sys, tempfile
 from pathlib import Path
 from jaxroll.errors import DataError
-from jaxroll.rewards.programs import Programs, Run
+from jaxroll.rewards.programs import Run, SandboxedPrograms
 from benchmarks.lib import hacks
 
 folder, code = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
@@ -35,7 +35,7 @@ if code:
     libc = ctypes.CDLL(None)
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Filter(len(code) // 8, code)), 0, 0) == 0
 try:
-    programs = Programs()
+    programs = SandboxedPrograms()
 except DataError as error:
     print(json.dumps({"refused": str(error)}))
     sys.exit()
