@@ -39,8 +39,10 @@ def test_child():
 
 def test_orphan_in_its_own_session():
     code = (
-        "import subprocess, sys;"
-        "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+        "import pathlib, subprocess, sys\\n"
+        "child = subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=subprocess.DEVNULL)\\n"
+        "while not pathlib.Path(f'/proc/{child.pid}/environ').read_bytes(): pass\\n"  # it starts without one
+        "print(child.pid)"
     )
     out = subprocess.run([sys.executable, "-c", code, *SLEEP], check=True, stdout=subprocess.PIPE, text=True).stdout
     (HERE / "orphan").write_text(out)
