@@ -108,17 +108,23 @@ def check_new_folder(out: Path) -> None:
         raise ConfigError("OUT", str(out), "it exists already", "Name a new folder.")
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync `folder`, everything in it, and its name in the parent folder to disk."""
+def sync_folder(folder: Path, *, reread: bool = False) -> None:
+    """Sync `folder`, everything in it, and its name in the parent folder to disk.
+
+    With `reread`, the next reads of its files come from the disk. Linux reports an error of writing once; a later sync
+    succeeds, and the memory of the system still holds what the disk does not.
+    """
     for path in (*folder.rglob("*"), folder, folder.parent):
-        sync(path)
+        sync(path, reread=reread)
 
 
-def sync(path: Path) -> None:
-    """Sync the content of one file, or the names in one folder, to disk."""
+def sync(path: Path, *, reread: bool = False) -> None:
+    """Sync the content of one file, or the names in one folder, to disk; `reread` as for `sync_folder`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        if reread and hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
 

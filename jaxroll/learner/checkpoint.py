@@ -194,6 +194,15 @@ class Checkpoints:
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
+    def sync(self, version: Version) -> None:
+        """Sync a whole checkpoint, so that `restore` reads what is on the disk; InfraError if it cannot be.
+
+        Without it, checksums may agree with files that only the memory of the system still holds.
+        """
+        self._check_whole(version)
+        with self._naming_disk(version):
+            disk.sync_folder(self.path(version), reread=True)
+
     def settle(self, version: Version) -> None:
         """Make a whole checkpoint durable whose writer may have been killed at any instant; InfraError if it cannot be.
 

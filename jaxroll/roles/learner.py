@@ -326,6 +326,7 @@ class LearnerSession:
             trainer.set_params(start)  # the base of the adapters, which no checkpoint contains
         while self._durable is not None:
             trainer.release()
+            self.checkpoints.sync(self._durable)
             try:
                 trainer.state, _ = self.checkpoints.restore(
                     self._durable,

@@ -249,6 +249,8 @@ class MemoryCheckpoints:
     def restore(self, version: Version, *args: object, durable: bool) -> tuple[None, None]:
         return None, None
 
+    def sync(self, version: Version) -> None: ...
+
     def settle(self, version: Version) -> None: ...
 
     def log_start(self, version: Version) -> Any:

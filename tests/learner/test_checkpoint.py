@@ -340,12 +340,12 @@ def test_a_whole_folder_without_checksums_can_be_restored(folder, trainer):
 def test_a_restored_checkpoint_is_synced_also_if_it_has_checksums(folder, trainer, monkeypatch):
     """Its writer was killed between the checksums and the sync: the checksums may be in the system's memory alone."""
     checkpoints, synced = saved(folder, trainer, Version(0, 1)), []
-    monkeypatch.setattr(disk, "sync", synced.append)
+    monkeypatch.setattr(disk, "sync", lambda path, **_: synced.append(path))
     checkpoints.settle(Version(0, 1))
     at = folder / "0000.00000001"
     assert {*at.rglob("*"), at, folder} <= set(synced)
 
-    def broken(path):
+    def broken(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(disk, "sync", broken)

@@ -1,9 +1,11 @@
-"""A checkpoint without checksums: damaged if it was durable, otherwise its checksums are computed on restoring."""
+"""A learner restores a checkpoint. Without checksums it is damaged if it was durable; otherwise they are computed now.
+With them, they are compared with what the disk holds."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,23 +49,52 @@ class Bare:
         return ""
 
 
+def session_of(tmp_path: Path, steps: tuple[int, ...], said: list[str]) -> LearnerSession:
+    """A session before it opens a store, with checkpoints of these steps."""
+    session = LearnerSession.__new__(LearnerSession)
+    session.args, session.config = RoleArgs(Config(), tmp_path), Config()
+    session.checkpoints = Checkpoints(tmp_path / "checkpoints", kept=9)
+    for step in steps:
+        session.checkpoints.save(Version(0, step), step, state_of(step))
+        session.checkpoints.wait()
+    session.store = SimpleNamespace(  # type: ignore[assignment]
+        welcome=SimpleNamespace(lineages=(Lineage(),))
+    )
+    session.progress = said.append  # type: ignore[assignment]
+    return session
+
+
+def test_bytes_that_the_disk_lost_are_not_restored_from_the_memory_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last writer received the error of the disk. A sync succeeds then, and only the disk shows the loss."""
+    said: list[str] = []
+    session = session_of(tmp_path, (2, 4), said)
+    files = (path for path in session.checkpoints.path(Version(0, 4)).glob("state/**/*") if path.is_file())
+    lost = max(files, key=lambda path: path.stat().st_size)
+
+    def dropped(handle: int, start: int, size: int, advice: int) -> None:
+        assert (start, size, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        if os.path.sameopenfile(handle, reader.fileno()):
+            lost.write_bytes(bytes(lost.stat().st_size))
+
+    monkeypatch.setattr(os, "posix_fadvise", dropped)
+    with lost.open("rb") as reader:
+        assert session._restore(Bare(), {"durable": 0, "claims": 6}) == Version(0, 2)  # type: ignore[arg-type]
+    assert any("0000.00000004 cannot be read (state/" in text and "is not what was written" in text for text in said)
+    session.checkpoints.close()
+
+
 @pytest.mark.parametrize(("durable_steps", "restored"), [(0, 4), (2, 4), (4, 2), (6, 2)], ids=str)
 def test_a_checkpoint_without_checksums_is_restored_unless_it_was_durable(
     tmp_path: Path, durable_steps: int, restored: int
 ) -> None:
     """Checkpoint 0.4 has no checksums: only the store knows if it was durable."""
-    checkpoints, said = Checkpoints(tmp_path / "checkpoints", kept=9), []
-    for step in (2, 4):
-        checkpoints.save(Version(0, step), step, state_of(step))
-        checkpoints.wait()
+    said: list[str] = []
+    session = session_of(tmp_path, (2, 4), said)
+    checkpoints = session.checkpoints
     newest = checkpoints.path(Version(0, 4))
     (newest / checkpoint_files.SUMS).unlink()
-    session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
-    session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
-    session.store = SimpleNamespace(  # type: ignore[assignment]
-        welcome=SimpleNamespace(lineages=(Lineage(),))
-    )
-    session.progress = said.append  # type: ignore[assignment]
     trainer, restore = Bare(), checkpoints.restore
 
     def restored_into_nothing(*given, **named):
