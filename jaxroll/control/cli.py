@@ -214,6 +214,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else ()
+        message += ", a folder, without --run in front" if message.endswith("required: RUN") else ""
         super().error(message + (f". Did you mean {near[0]}?" if near else f". {self.epilog}" if self.epilog else ""))
 
 
@@ -245,7 +246,7 @@ def parser(named: str | None = None) -> argparse.ArgumentParser:
     known = {}
     for one in (command for group in GROUPS.values() for command in group):
         known[one.name] = _added(commands, one.name, one.text, one.example)
-    for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "tinker-serve", "launch", *ROLES):
+    for name in ("train", "sft", "compile", "config", "generate", "eval", "tinker-serve", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
@@ -314,8 +315,8 @@ def _added(commands: Any, name: str, text: str, example: str, **shown: str) -> a
     return commands.add_parser(name, description=text, epilog=f"Example: {example}", allow_abbrev=False, **shown)
 
 
-def _run_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("folder", nargs="?", metavar="RUN", help="the folder of the run")
+def _run_options(one: argparse.ArgumentParser, text: str = "the folder of the run") -> None:
+    one.add_argument("folder", nargs="?", metavar="RUN", help=text)
     one.add_argument("--run", metavar="DIR", help="the same as RUN")
     one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
 
@@ -399,6 +400,7 @@ def _eval_options(one: argparse.ArgumentParser) -> None:
 
 def _serve_options(one: argparse.ArgumentParser) -> None:
     one.usage = "jaxroll serve RUN|FOLDER [OPTIONS]"
+    _run_options(one, "the folder of the run, or a Hugging Face folder with a model")
     http_options(one, 8000)
     one.add_argument("--name", help="the name of the model (default: that of the folder)")
     text = "file of the clients' token (default: RUN/http.token, or jaxroll/http.token in your state folder)"
