@@ -4,7 +4,7 @@ Command   jaxroll train --config=configs/code_repair.py
 Hardware  any Linux machine with user namespaces or landlock (`jaxroll doctor`); one device per role
 Setting   functions of two lines with one wrong operator; warm start on edits of which 6 of 10 are random, then GRPO at
           alpha = 1 with reward 1 once all tests pass
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,7 @@ Command   jaxroll train --config=configs/gymnasium_blackjack.py
 Hardware  any; one device per role
 Setting   warm start on random play, then GRPO at alpha = 1 with reward 1 for a game that is won. Chance follows the
           seed of the game, so the members of a group see the same cards
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from ml_collections import ConfigDict

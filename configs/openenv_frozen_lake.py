@@ -5,7 +5,7 @@ Command   jaxroll env serve frozen_lake --config=configs/agentic_frozen_lake.py 
 Hardware  any; one device per role; pip install 'jaxroll[openenv]'
 Setting   the lakes of agentic_frozen_lake, one WebSocket for each episode; warm start on random moves, as the protocol
           has no teacher, then GRPO at alpha = 1 with reward 1 at the goal
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from pathlib import Path

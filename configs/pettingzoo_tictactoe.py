@@ -4,7 +4,7 @@ Command   jaxroll train --config=configs/pettingzoo_tictactoe.py
 Hardware  any; one device per role; pip install 'jaxroll[envs-more]'
 Setting   warm start on random legal moves, then GRPO per turn at alpha = 1. The reward is that of the first player, so
           its mean shows which player wins, not how well both play; reward parts have both players
-Result    not measured; docs/results/environments.md has tictactoe against random moves
+Result    not measured; docs/results/environment_curves.md has tictactoe against random moves
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,7 @@ Command   jaxroll train --config=configs/shop.py
 Hardware  any; one device per role
 Setting   warm start on a shopper who acts at random in 4 of 10 turns, then GRPO at alpha = 1 with reward 1 for an item
           that fits
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from ml_collections import ConfigDict

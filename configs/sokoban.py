@@ -4,7 +4,7 @@ Command   jaxroll train --config=configs/sokoban.py
 Hardware  any; one device per role
 Setting   warm start on a teacher that moves at random in 6 of 10 moves, then GRPO at alpha = 1 with reward 1 for a
           solved level. No held-out level is trained on
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@ Hardware  any; one device per role
 Setting   warm start on calls of which 7 of 10 are drawn from wrong and right ones, then GRPO at alpha = 1 with reward
           1 for the right number. With a tokenizer of kind hf and task.prompt_style = full the chat template shows the
           schemas
-Result    docs/results/environments.md
+Result    docs/results/environment_curves.md
 """
 
 from ml_collections import ConfigDict
