@@ -1,4 +1,4 @@
-"""A small shop: search a kind of item, look at items, buy the one whose colour and price fit.
+"""A small shop: search a kind of item, look at items, buy the one whose color and price fit.
 
 Command   jaxroll train --config=configs/shop.py
 Hardware  any; one device per role

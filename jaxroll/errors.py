@@ -140,7 +140,7 @@ def exit_code(error: Exception) -> int:
 
 
 def described(error: BaseException, max_chars: int = 1000) -> str:
-    """The error as text that can be serialised: lone surrogates, or a message that raises, become question marks."""
+    """The error as text that can be serialized: lone surrogates, or a message that raises, become question marks."""
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 - user code may raise here, too

@@ -67,7 +67,7 @@ class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `logprobs` are those of the sampling distribution (temperature and truncation included). `finish` is stop, length
     or abort. `versions` covers the T tokens in order. `support` holds the ids to which truncation restricted each token
-    (serialised `Supports`), if the engine records them and a token was truncated; otherwise it is empty.
+    (serialized `Supports`), if the engine records them and a token was truncated; otherwise it is empty.
     `experts`, if recorded, holds the experts chosen for the P tokens of the prompt and all tokens but the last: X
     numbers each, those of every layer in order.
     """
@@ -214,7 +214,7 @@ OWNER: ContextVar[Owner | None] = ContextVar("OWNER", default=None)
 
 
 class Tokenizer(Protocol):
-    """Converter between text and token ids. Sampled ids are never re-tokenised."""
+    """Converter between text and token ids. Sampled ids are never re-tokenized."""
 
     vocab_size: int
     pad_id: int
@@ -258,10 +258,10 @@ Progress = Callable[[str], None]
 
 # --- Checks of the values that an environment or a scorer returned: they fit the records, or DataError names the field
 #
-# User code returns numpy scalars, booleans, lists, and values that cannot be serialised. Values that can be converted
+# User code returns numpy scalars, booleans, lists, and values that cannot be serialized. Values that can be converted
 # without loss are converted here, where the member is known; otherwise the store would refuse the whole put.
 
-MAX_SHOWN_CHARS = 2**20  # in the messages of one turn, because they are tokenised on the event loop
+MAX_SHOWN_CHARS = 2**20  # in the messages of one turn, because they are tokenized on the event loop
 _NOT_REAL = "cOSUmM"  # kinds of numpy dtypes that `float` converts with loss, or by parsing text
 _OWN_PARTS = 1  # the episode adds `truncated`
 
@@ -343,7 +343,7 @@ def text(value: Any, field: str, max_chars: int) -> str:
         raise DataError(
             f"{field} holds the lone surrogate {value[error.start]!a} at {error.start}, which UTF-8 cannot encode"
         ) from error
-    return str(value)  # a plain str, because subclasses cannot be serialised
+    return str(value)  # a plain str, because subclasses cannot be serialized
 
 
 def _named(value: Any) -> str:
@@ -353,8 +353,8 @@ def _named(value: Any) -> str:
 
 # --- supports of truncated sampling: the token ids to which top-k, top-p or min-p restricted each sampled token
 #
-# The behaviour distribution is renormalised over the support, so the learner must renormalise over the same ids. The
-# serialised form of T sampled tokens is a series of varints (LEB128, 7 bits a byte, low bits first): T sizes, then for
+# The behavior distribution is renormalized over the support, so the learner must renormalize over the same ids. The
+# serialized form of T sampled tokens is a series of varints (LEB128, 7 bits a byte, low bits first): T sizes, then for
 # each token the ids of its support except the token itself, ascending, as differences to the previous id minus 1. A
 # token that was certain takes one byte. Size 0 means that the token was sampled from the whole vocabulary.
 
@@ -390,9 +390,9 @@ class Supports:
 
     @classmethod
     def decoded(cls, data: np.ndarray, tokens: np.ndarray) -> Supports:
-        """The supports serialised in `data` (uint8 [N]) of the sampled `tokens` (int32 [T]), each with its token first.
+        """The supports serialized in `data` (uint8 [N]) of the sampled `tokens` (int32 [T]), each with its token first.
 
-        DataError if `data` is not a valid serialisation for so many tokens.
+        DataError if `data` is not a valid serialization for so many tokens.
         """
         if not data.size:
             return cls.whole(len(tokens))
@@ -417,7 +417,7 @@ class Supports:
 
     @staticmethod
     def worst_bytes(width: int, vocab_size: int) -> int:
-        """The largest serialised size of one token's support of `width` ids; 0 for `width` 0."""
+        """The largest serialized size of one token's support of `width` ids; 0 for `width` 0."""
         if not width:
             return 0
         # The differences of a support sum to less than the vocabulary, so few of them need more than one byte.
@@ -425,7 +425,7 @@ class Supports:
         return len(_varints(np.array([width]))) + width - 1 + sum(longer)
 
     def encoded(self, tokens: np.ndarray) -> np.ndarray:
-        """uint8 [N]: the serialised supports of the sampled `tokens` (int32 [T]); empty if no token has one.
+        """uint8 [N]: the serialized supports of the sampled `tokens` (int32 [T]); empty if no token has one.
 
         ValueError if a support lacks its token.
         """

@@ -1,6 +1,6 @@
 """Immutable records that all processes of a run exchange (docs/glossary.md): tasks, groups, segments, versions.
 
-Array fields are numpy arrays; `jaxroll.wire` serialises them as raw little-endian buffers with dtype and shape.
+Array fields are numpy arrays; `jaxroll.wire` serializes them as raw little-endian buffers with dtype and shape.
 T is the number of tokens of a segment. Records that a store holds by the thousand are excluded from garbage collection
 (`gc=False`), whose passes would stop its event loop for tenths of a second; they contain no reference cycles.
 """
@@ -247,7 +247,7 @@ class Relay(msgspec.Struct, frozen=True):
 
 
 def question_hash(text: str) -> str:
-    """The identity of a question: 16 hex digits of its blake2b digest, with white space normalised."""
+    """The identity of a question: 16 hex digits of its blake2b digest, with white space normalized."""
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Serialisation between processes and on disk: msgspec MessagePack with a fixed schema, arrays as raw buffers.
+"""Serialization between processes and on disk: msgspec MessagePack with a fixed schema, arrays as raw buffers.
 
 Decoding runs no code and always needs a type. An array is first decoded as raw bytes, and created only if its dtype,
 its shape and the number of received bytes agree, so a message costs memory in proportion to its length, regardless of
@@ -38,16 +38,16 @@ def _array_to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         name = _NAMES.get(value.dtype)
         if name is None:
-            raise NotImplementedError(f"arrays of {value.dtype} cannot be serialised")
+            raise NotImplementedError(f"arrays of {value.dtype} cannot be serialized")
         array = np.ascontiguousarray(value, _LITTLE_ENDIAN[name])
         return (name, value.shape, array.reshape(-1).view(np.uint8).data)  # a view, so that the data is copied once
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"values of type {type(value).__name__} cannot be serialised")
+    raise NotImplementedError(f"values of type {type(value).__name__} cannot be serialized")
 
 
 class _Sent(msgspec.Struct, frozen=True, array_like=True):
-    """A serialised array that is not validated yet. Fields beyond these limits are refused before they are read."""
+    """A serialized array that is not validated yet. Fields beyond these limits are refused before they are read."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=8)]
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)], ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -63,7 +63,7 @@ def _array_from_wire(raw: msgspec.Raw | np.ndarray) -> np.ndarray:
     sent = _ARRAY.decode(raw)
     dtype = _LITTLE_ENDIAN.get(sent.dtype)
     if dtype is None:
-        raise msgspec.ValidationError(f"arrays of {sent.dtype!r} cannot be deserialised")
+        raise msgspec.ValidationError(f"arrays of {sent.dtype!r} cannot be deserialized")
     size = dtype.itemsize * math.prod(sent.shape)
     if size != len(sent.data):
         found = f"{len(sent.data)} were received"
@@ -143,7 +143,7 @@ def _shadow(kind: Any) -> tuple[Any, _Build | None]:
         build = shadows[0][1]
         assert build is not None
         return tuple[shadows[0][0], ...], lambda values: tuple(map(build, values))
-    raise NotImplementedError(f"{kind} cannot be serialised: arrays may occur in structs, unions and tuples only")
+    raise NotImplementedError(f"{kind} cannot be serialized: arrays may occur in structs, unions and tuples only")
 
 
 def _one_of(shadows: list[tuple[Any, _Build | None]]) -> _Build:

@@ -260,7 +260,7 @@ def load(name):
     if "jax" in sys.modules:
         from jax._src import xla_bridge  # no public way to ask without initialising one
         backends = xla_bridge._backends
-        assert not backends, f"importing {name} initialised the backends {sorted(backends)}"
+        assert not backends, f"importing {name} initialized the backends {sorted(backends)}"
 
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, root)
@@ -455,7 +455,7 @@ def test_loading_finds_an_initialised_backend(tmp_path: Path) -> None:
         {"data/a.py": "import jax\nN = jax.device_count()\n", "wire.py": "import jax\n"},
     )
     found = load_alone(root, ("wire", "data"), blocked=())
-    assert "importing jaxroll.data initialised the backends ['cpu']" in found
+    assert "importing jaxroll.data initialized the backends ['cpu']" in found
     assert f"{PACKAGE}.wire" not in found
 
 

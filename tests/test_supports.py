@@ -1,4 +1,4 @@
-"""Supports of truncated sampling: serialisation, its size, and malformed bytes."""
+"""Supports of truncated sampling: serialization, its size, and malformed bytes."""
 
 import itertools
 

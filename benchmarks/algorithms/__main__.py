@@ -109,7 +109,7 @@ def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str
 def draw(path: Path, found: Mapping[str, Any]) -> None:
     """Draw the output of `summary`: gain with its interval over seeds, effective samples, clipped share, mismatch.
 
-    After the first α steps every token is α steps old, so that a colour means an age.
+    After the first α steps every token is α steps old, so that a color means an age.
     """
     from benchmarks.lib import figures
 

@@ -37,7 +37,7 @@ from jaxroll.models import families
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 
-# Seconds of the modelled device: a decode step, a prefill of 16 rows, another program; of the host: sending a program.
+# Seconds of the modeled device: a decode step, a prefill of 16 rows, another program; of the host: sending a program.
 CASES = {"20 ms a step": 0.020, "8 ms a step": 0.008}
 PREFILL_S, MOVE_S, CALL_S = 0.030, 0.0003, 0.0002
 PROMPT, GROUP, LONGEST, MEDIAN, SIGMA = 128, 8, 4096, 700, 0.8

@@ -1,10 +1,10 @@
-"""The cost of quantised keys, values and weights (`sampler.kv_dtype`, `sampler.weight_dtype`) on a trained model.
+"""The cost of quantized keys, values and weights (`sampler.kv_dtype`, `sampler.weight_dtype`) on a trained model.
 
     python -m benchmarks.engine.quantised [--quick] [--case=cost|curves] [--steps=N] [--resume]
 
 `cost`: an engine in each mode answers questions at temperature 1; the model itself computes the log-probs of the same
-tokens by whole rows. Their difference is the cost; without quantisation it is that of rounding. `curves`: synchronous
-training in each mode with the default correction; the same engine without quantisation judges all modes. Both have
+tokens by whole rows. Their difference is the cost; without quantization it is that of rounding. `curves`: synchronous
+training in each mode with the default correction; the same engine without quantization judges all modes. Both have
 three seeds and begin at one warm start on worked answers. The last line is one JSON object.
 """
 

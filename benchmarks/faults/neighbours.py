@@ -15,7 +15,7 @@ after a second of it, or takes ten times as long.
 
 Members wait and do not compute: a step of the environment sleeps N(0.75 s, 0.2 s). So the number of members in progress
 limits the rate, and not the cores, which a third process shares. The runs of a round alternate, in reversed order in
-every second round; the one without a bad neighbour is in their middle. A run that takes longer than --deadline seconds
+every second round; the one without a bad neighbor is in their middle. A run that takes longer than --deadline seconds
 is ended, and so is the benchmark after --minutes: it names the runs that failed, and the cases without a run.
 
 Steps per second are those of the steady state: the first steps, with the first failures, do not count. The last line is
@@ -133,7 +133,7 @@ def raced(
 
 
 def reasons(role: str, runs: list[dict[str, Any]]) -> list[str]:
-    """The reason that `jaxroll inspect` gives, for each run in which it reports the bad neighbour and no other."""
+    """The reason that `jaxroll inspect` gives, for each run in which it reports the bad neighbor and no other."""
     if role == "scorer":
         samplers = {f"sampler-{index}" for index in range(HEALTHY)}
         named = [run for run in runs if set(run["scoring_slow"]) == samplers and not run["backoff"]]
@@ -144,7 +144,7 @@ def reasons(role: str, runs: list[dict[str, Any]]) -> list[str]:
 
 
 def compared(role: str, ours: Mapping[int, dict[str, Any]], peer: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The result of one bad neighbour from its runs and those without it, by round; {} if no round has both."""
+    """The result of one bad neighbor from its runs and those without it, by round; {} if no round has both."""
     both = [number for number in ours if number in peer]
     if not both:
         return {}

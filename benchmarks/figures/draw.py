@@ -56,7 +56,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def intervals(data: Mapping[str, Any], path: Path) -> None:
-    """Draw values with their intervals, one line per row and one colour per kind."""
+    """Draw values with their intervals, one line per row and one color per kind."""
     panels = [
         Panel(
             panel["title"],

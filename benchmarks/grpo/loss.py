@@ -3,7 +3,7 @@
     python -m benchmarks.grpo.loss FOLDER OVERRIDES-AS-JSON
 
 The command `loss` returns the loss, writes the gradients to ours.npz, and the log-probs of the batch's tokens to
-behaviour.npy, which the peer's agentic learner gets as the log-probs of its sampler.
+behavior.npy, which the peer's agentic learner gets as the log-probs of its sampler.
 """
 
 from __future__ import annotations

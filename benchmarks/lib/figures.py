@@ -1,4 +1,4 @@
-"""Figures as SVG files: values with their intervals, one row each, the kinds of a row side by side in colours.
+"""Figures as SVG files: values with their intervals, one row each, the kinds of a row side by side in colors.
 
 A benchmark writes its figure next to its runs; docs/results shows those that benchmarks/figures/draw.py draws.
 """
@@ -45,7 +45,7 @@ class Panel(NamedTuple):
 def write(path: Path, panels: Sequence[Panel], kinds: Sequence[str], columns: int = 2) -> None:
     """Write the panels in `columns`, with a key to the kinds above them; kinds without a value are left out."""
     if len(kinds) > len(COLOURS):
-        raise ValueError(f"{len(kinds)} kinds need more than the {len(COLOURS)} colours: draw fewer in one figure")
+        raise ValueError(f"{len(kinds)} kinds need more than the {len(COLOURS)} colors: draw fewer in one figure")
     panels = [panel for panel in panels if any(panel.rows.values())]
     height = TOP + ROW * max(len(panel.rows) for panel in panels) + BOTTOM
     lines = -(-len(panels) // columns)

@@ -249,10 +249,10 @@ def intervals(seeds: int, precision: float) -> list[dict[str, Any]]:
 
 
 def queue(load: float, steps: int, seeds: int) -> dict[str, Any]:
-    """Updates between the end of a rollout and its training, simulated and by the formula at the realised load.
+    """Updates between the end of a rollout and its training, simulated and by the formula at the realized load.
 
     `deviation` is the standard error of `simulated`, from the means of twenty blocks of each seed. `recursion` is the
-    same figure of Lindley's recursion over the realised ends and training times: a queue that is one has the same.
+    same figure of Lindley's recursion over the realized ends and training times: a queue that is one has the same.
 
     The mean of a queue converges slowly, so `controlled` is the error with the recursion as control variate: that of
     the simulation less the recursion over the same times, plus the recursion over `DRAWN` other ones. Its standard

@@ -84,7 +84,7 @@ def _running(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Floa
 
 # --- per-token streams of a packed micro-batch
 #
-# π_θ is the policy being trained, π_prox the trainer's at the start of the claim, π_b the behaviour policy, π_ref a
+# π_θ is the policy being trained, π_prox the trainer's at the start of the claim, π_b the behavior policy, π_ref a
 # frozen reference. Values of tokens outside `mask` are undefined, and their losses are ignored.
 
 
@@ -102,7 +102,7 @@ class Tokens(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """The `loss` to minimise, and in `bounded` True where a clip of the ratio or a cap of the weight is active."""
+    """The `loss` to minimize, and in `bounded` True where a clip of the ratio or a cap of the weight is active."""
 
     loss: Float[Array, "*R T"]
     bounded: Bool[Array, "*R T"]
@@ -211,7 +211,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 
 def batch_standardised(groups: Sequence[np.ndarray], *, group_baseline: bool = False) -> list[np.ndarray]:
-    """[Gᵢ] for every group: rewards standardised over all members of the batch (REINFORCE++, arXiv 2501.03262).
+    """[Gᵢ] for every group: rewards standardized over all members of the batch (REINFORCE++, arXiv 2501.03262).
 
     With `group_baseline` the mean of each group is subtracted first, so a group of equal rewards has advantage 0.
     """
@@ -258,7 +258,7 @@ def discounted_returns(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 
 def segment_return(group: Group, discount: float) -> list[Advantage]:
-    """[T] for every member: the discounted return of each turn, standardised over all turns of the group."""
+    """[T] for every member: the discounted return of each turn, standardized over all turns of the group."""
     returns = _returns(group, discount)
     every = standardised(np.concatenate([np.zeros(0), *returns]))
     return _spread(group, _cut(every, returns))
@@ -267,7 +267,7 @@ def segment_return(group: Group, discount: float) -> list[Advantage]:
 def gigpo(group: Group, discount: float, step_weight: float) -> list[Advantage]:
     """[T] for every member: A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
 
-    A_episode is the standardised reward of the episode. A_step standardises the discounted returns of all turns of the
+    A_episode is the standardized reward of the episode. A_step standardizes the discounted returns of all turns of the
     group in the same state; it is 0 for a state that occurs once. A state is the tokens shown before the turn.
     """
     episode = standardised(np.array([member.reward for member in group]))

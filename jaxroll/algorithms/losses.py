@@ -1,6 +1,6 @@
 """Policy ratios, KL estimators and policy-gradient losses, per token or per sequence, from log-probs; always finite.
 
-π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the behaviour policy, which
+π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the behavior policy, which
 sampled the tokens.
 """
 
@@ -102,7 +102,7 @@ def k3(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]
 def loss(
     estimator: str, logp: Float[Array, "*T"], logq: Float[Array, "*T"], weight: Float[Array, "*T"] | float = 1.0
 ) -> Float[Array, "*T"]:
-    """The per-token KL penalty to minimise, times sg[weight] (the importance weight of an off-policy token).
+    """The per-token KL penalty to minimize, times sg[weight] (the importance weight of an off-policy token).
 
     `k2` follows the gradient of KL(p‖q), `k3` that of KL(q‖p); other names raise ConfigError with the reason.
     """

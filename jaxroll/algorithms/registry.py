@@ -1,4 +1,4 @@
-"""Registry of algorithms by name: the loss that the learner minimises, and the advantages of members.
+"""Registry of algorithms by name: the loss that the learner minimizes, and the advantages of members.
 
 The presets of `jaxroll.config.derived` are built here. A new algorithm is one file: a function of the learner's config
 under `@register("name")`, which a config names as `package.module:name`.

@@ -142,7 +142,7 @@ def support(
 
     It keeps the k best tokens, of those the smallest set whose probability reaches p, and of those the tokens that are
     at least `min_p` times as likely as the best one. k ≤ 0, p ≥ 1 and min_p = 0 are off. Exactly k tokens are kept (of
-    equals, those with lower indices). The nucleus is measured on the distribution renormalised after top-k, and the
+    equals, those with lower indices). The nucleus is measured on the distribution renormalized after top-k, and the
     best token is always kept.
     """
     vocab = scaled.shape[-1]

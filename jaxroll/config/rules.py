@@ -368,7 +368,7 @@ def _check_learner(config: Config) -> None:
 
 
 def _check_quantised(config: Config) -> None:
-    """A quantised sampler is another policy than the learner's, even for fresh samples."""
+    """A quantized sampler is another policy than the learner's, even for fresh samples."""
     for key, dtype in (("kv_dtype", config.sampler.kv_dtype), ("weight_dtype", config.sampler.weight_dtype)):
         if dtype and config.learner.correction == "none":
             reason = f"sampler.{key} is {dtype!r}, so samplers draw from another policy than the one that is trained"

@@ -277,7 +277,7 @@ def _check_memory(config: Config, model: ModelSpec, inventory: Inventory | None)
         count = families.parameter_count(model) // (mesh.tensor * mesh.expert)
         size_bytes = count * (2 if model.compute_dtype == "bfloat16" else 4)
         limit_bytes = int(of_process * inventory.gpu_memory_mb * 2**20)
-        # Embeddings are not quantised, so this is less than what the version in use takes.
+        # Embeddings are not quantized, so this is less than what the version in use takes.
         share = MemoryShare(limit_bytes, fraction, size_bytes, count if config.sampler.weight_dtype else size_bytes)
         fitting_pages(share, lambda pages: 0, 0, 0)
 

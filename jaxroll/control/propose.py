@@ -180,7 +180,7 @@ def _task(choice: InitAnswers, file: Path) -> list[str]:
         lines += [] if choice.task == "spell_backward" else ["config.task.args = {}"]
     else:
         lines = [
-            "# Task: the rows of a file. Its columns are recognised (docs/prompts.md); task.prompt_column and",
+            "# Task: the rows of a file. Its columns are recognized (docs/prompts.md); task.prompt_column and",
             "# task.answer_column name others.",
             f'config.task.source = "{kind}"',
             f"config.task.path = {json.dumps(_relative(choice.task, file))}",

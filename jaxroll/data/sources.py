@@ -27,7 +27,7 @@ from jaxroll.rewards.scorers import import_library, importable
 
 # Exceptions of third-party generators for seeds that they do not support.
 _GENERATOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# Item i of seed s is Random(s + i), so neighbouring seeds share items. JaxRoll uses one seed and disjoint index ranges.
+# Item i of seed s is Random(s + i), so neighboring seeds share items. JaxRoll uses one seed and disjoint index ranges.
 _SEED = 0
 _VIRTUAL_SIZE = 2**62
 _SPEC = {"name", "weight", "config"}  # keys of a task in a mixture

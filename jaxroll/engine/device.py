@@ -203,7 +203,7 @@ class Device:
     # --- weights
 
     def held(self, params: Params) -> Held:
-        """The arrays that the programs take for `params`: stacked for layers in a loop, quantised if configured."""
+        """The arrays that the programs take for `params`: stacked for layers in a loop, quantized if configured."""
         return dict(params) if self._programs.hold is None else self._programs.hold(params)
 
     def warmup(self, params: Params | None, progress: Progress | None) -> None:

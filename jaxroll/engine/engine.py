@@ -68,7 +68,7 @@ class EngineConfig:
     sort the vocabulary, which needs memory, and do so while a request truncates. `prefill_attention` and
     `paged_attention` name implementations (`kernels.choice`). With `scan_layers`, every program has one layer (of each
     kind), which it runs in a loop. With `kv_dtype` or `weight_dtype`, "int8" or "fp8", the cache or the matrices of the
-    layers are quantised (`kernels.quantised`).
+    layers are quantized (`kernels.quantised`).
 
     `in_flight` dispatches, one or two, may be on the device at once. The tokens of a request do not depend on it.
     """
@@ -136,7 +136,7 @@ class EngineConfig:
         return replace(engine, max_tokens=max_tokens, penalties=penalties, page_tokens=0, prefill_budget=0)
 
     def model(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` for the programs of this engine. ConfigError for a model whose weights cannot be quantised."""
+        """`spec` for the programs of this engine. ConfigError for a model whose weights cannot be quantized."""
         check_quantised(self.weight_dtype, spec.experts)
         return replace(spec, scan=self.scan_layers, kv_dtype=self.kv_dtype, weight_dtype=self.weight_dtype)
 

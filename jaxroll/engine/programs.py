@@ -2,7 +2,7 @@
 
 All state is on the device in static shapes, and each call donates it. Parameters are an argument, so a weight swap is a
 change of a reference. A token's random key depends only on its identity and position, and a row's arithmetic only on
-that row, so within one program a request's tokens do not depend on its slot, its neighbours or the time.
+that row, so within one program a request's tokens do not depend on its slot, its neighbors or the time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EnginePrograms:
     saved: Any  # Pages, with the shardings of what `save` returns and `load` takes
     params: dict[str, NamedSharding]  # by the names of parameters
     held: dict[str, Any]  # what `hold` returns, as ShapeDtypeStructs with shardings
-    hold: Callable[[Params], Held] | None  # stacks and quantises them (`params.held`); None if they stay as they are
+    hold: Callable[[Params], Held] | None  # stacks and quantizes them (`params.held`); None if they stay as they are
     tables: NamedSharding
     replicated: NamedSharding
 

@@ -29,7 +29,7 @@ _GB = 1e9
 class MemoryShare:
     """A `fraction` of the `limit_bytes` of a device, and what an engine needs of it besides its state, in bytes.
 
-    While weights arrive, the device holds two versions: `arriving` and `in_use`, which may be quantised. `temporaries`
+    While weights arrive, the device holds two versions: `arriving` and `in_use`, which may be quantized. `temporaries`
     are those of the most demanding program, with the code of all.
     """
 

@@ -162,7 +162,7 @@ CAUSES, CAUSE_CHARS = 32, 200  # most different causes of faults, and characters
 class EnvCallCounts:
     """Environment calls since the start: all, repeated, over their time limit, deaf to cancellation (abandoned).
 
-    `faults` counts misbehaviour that may leave the outcome of its member as it is, such as a failed close, by cause.
+    `faults` counts misbehavior that may leave the outcome of its member as it is, such as a failed close, by cause.
     """
 
     calls: int = 0

@@ -167,7 +167,7 @@ def lake(seed: int, settings: Settings) -> Lake:
 
 
 def executed_action(action: int, slippery: bool, random: Random) -> int:
-    """The action that is executed for `action`: on slippery ice it or one of its two neighbours, with equal chances."""
+    """The action that is executed for `action`: on slippery ice it or one of its two neighbors, with equal chances."""
     return (action + random.choice((-1, 0, 1))) % len(ACTIONS) if slippery else action
 
 

@@ -199,7 +199,7 @@ def paged(
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    `keys` and `values` are [K, P, U, H]; quantised ones are read in the dtype of q.
+    `keys` and `values` are [K, P, U, H]; quantized ones are read in the dtype of q.
 
     The rows form equal, consecutive blocks; of block i only the first reach[i] pages are read (see `reach`). All blocks
     use the same operations, and a page beyond the end of a row or before its window adds exact zeros. So a row's result

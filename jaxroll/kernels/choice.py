@@ -61,7 +61,7 @@ class Heads(Protocol):
     @property
     def scan(self) -> bool: ...  # layers are in a loop
     @property
-    def kv_dtype(self) -> str: ...  # of quantised pages; empty: the compute dtype
+    def kv_dtype(self) -> str: ...  # of quantized pages; empty: the compute dtype
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def check(use: Use, wanted: str, site: Site) -> None:
 
 
 def check_quantised(weight_dtype: str, experts: int) -> None:
-    """Raise ConfigError if the weights of a model with this many experts cannot be quantised."""
+    """Raise ConfigError if the weights of a model with this many experts cannot be quantized."""
     if weight_dtype and experts:
-        reason = "the model has experts, whose weights would be dequantised for each step, those not chosen included"
+        reason = "the model has experts, whose weights would be dequantized for each step, those not chosen included"
         remedy = "Set it to ''; sampler.kv_dtype works with experts."
         raise ConfigError("sampler.weight_dtype", weight_dtype, reason, remedy)
 
@@ -144,7 +144,7 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
     """The reason that `name` cannot serve `use` at `site`; empty when it can."""
     model = site.model
     if use == "paged" and model.kv_dtype:
-        return f"it does not read quantised pages, and sampler.kv_dtype is {model.kv_dtype}"
+        return f"it does not read quantized pages, and sampler.kv_dtype is {model.kv_dtype}"
     if name == DENSE and model.scan:
         return "layers are in a loop (sampler.scan_layers), which would copy its cache of every layer"
     if name == DENSE:

@@ -59,7 +59,7 @@ def columns(weight: Float[Array, "*axes"], dtype: str, inputs: Sequence[int]) ->
 
 
 def of_columns(stored: Array | Quantised, dtype: jnp.dtype) -> Float[Array, "*axes"]:
-    """The numbers that `columns` stored, if the inputs are the first axes; a weight that is not quantised as it is."""
+    """The numbers that `columns` stored, if the inputs are the first axes; a weight that is not quantized as it is."""
     if not isinstance(stored, Quantised):
         return stored.astype(dtype)
     inputs = range(stored.values.ndim - stored.scales.ndim)
@@ -73,7 +73,7 @@ def _stored(x: Array, dtype: str, axes: tuple[int, ...]) -> tuple[Array, Array]:
     return (jnp.round(found) if dtype == "int8" else found).astype(DTYPES[dtype]), scales
 
 
-# --- pools: pages of tokens in the compute dtype, or quantised
+# --- pools: pages of tokens in the compute dtype, or quantized
 
 
 def as_in(pool: Pool, new: Shaped[Array, "*rows H"]) -> Pool:
@@ -89,5 +89,5 @@ def as_read(new: Float[Array, "*rows H"], dtype: str) -> Float[Array, "*rows H"]
 
 
 def read(pool: Pool, part: Callable[[Array], Array], dtype: jnp.dtype) -> Array:
-    """`part` of a pool in `dtype`, if it is quantised; it is applied to values and scales."""
+    """`part` of a pool in `dtype`, if it is quantized; it is applied to values and scales."""
     return of_rows(jax.tree.map(part, pool), dtype) if isinstance(pool, Quantised) else part(pool)

@@ -18,6 +18,6 @@ passes through them.
     weights           parameters in a folder that other tools can open (safetensors)
     multihost         a learner that spans several hosts
 
-The learner does not depend on the algorithm. Mask, behaviour, proximal and reference log-prob, advantage and age are
+The learner does not depend on the algorithm. Mask, behavior, proximal and reference log-prob, advantage and age are
 streams of numbers, one per token; only `jaxroll.algorithms` interprets them.
 """

@@ -220,7 +220,7 @@ def _bit_sum(value: Array) -> Array:
 
 
 def _mixed(bits: Array) -> Array:
-    """uint32, bijective: every input bit changes about half of the output bits (MurmurHash3 finaliser, A. Appleby)."""
+    """uint32, bijective: every input bit changes about half of the output bits (MurmurHash3 finalizer, A. Appleby)."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)

@@ -193,7 +193,7 @@ def _turns(
 
 
 def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, mask and behaviour log-probs of all segments, concatenated."""
+    """Tokens, mask and behavior log-probs of all segments, concatenated."""
     for segment in segments:
         if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs) == len(segment.sampled_mask):
             raise DataError(f"{where}: a segment's tokens, loss_mask, logprobs and sampled marks differ in length")
@@ -205,7 +205,7 @@ def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.
     if len(tokens) == 0 or mask[0]:
         raise DataError(f"{where} starts with a sampled token; a prompt must precede it, since its log-prob needs one")
     if not np.isfinite(behaviour[mask]).all():
-        raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
+        raise DataError(f"{where} has a sampled token whose behavior log-prob is not finite")
     return tokens, mask, behaviour
 
 
@@ -219,7 +219,7 @@ def _branches(segments: tuple[Segment, ...], mask: np.ndarray, where: str) -> tu
 
 
 def _supports(segments: tuple[Segment, ...]) -> Supports | None:
-    """The supports of all tokens; None if none was truncated. DataError if a serialised one is malformed."""
+    """The supports of all tokens; None if none was truncated. DataError if a serialized one is malformed."""
     if not any(segment.support.size for segment in segments):
         return None
     each = []
@@ -414,7 +414,7 @@ def critic_advantages(samples: Sequence[Sample], values: Sequence[np.ndarray], c
     on, are not steps of the chain: the next step is the next trained token. Costs (a KL penalty in the reward, an
     overlong answer) count at their tokens; the whole episode's reward counts at the last trained token, regardless of
     the rewards of single turns. Without `learner.raw_advantages` the advantages (not the targets) are then
-    standardised over all trained tokens of `samples`.
+    standardized over all trained tokens of `samples`.
     """
     block, tokens = _gae_shape(config)
     advantages: list[np.ndarray] = []
@@ -440,7 +440,7 @@ def token_rewards(sample: Sample) -> np.ndarray:
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The advantages ([T] of each sample), standardised over the trained tokens of all samples; 0 elsewhere."""
+    """The advantages ([T] of each sample), standardized over the trained tokens of all samples; 0 elsewhere."""
     each = [a[sample.mask] for sample, a in zip(samples, advantages, strict=True)]
     every = estimators.standardised(np.concatenate([np.zeros(0), *each]))
     out, first = [], 0

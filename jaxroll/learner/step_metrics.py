@@ -58,7 +58,7 @@ def of_batch(
     """The statistics of one micro-batch.
 
     `proximal` is log π of the trainer at the start of the claim. Ratios, KL(b‖π) and mismatch compare it with the
-    behaviour log-probs, so they measure how far off-policy the data is.
+    behavior log-probs, so they measure how far off-policy the data is.
     """
     behaviour, fresh = streams["behaviour"], streams["fresh"]
     rho = losses.ratio(proximal, behaviour)

@@ -7,7 +7,7 @@ Layers with a sliding window may have *rings* instead: R consecutive pages, of w
 j of the sequence. A token overwrites one that is R·U positions before it, which no later query sees. So these layers
 need memory for the window and not for the whole sequence. The last column of a table is then the number of the ring.
 
-With `ModelSpec.kv_dtype`, keys and values are quantised where they are written, with a scale per token and head
+With `ModelSpec.kv_dtype`, keys and values are quantized where they are written, with a scale per token and head
 (`kernels.quantised`). A pool is then of values [D, K, P, U, H] and scales [D, K, P, U], and all moves treat both alike.
 """
 
@@ -45,7 +45,7 @@ class LayerPools(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys (already rotated) and values in the compute dtype or quantised: a pool [D, K, P, U, H] for each layer.
+    """Keys (already rotated) and values in the compute dtype or quantized: a pool [D, K, P, U, H] for each layer.
 
     `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`). With
     layers in a loop, `joint` has the layers of each pool, which has the pages of all of them: page p of its n-th layer
@@ -389,7 +389,7 @@ def refreshed(
         far = jnp.max(known)
 
         def laid(pool: Pool, old: Levels, axis: int) -> Levels:
-            assert not isinstance(pool, Quantised), "`kernels.choice` allows no contiguous copy of quantised pages"
+            assert not isinstance(pool, Quantised), "`kernels.choice` allows no contiguous copy of quantized pages"
             found, begin = [], 0
             for level in old:
                 C = level.shape[axis]

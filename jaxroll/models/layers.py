@@ -1,4 +1,4 @@
-"""The decoder as flax modules: the only declaration of each parameter's shape, dtype, logical axes and initialiser.
+"""The decoder as flax modules: the only declaration of each parameter's shape, dtype, logical axes and initializer.
 
 Blocks of grouped-query attention with rotary positions and a gated MLP, each after an RMSNorm; `spec.ModelSpec` lists
 the options (biases, norms of q and k, norms after attention and MLP, …). Parameters are float32; a module computes in

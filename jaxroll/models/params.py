@@ -1,4 +1,4 @@
-"""Parameters as a flat dict by dotted names ("layers.00.attn.q"), initialised, or read from the folder of a model.
+"""Parameters as a flat dict by dotted names ("layers.00.attn.q"), initialized, or read from the folder of a model.
 
 They are derived from the abstract state of `layers.Decoder`: shapes, dtypes and logical axes are declared only there.
 """
@@ -278,7 +278,7 @@ def outside_loop(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Params:
 
 def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None) -> Held:
     """The parameters as an engine holds them: with the layers in a loop (`spec.scan`) stacked, and with the matrices of
-    the layers quantised (`spec.weight_dtype`), a scale for every output.
+    the layers quantized (`spec.weight_dtype`), a scale for every output.
     """
     found = outside_loop(spec, params) | stacked(spec, params, layout) if spec.scan else dict(params)
     if not spec.weight_dtype:
@@ -290,7 +290,7 @@ def held(spec: ModelSpec, params: Mapping[str, jax.Array], layout: Layout | None
 
 
 def _inputs(name: str) -> tuple[int, ...]:
-    """The axes that a product sums over, of a parameter that is quantised; empty for others."""
+    """The axes that a product sums over, of a parameter that is quantized; empty for others."""
     *start, kind = name.split(".")
     if start[-1:] not in (["attn"], ["mlp"]) or kind not in _MATRICES:
         return ()

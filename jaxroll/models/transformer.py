@@ -213,7 +213,7 @@ def prefill(
     """The logits after each prompt's last token, and the keys and values of every layer for the cache.
 
     Prompts start at position 0 and are padded on the right. A row of length 0 is unused. With `spec.kv_dtype`, queries
-    see keys and values as they are read from quantised pages.
+    see keys and values as they are read from quantized pages.
     """
     return prefill_with_experts(spec, params, tokens, lengths, layout=layout, attention=attention)[:3]
 

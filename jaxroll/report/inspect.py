@@ -428,7 +428,7 @@ def _failures(f: Facts) -> Section:
 
 
 def _faults(f: Facts) -> Section:
-    """Misbehaviour of environments that may leave the outcome of the member as it is."""
+    """Misbehavior of environments that may leave the outcome of the member as it is."""
     rows = [(number(count), short(cause, 80)) for cause, count in f.get("env_faults", {}).items()]
     rows += [(number(n), f"a scoring worker of {role} became slow") for role, n in f.get("scoring_slow", {}).items()]
     return Section("faults of environments and scoring workers", ("times", "cause"), rows, right=frozenset({0}))

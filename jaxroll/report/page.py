@@ -70,7 +70,7 @@ def _footer(view: PlottedRun) -> Markup:
     return tag("footer", f"JaxRoll {version} · ", tag("span", view.run.path, class_="mono"))
 
 
-# --- style sheet: light and dark colours, one colour per role
+# --- style sheet: light and dark colors, one color per role
 
 LIGHT = """
   --page: #f6f7fa; --card: #ffffff; --ink: #171b26; --muted: #667087; --grid: #e7e9f0; --edge: #e2e5ee;

@@ -16,7 +16,7 @@ from jaxroll.report.formats import known, number, percent, points, tick
 from jaxroll.report.record import Run
 from jaxroll.report.summary import evaluations, numbers, pauses, trained_steps, wilson
 
-# --- Parts of a plot as SVG: scales, axes, marks. Colours are CSS classes, for light and dark pages
+# --- Parts of a plot as SVG: scales, axes, marks. Colors are CSS classes, for light and dark pages
 #
 # Coordinates in the names: x and y are data, a frame maps them to the pixels of its viewBox.
 
@@ -92,7 +92,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
-    """Each y replaced by the mean of its neighbours, up to `reach` on either side."""
+    """Each y replaced by the mean of its neighbors, up to `reach` on either side."""
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
@@ -279,7 +279,7 @@ def card(title: str, hint: str, *content: object) -> Markup:
 
 
 def legend(*entries: tuple[str, str]) -> Markup:
-    """(class of the colour, meaning)."""
+    """(class of the color, meaning)."""
     return tag("div", *(tag("span", tag("i", class_=f"key {kind}"), words) for kind, words in entries), class_="legend")
 
 

@@ -112,7 +112,7 @@ def _evaluated(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
 
 
 def _mismatch(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
-    """An invariant of runs that compute in float32 on both sides, without quantised samplers."""
+    """An invariant of runs that compute in float32 on both sides, without quantized samplers."""
     value, limit = figures["logprob_mismatch_max"], figures["logprob_mismatch_limit"]
     dtypes = {(config.get(room) or {}).get("dtype", "float32") for room in ("model", "transfer")}
     sampler = config.get("sampler") or {}

@@ -161,7 +161,7 @@ def _answer(example: dict) -> ShownAnswer:
 
 
 def table(found: Sequence[ShownPrompt], first_step: int, last_step: int) -> Markup:
-    """The questions side by side, right and wrong by colour and sign."""
+    """The questions side by side, right and wrong by color and sign."""
     if not found:
         return raw("")
     head = ["question", f"at step {first_step}"] + ([f"at step {last_step}"] if found[0].after else [])

@@ -407,7 +407,7 @@ def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def length_bias(lengths: Mapping[str, Sequence[int]] | None, members: int | None, tokens: int | None) -> float | None:
-    """Mean length of the trained members over that of all: 1 is unbiased, less favours short answers.
+    """Mean length of the trained members over that of all: 1 is unbiased, less favors short answers.
 
     All are the trained ones, the finished ones that were lost (both in `lengths`: members, tokens), and `members` that
     were aborted, which count with the tokens that they had: the result is at least the true bias.

@@ -20,7 +20,7 @@ from jaxroll.report.summary import age_histogram, numbers, of_kind
 
 Row = dict[str, Any]
 SPARKS = (
-    ("loss", "loss"), ("grad_norm", "gradient norm"), ("entropy", "entropy"), ("kl_behaviour", "KL to behaviour"),
+    ("loss", "loss"), ("grad_norm", "gradient norm"), ("entropy", "entropy"), ("kl_behaviour", "KL to behavior"),
     ("ess", "effective samples"), ("clip_share", "clipped share"), ("reward_std", "spread of reward"),
     ("groups_without_signal", "groups without signal"), ("age_mean", "mean age"),
     ("value_loss", "critic's loss"), ("value_explained_variance", "explained by the critic"),
@@ -324,7 +324,7 @@ def timeline(
 
 
 def key(lanes: Sequence[Lane], deaths: Sequence[object]) -> Markup:
-    """The meaning of the colours that occur."""
+    """The meaning of the colors that occur."""
     kinds = dict.fromkeys(kind for lane in lanes for kind, spans in lane.spans.items() if spans)
     return legend(*((kind, NAMES.get(kind, kind)) for kind in [*kinds, BOTH, *(["died"] if deaths else [])]))
 

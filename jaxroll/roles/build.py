@@ -322,7 +322,7 @@ def relay_listener(args: RoleArgs, role: str, token: str) -> RelaySender | None:
 
 
 def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Trainer:
-    """A trainer with freshly initialised parameters, built by `make` (None: `Trainer`).
+    """A trainer with freshly initialized parameters, built by `make` (None: `Trainer`).
 
     ConfigError if they do not fit the mesh.
     """

@@ -126,7 +126,7 @@ class Branches:
             return call
 
     def record_answer(self, call: Call, answer: Message) -> None:
-        """Record the text of the answer of `call`, by which a later call recognises it."""
+        """Record the text of the answer of `call`, by which a later call recognizes it."""
         for conversation in self._conversations:
             if conversation.number == call.conversation:
                 conversation.messages.append(answer)

@@ -349,7 +349,7 @@ def lines(found: Figures) -> list[str]:
     return [
         f"step time    {found['step_s']:.3f} s (median {found['step_s_median']:.3f} s, {found['steps']} steps)",
         f"throughput   {found['tokens_per_s']:.1f} trained tokens/s, {found['samples_per_s']:.2f} samples/s",
-        f"utilisation  samplers {found['sampler_busy']:.0%}, learner {found['learner_busy']:.0%}",
+        f"utilization  samplers {found['sampler_busy']:.0%}, learner {found['learner_busy']:.0%}",
         f"waits        learner {found['learner_wait']:.0%} of the time",
         f"staleness    mean {found['age_mean']:.2f}, largest {found['age_max']} ({ages})",
         *([f"cost         {cost:.4g} per million trained tokens"] if cost else []),

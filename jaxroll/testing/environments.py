@@ -1,7 +1,7 @@
 """Check of a user's environment and reward against their contract: `jaxroll env check`, and `check_environment`.
 
 The environment is played by the same code as in a run (`RolloutManager`, `Executors`, the scoring pool, a role's event
-loop), with a model that answers from a script. A violation is a behaviour that would cost a run members, time or
+loop), with a model that answers from a script. A violation is a behavior that would cost a run members, time or
 memory, or make the members of a group incomparable.
 """
 

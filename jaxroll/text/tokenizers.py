@@ -65,7 +65,7 @@ class HFTokenizer:
         self._eos_token: str = self._tokenizer.id_to_token(self.eos_id)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without added special tokens. DataError for text that cannot be tokenised."""
+        """The ids of `text`, without added special tokens. DataError for text that cannot be tokenized."""
         with _typed(lambda why: DataError(f"{one_line(repr(text), 80)} cannot be tokenized: {why}")):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -372,7 +372,7 @@ class ReceiveMemory:
         self._free = {size: self._free.get(size, deque(maxlen=count)) for size, count in counts.items()}
 
     def take(self, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-        """An uninitialised array."""
+        """An uninitialized array."""
         size = math.prod(shape) * kind.itemsize
         free = self._free.get(size, deque(maxlen=1))
         try:

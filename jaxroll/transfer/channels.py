@@ -82,7 +82,7 @@ class Reader(Protocol):
         ...
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = ignore) -> None:
-        """Fill every part. Calls `leaf_read` when all parts of a leaf (which are neighbours) are filled, if the channel
+        """Fill every part. Calls `leaf_read` when all parts of a leaf (which are neighbors) are filled, if the channel
         has an order. Raises TransferError and its subclasses, and the errors of `leaf_read`."""
         ...
 

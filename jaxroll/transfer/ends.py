@@ -437,7 +437,7 @@ def _staged_leaf(
     held: Mapping[Box, np.ndarray] | None,
 ) -> StagedLeaf:
     """The leaf with the buffers of `held`, or else with views of source boxes where `view` has one that contains the
-    local box, and new, uninitialised buffers for the others."""
+    local box, and new, uninitialized buffers for the others."""
     boxes = manifests.local_boxes(sharding, leaf.shape)
     if held is not None:
         return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, dict(held), frozenset(held))

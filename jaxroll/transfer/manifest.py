@@ -203,7 +203,7 @@ def bits_dtype(itemsize: int) -> np.dtype:
 
 
 def _splitmix64(counter: np.ndarray) -> np.ndarray:
-    """uint64: the finaliser of SplitMix, elementwise (Steele, Lea & Flood, 2014)."""
+    """uint64: the finalizer of SplitMix, elementwise (Steele, Lea & Flood, 2014)."""
     z = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -19,7 +19,7 @@ def centred(rewards: list[float] | np.ndarray, by_std: bool = True) -> np.ndarra
 
 
 def test_one_success_in_four_worked_by_hand():
-    # mean 1/4; centred 3/4 and -1/4; variance (9 + 3) / 16 / 3 = 1/4, so std 1/2.
+    # mean 1/4; centered 3/4 and -1/4; variance (9 + 3) / 16 / 3 = 1/4, so std 1/2.
     np.testing.assert_allclose(centred([1, 0, 0, 0]), [1.5, -0.5, -0.5, -0.5], rtol=1e-12)
     np.testing.assert_allclose(centred([1, 0, 0, 0], by_std=False), [0.75, -0.25, -0.25, -0.25], rtol=1e-12)
 

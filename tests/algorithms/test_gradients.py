@@ -212,7 +212,7 @@ def test_the_uncapped_weight_of_the_sequence_gives_the_true_gradient(name, step)
 
 @pytest.mark.parametrize("name", ["tis", "cispo", "topr", "topr-token"])
 def test_with_r_in_place_of_rho_they_are_uncorrected(name):
-    """With π_prox in place of the behaviour policy, ρ is r, which is 1 on the first step."""
+    """With π_prox in place of the behavior policy, ρ is r, which is 1 on the first step."""
     config, w = EVERY[name], world(0, DRIFT)
     blind = w._replace(behaviour=w.theta)
 

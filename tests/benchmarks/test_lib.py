@@ -95,7 +95,7 @@ def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytes
     notes = [one.text for one in ElementTree.parse(path).getroot().findall(".//{*}title")]
     assert notes[:2] == ["constant, α = 1: 2", "constant, α = 1: 0.5"]
     assert notes[2:] == ["queue, where it helps: 2", "queue, where it cannot: 1"]
-    with pytest.raises(ValueError, match="6 kinds need more than the 5 colours"):
+    with pytest.raises(ValueError, match="6 kinds need more than the 5 colors"):
         figures.write(path, [], list("abcdef"))
 
 

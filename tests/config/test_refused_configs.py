@@ -161,7 +161,7 @@ BAD = [
     pytest.param(["run.name=a/b"], "run.name", "a/b", "letters", id="bad name"),
     pytest.param(["learner.correction=none"], "learner.correction", "none", "schedule.alpha", id="uncorrected"),
     *(pytest.param([f"sampler.{key}={dtype}", "learner.correction=none", "schedule.alpha=0"], "learner.correction",
-                   "none", f"sampler.{key} to ''", id=f"quantised and uncorrected: {key}")
+                   "none", f"sampler.{key} to ''", id=f"quantized and uncorrected: {key}")
       for key, dtype in (("kv_dtype", "int8"), ("weight_dtype", "fp8"))),
     pytest.param(["schedule.buffer_groups=47"], "schedule.buffer_groups", "47", "48", id="buffer too small"),
     pytest.param(

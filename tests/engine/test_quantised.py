@@ -1,4 +1,4 @@
-"""Engines with quantised pages and weights: the policy of the rule, fewer bytes, the same tokens when pages move."""
+"""Engines with quantized pages and weights: the policy of the rule, fewer bytes, the same tokens when pages move."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_pages_and_weights_take_a_byte_a_number_and_a_scale(dtype: str, scan_lay
     outputs = spec.layers * ((spec.heads + 2 * spec.kv_heads) * H + 2 * spec.width + 2 * spec.hidden)
     assert bytes_of(plain.held) - bytes_of(small.held) == matrices - 4 * outputs
     share = device.memory_share(spec, sharding.build(ONE), sharding.SAMPLER, 10**9, 0.9)
-    assert share.parameters == 2 * bytes_of(plain.held), "the versions of an engine without quantised weights"
+    assert share.parameters == 2 * bytes_of(plain.held), "the versions of an engine without quantized weights"
     share = device.memory_share(replace(spec, weight_dtype=dtype), *(sharding.build(ONE), sharding.SAMPLER, 10**9, 0.9))
     assert share.parameters == bytes_of(plain.held) + bytes_of(small.held)
 
@@ -216,11 +216,11 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     with pytest.raises(ConfigError, match="has experts") as caught:
         Engine(mixture, mesh, sharding.SAMPLER, EngineConfig(**SIZES, weight_dtype="int8"))
     assert (caught.value.key, caught.value.value) == ("sampler.weight_dtype", "int8")
-    with pytest.raises(ConfigError, match="does not read quantised pages") as caught:
+    with pytest.raises(ConfigError, match="does not read quantized pages") as caught:
         Engine(model()[0], mesh, sharding.SAMPLER, EngineConfig(**SIZES, kv_dtype="fp8", paged_attention="dense"))
     assert (caught.value.key, caught.value.value) == ("sampler.paged_attention", "dense")
     chosen = engine_of(kv_dtype="int8", weight_dtype="fp8").attention.paged
-    assert str(chosen) == "xla (no dense: it does not read quantised pages, and sampler.kv_dtype is int8)"
+    assert str(chosen) == "xla (no dense: it does not read quantized pages, and sampler.kv_dtype is int8)"
 
 
 # --- the other forms of an engine

@@ -20,7 +20,7 @@ from tests.harness import naive_engine
 TENSOR, DATA_TENSOR = MeshConfig(tensor=2), MeshConfig(data=2, tensor=2)
 ROW = 32  # tokens
 LEVELS = {"max_tokens": 160, "decode_chunk": 8, "prefill_buckets": (64,)}  # so many positions are several levels
-ALONE: dict[str, dict[int, Completion]] = {}  # by engine: the completions of requests that ran without neighbours
+ALONE: dict[str, dict[int, Completion]] = {}  # by engine: the completions of requests that ran without neighbors
 compiled_logprobs = jax.jit(token_logprobs)
 
 

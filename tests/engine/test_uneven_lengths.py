@@ -29,7 +29,7 @@ def test_tokens_do_not_depend_on_how_long_the_neighbours_are(bench, mesh):
     """On two devices each has a half of the slots, in an order of their own."""
     requests = uneven()
     alone = {request.id: bench(mesh, **SIZES).run([request])[request.id].completion for request in requests}
-    for order in (range(10), reversed(range(10))):  # every slot is the long one's neighbour once
+    for order in (range(10), reversed(range(10))):  # every slot is the long one's neighbor once
         together = bench(mesh, **SIZES).run([requests[number] for number in order])
         for id, result in together.items():
             np.testing.assert_array_equal(result.completion.tokens, alone[id].tokens)

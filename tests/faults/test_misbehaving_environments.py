@@ -1,4 +1,4 @@
-"""Fault 14: each misbehaviour of an environment costs its own member and is recorded with its cause.
+"""Fault 14: each misbehavior of an environment costs its own member and is recorded with its cause.
 
 The store, the roles' loop and the episodes are real; only the model is scripted.
 """

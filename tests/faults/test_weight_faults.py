@@ -27,7 +27,7 @@ SMALL = {
 
 
 def assert_sampled_from_what_was_published(run: World) -> None:
-    """Assert that behaviour log-probs equal the learner's at the version that their tokens are stamped with.
+    """Assert that behavior log-probs equal the learner's at the version that their tokens are stamped with.
 
     The check covers the tokens that were trained at their own version; `grad_norm` shows that versions differ.
     """

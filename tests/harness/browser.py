@@ -107,7 +107,7 @@ class Browser:
         return self.run("document.body.innerText") or ""
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the size of the window in CSS pixels, and the preferred colours; narrow windows are those of a phone."""
+        """Set the size of the window in CSS pixels, and the preferred colors; narrow windows are those of a phone."""
         self.width = width
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600

@@ -158,7 +158,7 @@ def returns(rewards, discount):
 
 
 def segment_return(episodes, discount):
-    """episodes: lists of (state, reward); the standardised return of every turn."""
+    """episodes: lists of (state, reward); the standardized return of every turn."""
     return group_std(np.concatenate([returns([r for _, r in episode], discount) for episode in episodes]))
 
 

@@ -30,7 +30,7 @@ def shardings_of(dims: tuple[int, int, int], rules: str) -> dict[str, NamedShard
 
 
 def values_of(seed: int) -> dict[str, np.ndarray]:
-    """The float32 parameters of `seed`, every element different from its neighbours."""
+    """The float32 parameters of `seed`, every element different from its neighbors."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 

@@ -1,4 +1,4 @@
-"""Bad neighbours in virtual time: samplers, actors and scoring workers that fail or are slow, among healthy ones.
+"""Bad neighbors in virtual time: samplers, actors and scoring workers that fail or are slow, among healthy ones.
 
 In addition to the loops of `virtual_run` these are real: the actor's loops, the samplers' generation service, and the
 pool of scoring workers. Environments and the processes of workers are replaced by delays: a real process answers in

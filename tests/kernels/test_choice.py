@@ -51,7 +51,7 @@ MISFITS = [
     ("paged", site(platform="gpu", tokens=48), "pallas", "powers of two from 16"),
     ("packed", site(WINDOWS, platform="gpu"), "triton", "window of 256 tokens cuts rows of 512"),
     ("prefill", site(WINDOWS, platform="gpu"), "cudnn", "window of 256 tokens cuts rows of 512"),
-    ("paged", site(model(kv_dtype="int8"), tokens=64), "pallas", "does not read quantised pages"),
+    ("paged", site(model(kv_dtype="int8"), tokens=64), "pallas", "does not read quantized pages"),
     ("paged", site(WINDOWS, tokens=64), "pallas", "window of 256 tokens cuts rows of unknown length"),
 ]
 

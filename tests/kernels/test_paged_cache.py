@@ -1,4 +1,4 @@
-"""The loop over pages: right, blind to the neighbours to the bit, and no further than each block of rows needs."""
+"""The loop over pages: right, blind to the neighbors to the bit, and no further than each block of rows needs."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Textbook:
         return jnp.pad(logp, ((0, 0), (1, 0)))
 
     def credited(self, values):
-        """Standardised advantages and returns [N, T], in float64, row by row."""
+        """Standardized advantages and returns [N, T], in float64, row by row."""
         advantages, returns = np.zeros(self.mask.shape), np.zeros(self.mask.shape)
         for row, reward in enumerate(self.rewards):
             at = np.flatnonzero(self.mask[row])

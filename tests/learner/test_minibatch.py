@@ -170,7 +170,7 @@ def two_turns(config, rewards, shown):
 
 
 def test_step_advantages_reach_the_tokens_of_their_turns(small_config):
-    """GiGPO by hand: rewards 1 and 0, standardised ±1/√2; returns of the first turn 0.5 and 0, of the second 1 and 0.
+    """GiGPO by hand: rewards 1 and 0, standardized ±1/√2; returns of the first turn 0.5 and 0, of the second 1 and 0.
 
     The first turns share a state; the second turns share one if the same tokens were shown before them.
     """

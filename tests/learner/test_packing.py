@@ -20,7 +20,7 @@ BUCKETS = st.sampled_from([(8, 4, 2), (4,), (6, 3), (1,), (12, 6)])
 
 
 def sample(length: int, number: int) -> Sample:
-    """A sample whose every stream is recognisable."""
+    """A sample whose every stream is recognizable."""
     at = np.arange(length)
     return Sample(
         tokens=(100 * number + at + 1).astype(np.int32),

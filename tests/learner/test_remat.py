@@ -1,4 +1,4 @@
-"""Rematerialisation in the backward pass: less memory for more work, and the same gradients."""
+"""Rematerialization in the backward pass: less memory for more work, and the same gradients."""
 
 from __future__ import annotations
 

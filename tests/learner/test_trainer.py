@@ -163,7 +163,7 @@ def test_the_row_of_a_step(small_config, make_claim, make_trainer):
 @pytest.mark.soak
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_claim, make_trainer, minibatches):
-    """Behaviour log-probs taken from the trainer itself: mismatch 0, ess 1, KL 0; shift one token and it shows."""
+    """Behavior log-probs taken from the trainer itself: mismatch 0, ess 1, KL 0; shift one token and it shows."""
     config = small_config(minibatches=minibatches)
     trainer, claim = make_trainer(config), make_claim(step=3)
     true = own_logprobs(trainer, claim)
@@ -249,7 +249,7 @@ def own_logprobs(trainer, claim):
 
 
 def with_logprobs(claim: Claim, logprobs) -> Claim:
-    """`claim` with these behaviour log-probs on its sampled segments."""
+    """`claim` with these behavior log-probs on its sampled segments."""
     rest = iter(logprobs)
 
     def change(outcome):

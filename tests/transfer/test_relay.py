@@ -102,7 +102,7 @@ def whole_bytes(kit) -> int:
 
 @pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.soak) for count in (2, 4)), 8])
 def test_receivers_of_any_mesh_take_the_same_bits_from_one_another(kit, learner, peer, count: int) -> None:
-    """In a chain, so that every pair of neighbouring meshes occurs; the learner sends one copy."""
+    """In a chain, so that every pair of neighboring meshes occurs; the learner sends one copy."""
     peers = [peer(number) for number in range(count)]
     alone, sent = peer(0), []
     for step in (1, 2, 3):

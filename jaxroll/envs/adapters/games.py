@@ -229,8 +229,8 @@ def chosen(answer: str, labels: Sequence[str]) -> int | None:
 
 SHOP_KINDS, COLOURS = ("mug", "hat", "pen", "bag"), ("red", "tan", "sky", "oak")
 SHOP_RULES = (
-    "Buy what the first line wishes: kind, colour and the highest price. Answers: search KIND lists items by number, "
-    "open NUMBER shows colour and price of an item, buy NUMBER ends the game.\n"
+    "Buy what the first line wishes: kind, color and the highest price. Answers: search KIND lists items by number, "
+    "open NUMBER shows color and price of an item, buy NUMBER ends the game.\n"
 )
 
 

@@ -41,7 +41,7 @@ class Settings:
     """Settings of `task.args`.
 
     `id` and `make` are the arguments of `gymnasium.make`. `observation` is "numbers", "ansi" (the rendered text;
-    coloured characters are put into brackets) or `package.module:function` of (observation, env). `actions` names
+    colored characters are put into brackets) or `package.module:function` of (observation, env). `actions` names
     discrete actions in order. The reward is the sum of the environment's rewards or, with `goal`, 1 if it is at least
     that, else 0. `rules` precedes the first observation in full prompts; `hidden` says that different seeds can begin
     with the same observation.

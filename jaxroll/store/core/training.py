@@ -200,7 +200,7 @@ def _not_ready(
 
 # --- claim order (docs/store_contract.md, promise 8)
 #
-# `lease_order` takes groups in the order of their prompts, so short answers are not favoured and a run is reproducible.
+# `lease_order` takes groups in the order of their prompts, so short answers are not favored and a run is reproducible.
 # `ready_first` takes the groups that finished first, `freshest_first` those sampled last; with these two, the other
 # groups grow stale.
 
