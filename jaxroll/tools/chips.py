@@ -2,9 +2,10 @@
 
 Sources: for TPUs the pages v5e, v5p and v6e of docs.cloud.google.com/tpu/docs. A ring along one axis of a torus sends
 over two of a chip's four ports (v5p: six), each with its share of the bandwidth in one direction. The network of a host
-is that of a v5e; for the others no public figure was found, and the same is assumed. `usable_bytes` is the limit that
-libtpu's compiler names when a program is too large ("of 15.75G hbm"). For GPUs, NVIDIA's data sheets of H100 SXM,
-H200 SXM and A100 80 GB SXM: dense bfloat16, NVLink in one direction.
+is that of a v5e; for the others no public figure was found, and the same is assumed. Hosts have the chips that these
+pages name (v5p: its table of slices and machines); Google's VMs of v5e and v6e may have half of them. `usable_bytes` is
+the limit that libtpu's compiler names when a program is too large ("of 15.75G hbm"). For GPUs, NVIDIA's data sheets of
+H100 SXM, H200 SXM and A100 80 GB SXM: dense bfloat16, NVLink in one direction.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jaxroll.config import Config, ModelConfig
-from jaxroll.config.derived import COLOCATED, device_processes, memory_fractions, model_folder
+from jaxroll.config.derived import COLOCATED, channel_of, device_processes, engines, memory_fractions, model_folder
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
@@ -26,7 +27,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator: memory that programs can use, and rates per second. `host_bytes_s`: its host's network."""
+    """One accelerator: memory that programs can use, and rates per second. `host_bytes_s`: the network of a host with
+    `host_chips` of them."""
 
     name: str
     usable_bytes: float
@@ -34,12 +36,17 @@ class Chip:
     flops_s: float  # dense bfloat16
     link_bytes_s: float  # that a ring of chips sends
     host_bytes_s: float
+    host_chips: int = 8
+
+    def hosts(self, chips: int) -> int:
+        """The number of hosts of a slice."""
+        return math.ceil(chips / self.host_chips)
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "v5e": Chip("TPU v5e", 15.75 * GIB, 8.19e11, 1.97e14, 1e11, 2.5e10),
-        "v5p": Chip("TPU v5p", 95.74 * GIB, 2.765e12, 4.59e14, 2e11, 2.5e10),
+        "v5p": Chip("TPU v5p", 95.74 * GIB, 2.765e12, 4.59e14, 2e11, 2.5e10, 4),
         "v6e": Chip("TPU v6e", 31.25 * GIB, 1.638e12, 9.18e14, 2e11, 2.5e10),
         "H100": Chip("H100 SXM", 79.6 * GIB, 3.35e12, 9.89e14, 4.5e11, 5e10),
         "H200": Chip("H200 SXM", 140.4 * GIB, 4.8e12, 9.89e14, 4.5e11, 5e10),
@@ -185,15 +192,24 @@ def times(chip: Chip, flops: float, memory_bytes: float, sent_bytes: float) -> T
     return Times(flops / chip.flops_s, memory_bytes / chip.memory_bytes_s, sent_bytes / chip.link_bytes_s)
 
 
-# Processor seconds per GB of the channel `tcp`, measured on two cores of an AMD EPYC: digest, one thread that sends to
-# all receivers, and a receiver.
-_DIGEST_S_GB, _SENDER_S_GB, _RECEIVER_S_GB = 0.4, 0.5, 2.1
+# Processor seconds per GB of the channel `tcp`, measured on two cores of an AMD EPYC between meshes of different axes
+# (docs/results/transfer.md): the digest at either end, the thread of a learner's host, and a reader.
+_DIGEST_S_GB, _SENDER_S_GB, _READER_S_GB = 0.5, 0.34, 0.55
 
 
-def transfer_s(chip: Chip, channel: str, size_bytes: float, receivers: int, chips: int) -> float:
-    """The seconds from a step's end until all `receivers` have its weights of `size_bytes`."""
-    gb = size_bytes / 1e9
-    if channel == "device":
-        return size_bytes / chips / chip.link_bytes_s
-    wire_s = size_bytes * receivers / chip.host_bytes_s
-    return _DIGEST_S_GB * gb + max(_SENDER_S_GB * gb * receivers, _RECEIVER_S_GB * gb, wire_s)
+def transfer_s(config: Config, chip: Chip, size_bytes: float) -> float:
+    """The seconds from a step's end until all samplers and the evaluator have its weights of `size_bytes`.
+
+    Every host of a learner sends its share of each copy, every host of a sampler reads its own. With relays the
+    learner sends two copies, and each relay two; samplers of several hosts are no relays.
+    """
+    learner, sampler, gb = config.learner.mesh.devices, config.sampler.mesh.devices, size_bytes / 1e9
+    if channel_of(config) == "device":
+        return size_bytes / learner / chip.link_bytes_s
+    senders, readers, copies = chip.hosts(learner), chip.hosts(sampler), engines(config)
+    relayed = config.transfer.relay == "tree" and readers == 1 and copies > 2
+    copies = 2 if relayed else copies
+    digest_s, sender_s = gb * _DIGEST_S_GB / senders, gb * _SENDER_S_GB * copies / senders
+    reader_s = gb * (_DIGEST_S_GB + _READER_S_GB + _SENDER_S_GB * 2 * relayed) / readers
+    wire_s = size_bytes / chip.host_bytes_s * max(copies / senders, (1 + relayed) / readers)
+    return digest_s + max(sender_s, reader_s, wire_s)

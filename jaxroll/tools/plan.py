@@ -28,7 +28,6 @@ from jaxroll import sharding
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import (
     answer_tokens,
-    channel_of,
     device_processes,
     engines,
     episode_tokens,
@@ -338,8 +337,7 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[P
     sampler_s = requests * answer * decode_s / engine.slots + schedule.groups_per_step * prefill_s / engine.prefill_rows
     sampler_s /= len(sampler_names(config))
     size = families.parameter_count(spec) * (2 if config.transfer.dtype == "bfloat16" else 4)
-    receivers = engines(config)
-    transfer_s = chips.transfer_s(topology.chip, channel_of(config), size, receivers, learner.mesh.devices)
+    transfer_s = chips.transfer_s(config, topology.chip, size)
     parts = {"learner": learner_s, "sampler": sampler_s, "transfer": transfer_s / schedule.publish_every}
     alone = schedule.alpha == 0 or config.placement.colocated  # the roles wait for each other
     step_s = sum(parts.values()) if alone else max(parts.values())
@@ -351,7 +349,8 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[P
         "learner_s": learner_s,
         "sampler_s": sampler_s,
         "transfer_bytes": size,
-        "transfer_receivers": receivers,
+        "transfer_hosts": topology.chip.hosts(learner.mesh.devices),
+        "transfer_receivers": engines(config),
         "transfer_s": transfer_s,
         "step_s": step_s,
         "sampled_tokens_s": requests * answer / sampler_s,
@@ -486,7 +485,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"{1e3 * row['least_s']:10.2f}  {row['bound']}"
         )
     if speed := found["speed"]:
-        sent = f"{speed['transfer_bytes'] / GB:.1f} GB to {speed['transfer_receivers']}"
+        hosts, to = speed["transfer_hosts"], speed["transfer_receivers"]
+        sent = f"{speed['transfer_bytes'] / GB:.1f} GB from {hosts} host{'s' * (hosts > 1)} to {to}"
         out += [
             "",
             f"step: at least {speed['step_s']:.1f} s, {speed['tokens_s']:,.0f} tokens/s",

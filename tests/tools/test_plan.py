@@ -206,6 +206,35 @@ def test_the_roofline_is_the_largest_of_three():
     assert (least.least_s, least.bound) == (2, "memory")
 
 
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("v5p:2x2x1", 1), ("v5p:4x4x4", 16), ("v5p:4x8x8", 64), ("v5e:2x4", 1), ("v5e:8x8", 8)]
+)
+def test_slices_have_the_hosts_of_the_published_tables(name: str, hosts: int):
+    topology = chips.topology(name)
+    assert topology.chip.hosts(topology.count) == hosts
+
+
+@pytest.mark.parametrize(
+    ("learner", "sampler", "count", "relay", "seconds"),
+    [
+        pytest.param(4, 4, 8, "none", 0.5 + 8 * 0.34, id="one host sends to all"),
+        pytest.param(4, 4, 1, "none", 0.5 + 0.5 + 0.55, id="one reader"),
+        pytest.param(32, 4, 8, "none", 0.5 / 8 + 0.5 + 0.55, id="eight hosts send"),
+        pytest.param(32, 8, 8, "none", 0.5 / 8 + (0.5 + 0.55) / 2, id="each reads its part"),
+        pytest.param(4, 4, 8, "tree", 0.5 + 0.5 + 0.55 + 2 * 0.34, id="relays send on"),
+        pytest.param(4, 8, 8, "tree", 0.5 + 8 * 0.34, id="no relays of two hosts"),
+    ],
+)
+def test_a_transfer_takes_as_long_as_its_busiest_host(learner, sampler, count, relay, seconds):
+    config = Config(
+        learner=LearnerConfig(mesh=MeshConfig(fsdp=learner)),
+        sampler=SamplerConfig(mesh=MeshConfig(tensor=sampler), count=count),
+        transfer=configs.TransferConfig(channel="tcp", relay=relay),
+        evaluator=configs.EvaluatorConfig(every=0),
+    )
+    assert chips.transfer_s(config, chips.CHIPS["v5p"], GB) == pytest.approx(seconds)
+
+
 def test_a_plan_for_this_machine_is_one_object_and_is_cached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
