@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from jaxroll.engine.engine import EngineConfig
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError, InfraError, one_line
 from jaxroll.kernels.choice import EngineChoices
-from jaxroll.learner import step, trainer
+from jaxroll.learner import lora, step, trainer
 from jaxroll.models import cache, families, folders
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
@@ -170,16 +171,31 @@ def held_by_learner(config: Config, programs: trainer.TrainingPrograms) -> dict[
     if learner.critic != "none" and not learner.critic_offload:
         moments = 2 * sharding.device_bytes(state.params)  # `optimizer_offload` moves those of the policy alone
         found["critic"] = found["parameters"] + moments + found["gradients"]
-    size = 2 if config.transfer.dtype == "bfloat16" else 4
-    found["publication"] = sharding.device_bytes(own) * size // 4
+    sent = state.params if _sent_adapters(config) else programs.params
+    found["publication"] = sharding.device_bytes(sent) * _sent_bytes(config) // 4
     return found
 
 
 def published(programs: trainer.TrainingPrograms, config: Config) -> jax.stages.Lowered:
     """The copy of the parameters, in the dtype of the transfer, that a version is sent from."""
-    whole = programs.recipe.lora is None or config.learner.lora_publish == "merged"
-    params = programs.params if whole else programs.state.params
+    params = programs.state.params if _sent_adapters(config) else programs.params
     return manifest.cast_and_copy.lower(dict(params), config.transfer.dtype)
+
+
+def version_bytes(config: Config, spec: ModelSpec) -> int:
+    """The bytes that a sampler receives with every version: all parameters, or adapters alone."""
+    if (adapters := _sent_adapters(config)) is None:
+        return families.parameter_count(spec) * _sent_bytes(config)
+    return sum(math.prod(leaf.shape) for leaf in lora.abstract(spec, adapters).values()) * _sent_bytes(config)
+
+
+def _sent_adapters(config: Config) -> lora.Lora | None:
+    """The adapters if samplers receive them alone; None if they receive all parameters."""
+    return lora.Lora.of(config.learner) if config.learner.lora_publish == "adapters" else None
+
+
+def _sent_bytes(config: Config) -> int:
+    return 2 if config.transfer.dtype == "bfloat16" else 4
 
 
 def engine_programs(

@@ -336,7 +336,7 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[P
     decode_s = least["sampler decode"]
     sampler_s = requests * answer * decode_s / engine.slots + schedule.groups_per_step * prefill_s / engine.prefill_rows
     sampler_s /= len(sampler_names(config))
-    size = families.parameter_count(spec) * (2 if config.transfer.dtype == "bfloat16" else 4)
+    size = aot.version_bytes(config, spec)
     transfer_s = chips.transfer_s(config, topology.chip, size)
     parts = {"learner": learner_s, "sampler": sampler_s, "transfer": transfer_s / schedule.publish_every}
     alone = schedule.alpha == 0 or config.placement.colocated  # the roles wait for each other

@@ -235,6 +235,19 @@ def test_a_transfer_takes_as_long_as_its_busiest_host(learner, sampler, count, r
     assert chips.transfer_s(config, chips.CHIPS["v5p"], GB) == pytest.approx(seconds)
 
 
+def test_a_version_has_the_bytes_that_are_sent():
+    """Adapters of rank 4 on q alone are A [width, 4] and B [4, heads, head_dim] in each layer."""
+    spec = families.spec("nano")
+    whole = Config(transfer=configs.TransferConfig(dtype="bfloat16"))
+    assert aot.version_bytes(whole, spec) == 2 * families.parameter_count(spec)
+    learner = LearnerConfig(lora_rank=4, lora_targets=("attn.q",), lora_publish="adapters")
+    adapters = dataclasses.replace(whole, learner=learner)
+    size = spec.width * 4 + 4 * spec.heads * spec.head_dim
+    assert aot.version_bytes(adapters, spec) == 2 * spec.layers * size
+    merged = dataclasses.replace(adapters, learner=dataclasses.replace(learner, lora_publish="merged"))
+    assert aot.version_bytes(merged, spec) == aot.version_bytes(whole, spec)
+
+
 def test_a_plan_for_this_machine_is_one_object_and_is_cached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
