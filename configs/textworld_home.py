@@ -5,7 +5,7 @@ Hardware  any Linux machine; one device per role; pip install 'jaxroll[textworld
 Setting   warm start on a player who takes a random admissible command in 5 of 10 turns, then GRPO at alpha = 1 with
           reward 1 for a quest that is done. Each game is compiled once, in some seconds. The texts are long, so this
           config is for a model with a Hugging Face tokenizer; characters only show that it runs
-Result    not measured yet; docs/environments.md says what is expected
+Result    not measured; docs/results/environment_curves.md has games of one command, chosen by its number
 """
 
 from ml_collections import ConfigDict

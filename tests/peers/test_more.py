@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def test_textworld_keeps_the_contract_and_its_advice_wins(peer) -> None:
     assert found["reward"] == 1.0 == found["parts"]["score"]
     short, long = found["lengths"]
     assert short < long / 2
+    assert found["numbered"] == KEPT and found["of_numbers"] == 1.0 == found["unknown"]
+    assert all(number.isdigit() for number in found["numbers"]) and re.fullmatch(r"\d+ [a-z].*", found["listed"])
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])

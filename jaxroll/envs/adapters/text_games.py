@@ -334,13 +334,15 @@ _PROMPT = ">"
 class TextWorldSettings:
     """Settings of `task.args`: size of the world, length of the quest, style of the texts, folder of compiled games.
 
-    The theme `basic` has short texts with names such as box66; `house` describes rooms at length.
+    The theme `basic` has short texts with names such as box66; `house` describes rooms at length. With `numbered`, the
+    commands that the game accepts are listed after every text, and an answer is the number of one.
     """
 
     rooms: int = 2
     objects: int = 3
     quest_length: int = 2
     theme: str = "house"
+    numbered: bool = False
     folder: str = "~/.cache/jaxroll/textworld"
 
     def __post_init__(self) -> None:
@@ -354,7 +356,7 @@ def game_file(seed: int, settings: TextWorldSettings) -> Path:
     """The compiled game of `seed`; it is made if the folder does not have it."""
     textworld = library("textworld", "textworld (Linux only)", "textworld")
     library("textworld.generator", "textworld (Linux only)", "textworld")
-    size = {name: value for name, value in asdict(settings).items() if name != "folder"}
+    size = {name: value for name, value in asdict(settings).items() if name not in ("folder", "numbered")}
     key = hashlib.blake2b(json.dumps([textworld.__version__, seed, size]).encode(), digest_size=8).hexdigest()
     folder = Path(settings.folder).expanduser()
     path = folder / f"{key}.z8"
@@ -401,22 +403,40 @@ class TextWorldGame(Game):
         infos = self._textworld.EnvInfos(**dict.fromkeys(names, True))
         self._env = self._textworld.start(str(game_file(seed, self.settings)), infos)
         self._state = self._env.reset()
-        return f"{_plain(self._state.objective)}\n{_plain(self._state.description)}"
+        return self._listed(f"{_plain(self._state.objective)}\n{_plain(self._state.description)}")
 
     def play(self, answer: str) -> GameView:
-        command = " ".join(answer.split())[:200]
-        misread = command not in self._state.admissible_commands
+        answer = " ".join(answer.split())[:200]
+        by_answer = dict(zip(self.choices(), self._state.admissible_commands, strict=True))
+        misread = answer not in by_answer
+        command = by_answer.get(answer, "look" if self.settings.numbered else answer)
         self._state, _, over = self._env.step(command or "look")
         score, most = self._state.score or 0, self._state.max_score or 1
-        won = bool(self._state.won)
-        return GameView(_plain(self._state.feedback), bool(over), float(won), {"score": score / most}, misread)
+        text = _plain(self._state.feedback)
+        return GameView(
+            text if over else self._listed(text),
+            bool(over),
+            float(bool(self._state.won)),
+            {"score": score / most},
+            misread,
+        )
 
     def choices(self) -> Sequence[str]:
-        return self._state.admissible_commands
+        commands = self._state.admissible_commands
+        return [str(number + 1) for number in range(len(commands))] if self.settings.numbered else commands
 
     def advice(self) -> str | None:
-        policy = self._state.policy_commands
-        return policy[0] if policy else None
+        policy, commands = self._state.policy_commands, self._state.admissible_commands
+        if not policy or not self.settings.numbered:
+            return policy[0] if policy else None
+        return str(commands.index(policy[0]) + 1) if policy[0] in commands else None
+
+    def _listed(self, text: str) -> str:
+        """`text`, and the commands under their numbers if answers are numbers."""
+        if not self.settings.numbered:
+            return text
+        rows = zip(self.choices(), self._state.admissible_commands, strict=True)
+        return "\n".join([text, *(f"{number} {command}" for number, command in rows)])
 
     def close(self) -> None:
         env, self._env = self._env, None

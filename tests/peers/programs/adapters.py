@@ -121,8 +121,16 @@ def textworld(folder: str) -> dict[str, Any]:
     short = Candidates(loaded("textworld_home", folder=folder, theme="basic")).at(0)
     *_, last = played(config, candidate.task, [m.content for m in candidate.worked if m.role == "assistant"])
     lengths = [len(one.task.messages[0].content) for one in (short, candidate)]
+    listed = loaded("textworld_home", folder=folder, theme="basic", noise=0.0, numbered=True)
+    game = Candidates(listed).at(0)
+    answers = [message.content for message in game.worked if message.role == "assistant"]
     return {
         **contract("textworld_home", folder=folder),
+        "numbered": contract("textworld_home", folder=folder, theme="basic", numbered=True),
+        "numbers": answers,
+        "listed": game.task.messages[0].content.splitlines()[-1],
+        "of_numbers": played(listed, game.task, answers)[-1].reward,
+        "unknown": played(listed, game.task, ["99", *answers])[-1].reward,
         "reward": last.reward,
         "parts": last.reward_parts,
         "lengths": lengths,
