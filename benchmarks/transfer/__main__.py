@@ -12,12 +12,13 @@ it does not reshard). Processor seconds are those of the whole process, per GB.
 
 `relay`: 2, 4 and 8 receivers of 16 MiB over tcp, from the learner alone and through a relay tree. Two cores carry all
 processes, so the case runs also with links: each listener sends at most LINK_MB_S, an emulation by pauses. In
-`throttled` one of four receivers reads at a tenth of that.
+`throttled` one of four receivers reads at a tenth of that. `connections`: one receiver over 1, 2 and 4 connections,
+also with a limit of the kernel for each.
 
 Aims: shm ≥ 60 % of memcpy; tcp ≥ 80 % of raw and faster than Flight and orbax; sender and receiver ≤ 1.3 times the
 processor seconds of raw.
 
-    python -m benchmarks.transfer [--quick] [--rounds=5] [--case=all|channels|relay] [--arms=tcp,raw]
+    python -m benchmarks.transfer [--quick] [--rounds=5] [--case=all|channels|relay|connections] [--arms=tcp,raw]
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 
 from benchmarks.lib.report import Runs, arguments, finish, ratio, say, spread
 from benchmarks.transfer.races import PAIRS, Ends, arms_of, ask, channel_run, usable
-from benchmarks.transfer.relays import relay_case
+from benchmarks.transfer.relays import connections_case, relay_case
 from benchmarks.transfer.two_ends import ROW_BYTES, Row
 
 ALL_ROWS, QUICK_ROWS = 4096, 512  # of a leaf: 512 MiB, 64 MiB
@@ -95,7 +96,9 @@ def summary(rows: Mapping[str, list[Row]], size: int) -> Row:
 
 def main() -> None:
     parser: argparse.ArgumentParser = arguments(__doc__ or "")
-    parser.add_argument("--case", choices=("all", "channels", "relay"), default="all", help="what to measure")
+    parser.add_argument(
+        "--case", choices=("all", "channels", "relay", "connections"), default="all", help="what to measure"
+    )
     parser.add_argument("--arms", default="", help="only these channels and libraries: tcp,raw")
     args = parser.parse_args()
     started, rows = time.monotonic(), QUICK_ROWS if args.quick else ALL_ROWS
@@ -108,6 +111,8 @@ def main() -> None:
         tls.make_certificates(Path(files), [], 1)
         if args.case in ("all", "relay"):
             result["relay"] = relay_case(Path(files), rounds, args)
+        for pair in PAIRS if args.case in ("all", "connections") else ():
+            result[f"connections_{pair}"] = connections_case(Path(files), rows, pair, rounds, args)
         for pair in PAIRS if args.case in ("all", "channels") else ():
             with Ends(Path(files), rows) as ends:
                 runs = Runs("transfer", {"bytes": size, "pair": pair}, args.runs_file, args.resume)

@@ -21,12 +21,13 @@ def ask(child: Child, do: str, **words: Any) -> Row:
     return child.ask(json.dumps({"do": do, **words}))
 
 
-def channel_run(sender: Child, receiver: Child, channel: str, check: bool = False) -> Row:
+def channel_run(sender: Child, receiver: Child, channel: str, check: bool = False, connections: int = 1) -> Row:
     """One version over a channel of JaxRoll. `moved_s` is the copy into shared memory, if any, and the fetch."""
     before = ask(sender, "cpu")["cpu_s"]
     published = ask(sender, "publish", channel=channel)
     copied = ask(sender, "cpu")["cpu_s"]
-    got = ask(receiver, "fetch", channel=channel, ref=published.pop("ref"), check=check)
+    words = {"channel": channel, "ref": published.pop("ref"), "check": check, "connections": connections}
+    got = ask(receiver, "fetch", **words)
     served = ask(sender, "cpu")["cpu_s"] - copied
     assert got.pop("exact", True), f"{channel}: wrong values"
     return {

@@ -1,4 +1,4 @@
-"""Weights to several receivers over tcp: from the learner alone, and through a relay tree."""
+"""Weights over tcp: to several receivers, with and without a relay tree, and to one over several connections."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Runs, ratio, spread
-from benchmarks.transfer.races import Ends, ask
+from benchmarks.transfer.races import PAIRS, Ends, ask, channel_run
 from benchmarks.transfer.two_ends import ROW_BYTES, Row
 
 RELAYED, RELAY_ROWS, LINK_MB_S = (2, 4, 8), 128, 20.0
+CONNECTIONS, PACES_MB_S = (1, 2, 4), (0.0, 50.0)
 
 
 def relay_run(sender: Child, readers: Sequence[Child], peers: Sequence[Row], tree: bool, check: bool = False) -> Row:
@@ -91,3 +92,28 @@ def throttled(sender: Child, readers: Sequence[Child], peers: Sequence[Row], rou
         **{arm: spread(found) for arm, found in others.items()},
         "tenth_over_full": ratio(others["tenth"], others["full"]),
     }
+
+
+def connections_case(run_dir: Path, rows: int, pair: str, rounds: int, args: argparse.Namespace) -> Row:
+    """One receiver over 1, 2 and 4 connections, alternating, without and with a limit for each connection."""
+    found = {}
+    with Ends(run_dir, rows) as ends:
+        sender, receiver = (ends.get(kind, n) for kind, n in zip(("sender", "receiver"), PAIRS[pair], strict=True))
+        for mb_s in PACES_MB_S:
+            ask(sender, "pace", mb_s=mb_s)
+            arms = {
+                f"{count}": functools.partial(channel_run, sender, receiver, "tcp", connections=count)
+                for count in CONNECTIONS
+            }
+            for count in CONNECTIONS:  # a receiver's memory is new in its first version
+                channel_run(sender, receiver, "tcp", check=True, connections=count)
+            settings = {"bytes": rows * ROW_BYTES, "pair": pair, "pace_mb_s": mb_s}
+            timed = Runs("transfer-connections", settings, args.runs_file, args.resume).alternate(arms, rounds)
+            fetched = {arm: [row["moved_s"] + row["digest_receiver_s"] for row in some] for arm, some in timed.items()}
+            cpu = {arm: [row["receiver_cpu_s"] for row in some] for arm, some in timed.items()}
+            found[f"{mb_s:g}_mb_s" if mb_s else "no_limit"] = {
+                **{f"{arm}_s": spread(some) for arm, some in fetched.items()},
+                **{f"{arm}_speed_over_1": ratio(fetched["1"], some) for arm, some in fetched.items() if arm != "1"},
+                **{f"{arm}_receiver_cpu_over_1": ratio(some, cpu["1"]) for arm, some in cpu.items() if arm != "1"},
+            }
+    return found

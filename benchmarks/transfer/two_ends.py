@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 LEAVES, COLUMNS = 16, 2048  # float32 leaves of [rows, COLUMNS]
 ROW_BYTES = LEAVES * COLUMNS * 4  # of one row of every leaf
 Row = dict[str, Any]
+SO_MAX_PACING_RATE = 47  # of Linux: a socket's limit in bytes a second
 
 
 class DigestTimer:
@@ -90,6 +92,21 @@ class End:
             return sent
 
         channels.ReaderConnection._written = written if mb_s else real
+        return {}
+
+    def pace(self, mb_s: float) -> Row:
+        """Let the kernel send at most so fast over each connection accepted from now on; 0: no limit."""
+        from jaxroll.transfer import channels
+
+        if not hasattr(self, "_wrapped"):
+            self._wrapped = channels.ReaderConnection.__init__
+        real = self._wrapped
+
+        def paced(self: Any, sock: socket.socket, *args: Any, **named: Any) -> None:
+            sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(mb_s * 1e6))
+            real(self, sock, *args, **named)
+
+        channels.ReaderConnection.__init__ = paced if mb_s else real
         return {}
 
     def answer(self) -> None:
@@ -242,7 +259,9 @@ class ReceiverEnd(End):
             self.warm = np.zeros_like(self.source)
         return self.warm
 
-    def fetch(self, channel: str, ref: str, check: bool = False, relays: Sequence[Row] = ()) -> Row:
+    def fetch(
+        self, channel: str, ref: str, check: bool = False, relays: Sequence[Row] = (), connections: int = 1
+    ) -> Row:
         """Fetch and place the announced version, from the relays first."""
         import jax
 
@@ -252,8 +271,9 @@ class ReceiverEnd(End):
 
         if not hasattr(self, "receivers"):
             self.receivers = {}
+        config = replace(self.config(channel), connections=connections)
         receiver = self.receivers.setdefault(
-            channel, Receiver(self.config(channel), token="t" * 32, tls=self.material(channel))
+            (channel, connections), Receiver(config, token="t" * 32, tls=self.material(channel))
         )
         staged: list[Any] = []
         announced = wire.decode(bytes.fromhex(ref), VersionRef)
@@ -277,7 +297,7 @@ class ReceiverEnd(End):
         from jaxroll.transfer.relay import RelaySender
 
         self.listener = RelaySender(self.config("tcp"), "127.0.0.1", token="t" * 32)
-        self.receivers = {"tcp": Receiver(self.config("tcp"), token="t" * 32, relay=self.listener.relay)}
+        self.receivers = {("tcp", 1): Receiver(self.config("tcp"), token="t" * 32, relay=self.listener.relay)}
         return {"name": name, "address": self.listener.address}
 
     def throttle(self, mb_s: float) -> Row:

@@ -109,19 +109,17 @@ def _check_names(config: Config) -> None:
 
 
 def _check_unread(config: Config) -> None:
-    """Refuse paths that the chosen kind does not read."""
-    for key, path, switch, value, reads in (
+    """Refuse keys that the chosen kind does not read."""
+    channel, connections = config.transfer.channel, config.transfer.connections
+    for key, given, switch, value, reads in (
         ("task.path", config.task.path, "task.source", config.task.source, FILES),
         ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
-        ("transfer.path", config.transfer.path, "transfer.channel", config.transfer.channel, ("tensorstore",)),
+        ("transfer.path", config.transfer.path, "transfer.channel", channel, ("tensorstore",)),
+        ("transfer.connections", connections if connections > 1 else 0, "transfer.channel", channel, ("tcp", "auto")),
     ):
-        if path and value not in reads:
-            raise ConfigError(
-                key,
-                path,
-                f"nothing reads it while {switch} is {value!r}",
-                f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.",
-            )
+        if given and value not in reads:
+            remedy = f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out."
+            raise ConfigError(key, given, f"nothing reads it while {switch} is {value!r}", remedy)
 
 
 def _check_schedule(config: Config) -> None:

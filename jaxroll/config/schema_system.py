@@ -79,6 +79,9 @@ class TransferConfig:
     path: str = ""
     # Data type in which parameters are sent.
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Connections of a receiver to each host of the learner (tcp, and auto between hosts). Each has a thread that reads
+    # and checks its share of the arrays.
+    connections: PositiveInt = 1
     # Deadline of one transfer of at most 6 GB; larger ones have longer, in proportion.
     deadline_s: Seconds = 60.0
     # Samplers that serve the weights they received to others (tcp only), so that the learner sends one copy or two.

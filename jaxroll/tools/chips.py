@@ -200,16 +200,18 @@ _DIGEST_S_GB, _SENDER_S_GB, _READER_S_GB = 0.5, 0.34, 0.55
 def transfer_s(config: Config, chip: Chip, size_bytes: float) -> float:
     """The seconds from a step's end until all samplers and the evaluator have its weights of `size_bytes`.
 
-    Every host of a learner sends its share of each copy, every host of a sampler reads its own. With relays the
-    learner sends two copies, and each relay two; samplers of several hosts are no relays.
+    Every host of a learner sends its share of each copy, every host of a sampler reads its own, with a thread for each
+    connection. With relays the learner sends two copies, and so does each relay, which its readers read over one
+    connection; samplers of several hosts are no relays.
     """
     learner, sampler, gb = config.learner.mesh.devices, config.sampler.mesh.devices, size_bytes / 1e9
     if channel_of(config) == "device":
         return size_bytes / learner / chip.link_bytes_s
     senders, readers, copies = chip.hosts(learner), chip.hosts(sampler), engines(config)
     relayed = config.transfer.relay == "tree" and readers == 1 and copies > 2
-    copies = 2 if relayed else copies
+    copies, connections = (2, 1) if relayed else (copies, senders * config.transfer.connections)
     digest_s, sender_s = gb * _DIGEST_S_GB / senders, gb * _SENDER_S_GB * copies / senders
-    reader_s = gb * (_DIGEST_S_GB + _READER_S_GB + _SENDER_S_GB * 2 * relayed) / readers
+    reader_s = gb * (_DIGEST_S_GB + _READER_S_GB) / readers / connections
+    relay_s = gb * _SENDER_S_GB * 2 * relayed
     wire_s = size_bytes / chip.host_bytes_s * max(copies / senders, (1 + relayed) / readers)
-    return digest_s + max(sender_s, reader_s, wire_s)
+    return digest_s + max(sender_s, reader_s, relay_s, wire_s)

@@ -268,6 +268,7 @@ class Receiver:
     ) -> None:
         """`relay` gets every leaf of a version, as soon as it is verified, and serves it to other receivers."""
         self._limit_s, self._token, self._clock, self._tls = config.deadline_s, token, clock or MonotonicClock(), tls
+        self._connections = config.connections
         self._buffers, self._relay = ReceiveMemory(), relay
 
     def fetch(
@@ -312,7 +313,7 @@ class Receiver:
                         made = _READERS[ref.channel](address, ref.version, self._token, deadline, self._tls)
                         return stack.enter_context(contextlib.closing(made))
 
-                    transfer.read(opened(ref.address), opened)
+                    transfer.read(opened(ref.address), opened, self._connections)
                 sources.append(Fetched(LEARNER, transfer.fetched_bytes - before, self._clock.now_s() - started_s))
         except BaseException as error:
             if arriving is not None:
@@ -346,13 +347,16 @@ class _Transfer:
         """True if every leaf is here and verified."""
         return bool(self.leaves) and not self._missing
 
-    def read(self, reader: Reader, opened: Callable[[str], Any] | None = None) -> None:
+    def read(self, reader: Reader, opened: Callable[[str], Any] | None = None, connections: int = 1) -> None:
         """Read and verify what is missing. Raises TransferError, also for a damaged leaf.
 
-        `opened` connects to the other hosts of the learner; without it `reader` reads from a relay.
+        `opened` makes more `connections`, and those to the other hosts of the learner; without it `reader` reads from a
+        relay.
         """
         published = self._published = self._published or self._manifest(reader)
-        source = HostsReader(reader, opened) if opened is not None and published.addresses else reader
+        source: Reader | HostsReader = reader
+        if opened is not None and (published.addresses or connections > 1):
+            source = HostsReader(reader, self.ref.address, opened, connections)
         if not self.leaves:
             self._open(published, source)
 

@@ -298,7 +298,7 @@ def of_host(manifest: Manifest, host: int) -> tuple[Manifest, dict[tuple[int, in
     """The part of one host, and for each leaf and source box of `manifest` in it their numbers in the part."""
     leaves, numbers = [], {}
     for number, leaf in enumerate(manifest.leaves):
-        mine = [source for source, at in enumerate(leaf.hosts) if at == host]
+        mine = [source for source in range(len(leaf.boxes)) if _host(manifest, number, source) == host]
         if mine:
             numbers |= {(number, source): (len(leaves), own) for own, source in enumerate(mine)}
             boxes, digests = tuple(leaf.boxes[at] for at in mine), tuple(leaf.digests[at] for at in mine)
@@ -316,11 +316,11 @@ class _Lane(NamedTuple):
 
 
 class HostsReader:
-    """A reader of every host of a learner on several hosts, at the same time."""
+    """A reader of all hosts of a learner at the same time, over one connection to each of them or several."""
 
-    def __init__(self, first: Any, opened: Callable[[str], Any]) -> None:
-        """`first` reads from process 0; `opened` connects to the other hosts. The caller closes all readers."""
-        self._first, self._opened = first, opened
+    def __init__(self, first: Any, address: str, opened: Callable[[str], Any], connections: int = 1) -> None:
+        """`first` reads from process 0 at `address`; `opened` makes others. The caller closes all readers."""
+        self._first, self._address, self._opened, self._connections = first, address, opened, connections
         self._lanes: list[_Lane] = []
 
     @property
@@ -330,7 +330,7 @@ class HostsReader:
 
     def view(self, manifest: Manifest, leaf: int, source: int) -> np.ndarray | None:
         """The bits of one source box that can be used in place, from the host that serves it."""
-        lane = self._connected(manifest)[manifest.leaves[leaf].hosts[source]]
+        lane = self._connected(manifest)[_host(manifest, leaf, source)]
         return lane.reader.view(lane.manifest, *lane.numbers[leaf, source])
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart], leaf_read: LeafRead = channels.ignore) -> None:
@@ -340,12 +340,18 @@ class HostsReader:
         missing: dict[int, set[int]] = {}
         errors: list[BaseException] = []
         for part in parts:
-            host = manifest.leaves[part.leaf].hosts[part.source]
+            host = _host(manifest, part.leaf, part.source)
             leaf, source = lanes[host].numbers[part.leaf, part.source]
             shares[host].append(part._replace(leaf=leaf, source=source))
             missing.setdefault(part.leaf, set()).add(host)
+        jobs: list[tuple[int, Any, list[SlicePart]]] = []
+        for host, lane in enumerate(lanes):
+            address = manifest.addresses[host - 1] if host else self._address
+            divided = _divided(shares[host], self._connections)
+            readers = [lane.reader, *(self._opened(address) for _ in divided[1:])]
+            jobs += [(host, reader, some) for reader, some in zip(readers, divided, strict=True)]
 
-        def read(host: int) -> None:
+        def read(host: int, reader: Any, some: list[SlicePart]) -> None:
             def filled(own: int) -> None:
                 leaf = lanes[host].leaves[own]
                 with guard:
@@ -355,22 +361,23 @@ class HostsReader:
                     leaf_read(leaf)
 
             try:
-                lanes[host].reader.read(lanes[host].manifest, shares[host], filled)
+                reader.read(lanes[host].manifest, some, filled)
+                reader.interrupt()  # a host serves some connections at a time: others wait for this one's place
             except BaseException as error:
                 with guard:
                     errors.append(error)
-                for lane in lanes:  # the others would read what is not needed any more
-                    lane.reader.interrupt()
+                for _, other, _ in jobs:  # the others would read what is not needed any more
+                    other.interrupt()
                 raise
 
-        with ThreadPoolExecutor(len(lanes), thread_name_prefix="transfer-host") as pool:
-            for host in range(len(lanes)):
-                pool.submit(read, host)
+        with ThreadPoolExecutor(len(jobs), thread_name_prefix="transfer-host") as pool:
+            for job in jobs:
+                pool.submit(read, *job)
         if errors:
             raise errors[0]
 
     def _connected(self, manifest: Manifest) -> list[_Lane]:
-        """The connections to all hosts of the manifest."""
+        """The connections to all hosts of the manifest, the first to each."""
         for host in range(len(self._lanes), 1 + len(manifest.addresses)):
             part, numbers = of_host(manifest, host)
             reader = self._opened(manifest.addresses[host - 1]) if host else self._first
@@ -379,3 +386,19 @@ class HostsReader:
             if host and reader.manifest() != manifests.encode(part):
                 raise DigestMismatch(f"host {host} of the learner does not serve its part of version {part.version}")
         return self._lanes
+
+
+def _host(manifest: Manifest, leaf: int, source: int) -> int:
+    hosts = manifest.leaves[leaf].hosts
+    return hosts[source] if hosts else 0
+
+
+def _divided(parts: Sequence[SlicePart], count: int) -> list[list[SlicePart]]:
+    """The parts of at most `count` connections, one at least: ranges of whole leaves, of nearly as many bytes."""
+    total, before, found = sum(part.into.nbytes for part in parts), 0, dict[int, list[SlicePart]]()
+    at: dict[int, int] = {}
+    for part in parts:
+        number = at.setdefault(part.leaf, min(count - 1, count * before // max(1, total)))
+        found.setdefault(number, []).append(part)
+        before += part.into.nbytes
+    return list(found.values()) or [[]]

@@ -374,6 +374,8 @@ BAD = [
     pytest.param(["task.path=x.jsonl"], "task.path", "x.jsonl", "task.source", id="a file for another source"),
     pytest.param(["tokenizer.path=x"], "tokenizer.path", "x", "tokenizer.kind", id="tokenizer path for another kind"),
     pytest.param(["transfer.path=x"], "transfer.path", "x", "transfer.channel", id="transfer path for another channel"),
+    pytest.param(["transfer.connections=2", "transfer.channel=shm"], "transfer.connections", "2", "'tcp' or 'auto'",
+                 id="connections for another channel"),
     pytest.param(["sampling.max_tokens=600000", "learner.row_tokens=700000"], "sampling.max_tokens", "600000", "10 MB",
                  id="a member larger than the store takes"),
     pytest.param(["store.max_message_mb=1", "sampling.max_tokens=70000", "learner.row_tokens=80000"],

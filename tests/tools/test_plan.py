@@ -215,21 +215,22 @@ def test_slices_have_the_hosts_of_the_published_tables(name: str, hosts: int):
 
 
 @pytest.mark.parametrize(
-    ("learner", "sampler", "count", "relay", "seconds"),
+    ("learner", "sampler", "count", "transfer", "seconds"),
     [
-        pytest.param(4, 4, 8, "none", 0.5 + 8 * 0.34, id="one host sends to all"),
-        pytest.param(4, 4, 1, "none", 0.5 + 0.5 + 0.55, id="one reader"),
-        pytest.param(32, 4, 8, "none", 0.5 / 8 + 0.5 + 0.55, id="eight hosts send"),
-        pytest.param(32, 8, 8, "none", 0.5 / 8 + (0.5 + 0.55) / 2, id="each reads its part"),
-        pytest.param(4, 4, 8, "tree", 0.5 + 0.5 + 0.55 + 2 * 0.34, id="relays send on"),
-        pytest.param(4, 8, 8, "tree", 0.5 + 8 * 0.34, id="no relays of two hosts"),
+        pytest.param(4, 4, 8, {}, 0.5 + 8 * 0.34, id="one host sends to all"),
+        pytest.param(4, 4, 1, {}, 0.5 + 0.5 + 0.55, id="one reader"),
+        pytest.param(4, 4, 1, {"connections": 2}, 0.5 + (0.5 + 0.55) / 2, id="two connections"),
+        pytest.param(8, 4, 2, {}, 0.5 / 2 + (0.5 + 0.55) / 2, id="two hosts send"),
+        pytest.param(8, 8, 2, {}, 0.5 / 2 + 2 * 0.34 / 2, id="each reads its part"),
+        pytest.param(4, 4, 8, {"relay": "tree"}, 0.5 + 0.5 + 0.55, id="relays send on"),
+        pytest.param(4, 8, 8, {"relay": "tree"}, 0.5 + 8 * 0.34, id="no relays of two hosts"),
     ],
 )
-def test_a_transfer_takes_as_long_as_its_busiest_host(learner, sampler, count, relay, seconds):
+def test_a_transfer_takes_as_long_as_its_busiest_host(learner, sampler, count, transfer, seconds):
     config = Config(
         learner=LearnerConfig(mesh=MeshConfig(fsdp=learner)),
         sampler=SamplerConfig(mesh=MeshConfig(tensor=sampler), count=count),
-        transfer=configs.TransferConfig(channel="tcp", relay=relay),
+        transfer=configs.TransferConfig(channel="tcp", **transfer),
         evaluator=configs.EvaluatorConfig(every=0),
     )
     assert chips.transfer_s(config, chips.CHIPS["v5p"], GB) == pytest.approx(seconds)

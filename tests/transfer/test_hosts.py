@@ -6,8 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,10 +23,11 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer import relay as relays
 from jaxroll.transfer.channel_shm import SharedSegments
-from jaxroll.transfer.channel_tcp import TcpSender
+from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
+from jaxroll.transfer.channels import SlicePart
 from jaxroll.transfer.manifest import HostSnapshot
 from jaxroll.transfer.relay import RelaySender
-from tests.harness.transfer_arrays import big_values
+from tests.harness.transfer_arrays import big_values, host_snapshot
 
 PROGRAM = Path(__file__).parents[1] / "harness/programs/weight_hosts.py"
 VERSION = Version(0, 1)
@@ -69,19 +74,86 @@ def exact(placed: dict, values: dict[str, np.ndarray]) -> None:
         assert np.asarray(placed[name]).tobytes() == value.tobytes(), name
 
 
-@pytest.mark.parametrize("channel", ["tcp", "shm"])
+@pytest.mark.parametrize(("channel", "connections"), [("tcp", 1), ("shm", 1), ("tcp", 3)])
 @pytest.mark.parametrize(("dims", "rules"), [((1, 1, 2), "sampler"), ((1, 4, 1), "learner"), ((2, 1, 1), "replicated")])
-def test_a_version_of_two_hosts_arrives_exactly(kit, channel: str, dims, rules: str) -> None:
+def test_a_version_of_two_hosts_arrives_exactly(kit, channel: str, connections: int, dims, rules: str) -> None:
     hosts, values = Hosts(kit, channel), kit.values(1)
     ref = hosts.publish(values)
     for _ in range(2):
-        exact(kit.receiver().fetch(ref, kit.shardings(dims, rules), kit.abstract(kit.shapes)).place(), values)
+        receiver = kit.receiver(connections=connections)
+        exact(receiver.fetch(ref, kit.shardings(dims, rules), kit.abstract(kit.shapes)).place(), values)
     other = hosts.other.size_bytes
     if channel == "tcp":
         deadline_s = time.monotonic() + 30
         while hosts.senders[1].sent_bytes < 2 * other and time.monotonic() < deadline_s:
             time.sleep(0.01)  # the listener counts after the receiver has what it sent
         assert hosts.senders[1].sent_bytes >= 2 * other > 0
+
+
+@pytest.mark.parametrize(("connections", "used"), [(1, 1), (2, 2), (3, 3), (99, 4)])
+def test_connections_to_one_host_read_whole_leaves_at_the_same_time(kit, monkeypatch, connections, used) -> None:
+    values, shares = kit.values(1), []
+    ref = kit.publisher().publish(VERSION, kit.params(values, kit.shardings((1, 2, 2), "learner")))
+    read = TcpReader.read
+
+    def recorded(reader: TcpReader, manifest: manifests.Manifest, parts: Sequence[SlicePart], leaf_read) -> None:
+        shares.append((reader, threading.get_ident(), {part.leaf: part.into.nbytes for part in parts}))
+        started.wait(20)  # all of them read at once
+        read(reader, manifest, parts, leaf_read)
+
+    monkeypatch.setattr(TcpReader, "read", recorded)
+    started = threading.Barrier(used)
+    target = kit.shardings((1, 1, 1), "replicated")
+    exact(kit.receiver(connections=connections).fetch(ref, target, kit.abstract(kit.shapes)).place(), values)
+    assert len({id(reader) for reader, _, _ in shares}) == len({thread for _, thread, _ in shares}) == len(shares)
+    filled = [number for number, (_, value) in enumerate(sorted(values.items())) if value.size]
+    assert sorted(leaf for _, _, leaves in shares for leaf in leaves) == filled
+
+
+def test_a_connection_that_fails_ends_those_that_wait(kit, announced, monkeypatch) -> None:
+    """The line is silent: without an interruption the other connection would take the deadline."""
+    sender, snapshot = TcpSender(), host_snapshot(VERSION, big_values())
+    kit.stack.callback(sender.close)
+    ref, read = announced(snapshot, sender.offer(snapshot)), TcpReader.read
+    silent = kit.middle(ref.address, stall_at=1_000_000)
+
+    def failing(reader: TcpReader, manifest: manifests.Manifest, parts: Sequence[SlicePart], leaf_read) -> None:
+        if parts[0].leaf == 1:
+            raise TransferError("the line broke off")
+        read(reader, manifest, parts, leaf_read)
+
+    monkeypatch.setattr(TcpReader, "read", failing)
+    began_s = time.monotonic()
+    with pytest.raises(TransferError, match="the line broke off"):
+        kit.fetch_big(msgspec.structs.replace(ref, address=silent.address), deadline_s=60.0, connections=2)
+    assert time.monotonic() - began_s < 30.0
+
+
+def test_connections_give_their_place_to_those_that_wait(kit, announced) -> None:
+    """Twelve connections and two places: each place is free as soon as a share is read."""
+    sender, snapshot = TcpSender(max_connections=2), host_snapshot(VERSION, kit.values(1))
+    kit.stack.callback(sender.close)
+    ref = announced(snapshot, sender.offer(snapshot))
+    target, shapes = kit.shardings((1, 1, 1), "replicated"), kit.abstract(kit.shapes)
+
+    def fetch(_: int) -> Any:
+        return kit.receiver(connections=4).fetch(ref, target, shapes)
+
+    with ThreadPoolExecutor(3) as pool:
+        fetched = list(pool.map(fetch, range(3)))
+    for staged in fetched:
+        exact(staged.place(), kit.values(1))
+
+
+def test_the_shares_of_connections_have_nearly_as_many_bytes() -> None:
+    def part(leaf: int, size: int) -> SlicePart:
+        return SlicePart(leaf, 0, ((0, size),), np.empty(size, np.uint8), False)
+
+    parts = [part(leaf, size) for leaf, size in enumerate([10, 10, 5, 5, 20, 10, 20, 20]) for size in (size, size)]
+    shares = relays._divided(parts, 4)
+    assert [sum(one.into.nbytes for one in share) for share in shares] == [50, 50, 60, 40]
+    assert [[one.leaf for one in share][::2] for share in shares] == [[0, 1, 2], [3, 4], [5, 6], [7]]
+    assert relays._divided([], 4) == [[]] and relays._divided(parts[:2], 4) == [parts[:2]]
 
 
 def test_a_relay_hands_on_what_two_hosts_serve(kit) -> None:
