@@ -324,6 +324,7 @@ def test_the_predicted_memory_is_that_of_a_live_learner_within_a_fifth(tmp_path:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert 0.8 <= found["predicted"] / found["measured"] <= 1.2, found
 
@@ -342,6 +343,7 @@ def test_a_plan_for_tpus_names_the_key_and_its_remedy_fits(tmp_path: Path):
         "--json",
         "--config.sampler.slots=1024",
         "--config.sampling.max_tokens=4096",
+        "--config.learner.row_tokens=4352",
     ]
     env = os.environ | {"JAXROLL_CACHE": str(tmp_path)}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500, check=False)

@@ -25,7 +25,7 @@ from jaxroll.transfer import channels
 from jaxroll.transfer.channel_shm import host_key
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, SlicePart
-from jaxroll.transfer.ends import Exposure, Publisher
+from jaxroll.transfer.ends import Exposure, Publisher, Receiver
 
 VERSION = Version(0, 1)
 TOKEN = "sampler." + "0" * 64
@@ -57,6 +57,21 @@ def test_weights_arrive_exactly_under_tls(kit, certified: SimpleNamespace, mutua
     assert read(kit, address, certified.client) == value
     if not mutual:
         assert read(kit, address, certified.anonymous) == value
+
+
+def test_several_connections_are_all_under_tls(kit, certified: SimpleNamespace) -> None:
+    exposure = Exposure(tls=certified.server)
+    publisher = Publisher(kit.config(), kit.folder, token=TOKEN, exposure=exposure)
+    kit.stack.callback(publisher.close)
+    values = kit.values(1)
+    ref = publisher.publish(VERSION, kit.params(values, kit.shardings((1, 2, 2), "learner")))
+    receiver = Receiver(kit.config(connections=3), token=TOKEN, tls=certified.client)
+    placed = receiver.fetch(ref, kit.shardings((1, 1, 2), "sampler"), kit.abstract(kit.shapes)).place()
+    assert all(np.asarray(placed[name]).tobytes() == value.tobytes() for name, value in values.items())
+    with pytest.raises(Unauthorized, match="uses TLS"):
+        Receiver(kit.config(connections=3), token=TOKEN).fetch(
+            ref, kit.shardings((1, 1, 2), "sampler"), kit.abstract(kit.shapes)
+        )
 
 
 @pytest.mark.parametrize(
