@@ -199,7 +199,7 @@ class Engine:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
         programs.check_sizes(sizes, config.weight_swap)
-        self._weight_swap, self._clock = config.weight_swap, clock
+        self.weight_swap, self._clock = config.weight_swap, clock
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
         kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
         if config.memory_fraction:
@@ -325,7 +325,7 @@ class Engine:
         """Pass all tokens of the running requests to their `on_tokens`, however few they are."""
         self._settle()
         self._deliver()
-        if self._weight_swap != "restart":
+        if self.weight_swap != "restart":
             self._pieces = self._work.pieces((), at_least=1)
         self._deliver()
 
@@ -338,7 +338,7 @@ class Engine:
                 self._settle()
             match command:
                 case requests.Add() as add:
-                    if self._weight_swap == "drain" and not self._is_at_one_version(add.request):
+                    if self.weight_swap == "drain" and not self._is_at_one_version(add.request):
                         self._leave([add.request.id])
                         self._deliver_partly(add, None)
                         continue
@@ -362,7 +362,7 @@ class Engine:
             return
         self._settle()
         scheduler, stats = self._scheduler, self._stats
-        if self._weight_swap == "drain" and (
+        if self.weight_swap == "drain" and (
             scheduler.active or any(sequence.sampled for sequence in scheduler.waiting)
         ):
             scheduler.held = True
@@ -370,8 +370,8 @@ class Engine:
         scheduler.held = False
         discarded = self._work.swap_weights(
             swap.version,
-            running=self._weight_swap in ("restart", "reprefill"),
-            forget_tokens=self._weight_swap == "restart",
+            running=self.weight_swap in ("restart", "reprefill"),
+            forget_tokens=self.weight_swap == "restart",
         )
         self._params = None  # with layers in a loop, the new parameters exist twice for a moment
         self._params, self._next = self._device.held(swap.params), None
@@ -460,7 +460,7 @@ class Engine:
             self.latencies.first(done_s - add.added_s)
         tokens = report.steps * (1 + progressed.extra / max(progressed.decoded - progressed.extra, 1))  # of a slot
         self.latencies.dispatch(done_s, tokens, self._scheduler.active > progressed.firsts)
-        if self._weight_swap != "restart":  # which may discard tokens
+        if self.weight_swap != "restart":  # which may discard tokens
             self._pieces += self._work.pieces(progressed.ended)
         ended = [self._work.take(slot, end, done_s, sent.version) for slot, end in progressed.ended.items()]
         self._ended += ended

@@ -435,7 +435,7 @@ async def serve_http(session: EngineSession, slots: int) -> None:
     token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
     room = EngineLimits(cache_tokens(session.config), parts.tokenizer)
     served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
-                    parts.engine.latencies.percentiles, slots=slots)  # fmt: skip
+                    parts.engine.latencies.percentiles, slots=slots, swap=parts.engine.weight_swap)  # fmt: skip
     address = http.address(LOOPBACK, listening)
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")

@@ -272,6 +272,7 @@ class Served:
     latencies: Callable[[], Mapping[str, float | None]] = dict
     max_open: int = MAX_OPEN
     slots: int | None = None  # requests in the engine at once; None: as many as are open
+    swap: str = "keep_kv"  # what happens to running requests when weights change (`schedule.weight_swap`)
 
 
 def event(value: Any) -> bytes:

@@ -271,11 +271,15 @@ class FrontEnd:
         mode: Any = request.query_params.get("mode", "abort")
         if mode not in get_args(PauseMode):
             raise ApiError(f"mode = {mode[:40]!r}: one of {', '.join(get_args(PauseMode))} is needed", param="mode")
-        if unknown := set(request.query_params) - {"mode"}:
+        if unknown := set(request.query_params) - {"mode", "clear_cache"}:
+            reason = f"{min(unknown)[:40]}: only mode and clear_cache are possible"
+            raise ApiError(reason, param=min(unknown)[:40])
+        done = "false" if self.model.swap == "keep_kv" else "true"
+        if (cleared := request.query_params.get("clear_cache", done).lower()) != done:
             raise ApiError(
-                f"{min(unknown)[:40]}: the weight-swap policy of the engine decides about its cache; "
-                "only mode is possible",
-                param=min(unknown)[:40],
+                f"clear_cache = {cleared[:40]!r}: with schedule.weight_swap={self.model.swap} it is {done}; leave it "
+                "out, or serve with another policy (keep_kv: false, reprefill: true)",
+                param="clear_cache",
             )
         await while_connected(request, self.model.proxy.pause(mode))
         return self._state()

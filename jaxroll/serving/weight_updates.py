@@ -50,9 +50,10 @@ class FolderInfo(msgspec.Struct, kw_only=True):
 
 
 class UpdateBody(msgspec.Struct, kw_only=True):
-    """`POST /update_weights` with a folder."""
+    """`POST /update_weights` with a folder: vLLM's `update_info`, or prime-rl's `weight_dir`."""
 
-    update_info: dict[str, Any]
+    update_info: dict[str, Any] | None = None
+    weight_dir: str | None = None
 
 
 class WeightUpdates:
@@ -186,7 +187,10 @@ def routes(updates: WeightUpdates | None) -> list[Route]:
             return json_response({"message": "Weights updated"})
         body = requests.parsed((await json_body(request))[0], UpdateBody)
         is_whole = not held.begun  # a folder alone needs neither start nor finish
-        held.add_folder(requests.parsed(body.update_info, FolderInfo, "update_info").path)
+        if (body.update_info is None) == (body.weight_dir is None):
+            raise ApiError("one of update_info and weight_dir is needed", param="update_info")
+        folder = body.weight_dir or requests.parsed(body.update_info, FolderInfo, "update_info").path
+        held.add_folder(folder)
         if not is_whole:
             return json_response({"message": "Weights updated"})
         return json_response({"message": "Weights updated", "weight_version": str(await held.finish())})

@@ -357,6 +357,7 @@ def _serve(args: RoleArgs, options: argparse.Namespace, listening: socket.socket
             engine.latencies.percentiles,
             options.slots + options.queue,
             options.slots,
+            engine.weight_swap,
         )
         front = http_server.FrontEnd(served, token, weight_updates.routes(updates))
         serving = asyncio.ensure_future(http.serve(front.app, listening))

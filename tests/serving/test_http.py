@@ -213,6 +213,8 @@ REFUSED = [
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids", "at least one"),
     ("/detokenize", {"tokens": [100000]}, 400, "tokens", "vocabulary"),
     ("/pause?mode=later", {}, 400, "mode", "abort, wait, keep"),
+    ("/pause?clear_cache=true", {}, 400, "clear_cache", "schedule.weight_swap=keep_kv it is false"),
+    ("/pause?wait=1", {}, 400, "wait", "only mode and clear_cache"),
     ("/v1/nothing", {}, 404, None, "docs/serving.md"),
 ]
 
@@ -309,6 +311,16 @@ def test_many_concurrent_streams_lose_nothing(clients: int) -> None:
     run(check())
 
 
+def test_the_cache_that_a_pause_clears_is_that_of_the_weight_swap() -> None:
+    async def check() -> None:
+        async with served(Engine(), swap="reprefill") as (url, _), connect(url, TOKEN) as api:
+            assert (await api.post("/pause?mode=keep&clear_cache=True")).status_code == 200
+            refused = await api.post("/pause?mode=keep&clear_cache=false")
+            assert refused.status_code == 400 and "schedule.weight_swap=reprefill it is true" in refused.text
+
+    run(check())
+
+
 def test_the_verbs_of_control_reach_the_engine() -> None:
     async def check() -> None:
         engine = Engine()
@@ -316,6 +328,7 @@ def test_the_verbs_of_control_reach_the_engine() -> None:
             for mode in ("abort", "wait", "keep"):
                 assert (await api.post(f"/pause?mode={mode}")).json()["mode"] == engine.paused == mode
             assert (await api.get("/is_paused")).json() == {"is_paused": True}
+            assert (await api.post("/pause?mode=keep&clear_cache=false")).status_code == 200, "as prime-rl sends it"
             assert (await api.post("/resume")).json()["status"] == "resumed" and engine.paused is None
 
     run(check())

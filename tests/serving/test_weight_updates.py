@@ -79,12 +79,14 @@ def test_a_folder_or_tensors_in_parts_become_the_next_version() -> None:
         assert (await api.post("/init_weight_transfer_engine", json={"init_info": {}})).status_code == 200
         alone = await api.post("/update_weights", json={"update_info": {"path": str(MODEL)}})
         assert alone.json()["weight_version"] == "0.4" and same(server.used[0], 1.0)
+        again = await api.post("/update_weights", json={"weight_dir": str(MODEL)})  # as prime-rl sends it
+        assert again.json()["weight_version"] == "0.5" and same(server.used.pop(), 1.0)
         assert (await api.post("/start_weight_update", json={"is_checkpoint_format": True})).status_code == 200
         for part in halves(2.0):
             assert (await api.post("/update_weights", content=part, headers=RAW)).status_code == 200
         assert len(server.used) == 1, "nothing changes before the end"
-        assert (await api.post("/finish_weight_update")).json()["weight_version"] == "0.5" and same(server.used[1], 2.0)
-        assert (await api.get("/weight_info")).json() == {"weight_version": "0.5"}
+        assert (await api.post("/finish_weight_update")).json()["weight_version"] == "0.6" and same(server.used[1], 2.0)
+        assert (await api.get("/weight_info")).json() == {"weight_version": "0.6"}
         assert (await api.get("/get_world_size")).json() == {"world_size": 1}
 
     run(check)
@@ -121,6 +123,7 @@ def test_an_update_that_fails_leaves_the_version_and_another_can_begin(tmp_path:
             await refused("/update_weights", 400, reason, json={"update_info": {"path": path}})
         await refused("/update_weights", 400, "safetensors", json={"update_info": {"path": str(tmp_path)}})
         await refused("/update_weights", 400, "missing required field `path`", json={"update_info": {}})
+        await refused("/update_weights", 400, "one of update_info and weight_dir", json={})
         await api.post("/start_weight_update")
         await refused("/update_weights", 400, "not a safetensors file", content=b"x" * 64, headers=RAW)
         await refused("/update_weights", 413, "cannot have", content=b"x" * (LIMIT_BYTES + 1), headers=RAW)
