@@ -111,8 +111,8 @@ def check_new_folder(out: Path) -> None:
 def sync_folder(folder: Path, *, reread: bool = False) -> None:
     """Sync `folder`, everything in it, and its name in the parent folder to disk.
 
-    With `reread`, the next reads of its files come from the disk. Linux reports an error of writing once; a later sync
-    succeeds, and the memory of the system still holds what the disk does not.
+    With `reread`, the next reads of its files come from the disk, where the system drops the pages. Linux reports an
+    error of writing once; a later sync succeeds, and the memory of the system still holds what the disk does not.
     """
     for path in (*folder.rglob("*"), folder, folder.parent):
         sync(path, reread=reread)
@@ -123,8 +123,9 @@ def sync(path: Path, *, reread: bool = False) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-        if reread and hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if reread and hasattr(os, "posix_fadvise"):  # macOS has none, and some file systems refuse it
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from jaxroll.config.derived import (
     COLOCATED,
     age_limiter,
+    channel_of,
     check_cache,
     device_processes,
     episode_tokens,
@@ -110,12 +111,12 @@ def _check_names(config: Config) -> None:
 
 def _check_unread(config: Config) -> None:
     """Refuse keys that the chosen kind does not read."""
-    channel, connections = config.transfer.channel, config.transfer.connections
+    channel, connections, used = config.transfer.channel, config.transfer.connections, channel_of(config)
     for key, given, switch, value, reads in (
         ("task.path", config.task.path, "task.source", config.task.source, FILES),
         ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
         ("transfer.path", config.transfer.path, "transfer.channel", channel, ("tensorstore",)),
-        ("transfer.connections", connections if connections > 1 else 0, "transfer.channel", channel, ("tcp", "auto")),
+        ("transfer.connections", connections if connections > 1 else 0, "transfer.channel", used, ("tcp",)),
     ):
         if given and value not in reads:
             remedy = f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out."

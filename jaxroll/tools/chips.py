@@ -192,17 +192,17 @@ def times(chip: Chip, flops: float, memory_bytes: float, sent_bytes: float) -> T
     return Times(flops / chip.flops_s, memory_bytes / chip.memory_bytes_s, sent_bytes / chip.link_bytes_s)
 
 
-# Processor seconds per GB of the channel `tcp`, measured on two cores of an AMD EPYC between meshes of different axes
-# (docs/results/transfer.md): the digest at either end, the thread of a learner's host, and a reader.
-_DIGEST_S_GB, _SENDER_S_GB, _READER_S_GB = 0.5, 0.34, 0.55
+# Seconds per GB of the channel `tcp`, measured on two cores of an AMD EPYC (docs/results/transfer.md): the digest at
+# either end, the thread of a learner's host that sends, and a reader.
+_DIGEST_S_GB, _SENDER_S_GB, _READER_S_GB = 0.24, 0.25, 0.38
 
 
 def transfer_s(config: Config, chip: Chip, size_bytes: float) -> float:
     """The seconds from a step's end until all samplers and the evaluator have its weights of `size_bytes`.
 
     Every host of a learner sends its share of each copy, every host of a sampler reads its own, with a thread for each
-    connection. With relays the learner sends two copies, and so does each relay, which its readers read over one
-    connection; samplers of several hosts are no relays.
+    connection. With relays the learner sends two copies, and so does each relay, in less time than it reads one over
+    its one connection; samplers of several hosts are no relays.
     """
     learner, sampler, gb = config.learner.mesh.devices, config.sampler.mesh.devices, size_bytes / 1e9
     if channel_of(config) == "device":
@@ -212,6 +212,5 @@ def transfer_s(config: Config, chip: Chip, size_bytes: float) -> float:
     copies, connections = (2, 1) if relayed else (copies, senders * config.transfer.connections)
     digest_s, sender_s = gb * _DIGEST_S_GB / senders, gb * _SENDER_S_GB * copies / senders
     reader_s = gb * (_DIGEST_S_GB + _READER_S_GB) / readers / connections
-    relay_s = gb * _SENDER_S_GB * 2 * relayed
     wire_s = size_bytes / chip.host_bytes_s * max(copies / senders, (1 + relayed) / readers)
-    return digest_s + max(sender_s, reader_s, relay_s, wire_s)
+    return digest_s + max(sender_s, reader_s, wire_s)

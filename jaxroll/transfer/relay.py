@@ -344,14 +344,13 @@ class HostsReader:
             leaf, source = lanes[host].numbers[part.leaf, part.source]
             shares[host].append(part._replace(leaf=leaf, source=source))
             missing.setdefault(part.leaf, set()).add(host)
-        jobs: list[tuple[int, Any, list[SlicePart]]] = []
-        for host, lane in enumerate(lanes):
-            address = manifest.addresses[host - 1] if host else self._address
-            divided = _divided(shares[host], self._connections)
-            readers = [lane.reader, *(self._opened(address) for _ in divided[1:])]
-            jobs += [(host, reader, some) for reader, some in zip(readers, divided, strict=True)]
+        jobs: list[tuple[int, bool, list[SlicePart]]] = []  # the first of a host has its lane's connection
+        for host, lane in enumerate(lanes):  # only the first connection can map the memory of a host on this machine
+            divided = _divided(shares[host], 1 if lane.reader.verified else self._connections)
+            jobs += [(host, number == 0, some) for number, some in enumerate(divided)]
+        readers = [lane.reader for lane in lanes]
 
-        def read(host: int, reader: Any, some: list[SlicePart]) -> None:
+        def read(host: int, is_first: bool, some: list[SlicePart]) -> None:
             def filled(own: int) -> None:
                 leaf = lanes[host].leaves[own]
                 with guard:
@@ -361,13 +360,20 @@ class HostsReader:
                     leaf_read(leaf)
 
             try:
+                reader = lanes[host].reader
+                if not is_first:  # a host serves some connections at a time: this one may wait for a place
+                    reader = self._opened(manifest.addresses[host - 1] if host else self._address)
+                    with guard:
+                        readers.append(reader)
+                        if errors:
+                            return
                 reader.read(lanes[host].manifest, some, filled)
-                reader.interrupt()  # a host serves some connections at a time: others wait for this one's place
+                reader.interrupt()  # its place is free for those that wait
             except BaseException as error:
                 with guard:
                     errors.append(error)
-                for _, other, _ in jobs:  # the others would read what is not needed any more
-                    other.interrupt()
+                    for other in readers:  # they would read what is not needed any more
+                        other.interrupt()
                 raise
 
         with ThreadPoolExecutor(len(jobs), thread_name_prefix="transfer-host") as pool:

@@ -25,6 +25,7 @@ from jaxroll.transfer import relay as relays
 from jaxroll.transfer.channel_shm import SharedSegments
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import SlicePart
+from jaxroll.transfer.ends import Receiver
 from jaxroll.transfer.manifest import HostSnapshot
 from jaxroll.transfer.relay import RelaySender
 from tests.harness.transfer_arrays import big_values, host_snapshot
@@ -74,7 +75,7 @@ def exact(placed: dict, values: dict[str, np.ndarray]) -> None:
         assert np.asarray(placed[name]).tobytes() == value.tobytes(), name
 
 
-@pytest.mark.parametrize(("channel", "connections"), [("tcp", 1), ("shm", 1), ("tcp", 3)])
+@pytest.mark.parametrize(("channel", "connections"), [("tcp", 1), ("shm", 1), ("tcp", 3), ("shm", 3)])
 @pytest.mark.parametrize(("dims", "rules"), [((1, 1, 2), "sampler"), ((1, 4, 1), "learner"), ((2, 1, 1), "replicated")])
 def test_a_version_of_two_hosts_arrives_exactly(kit, channel: str, connections: int, dims, rules: str) -> None:
     hosts, values = Hosts(kit, channel), kit.values(1)
@@ -110,6 +111,17 @@ def test_connections_to_one_host_read_whole_leaves_at_the_same_time(kit, monkeyp
     assert sorted(leaf for _, _, leaves in shares for leaf in leaves) == filled
 
 
+def test_memory_of_this_machine_is_mapped_and_not_read_over_more_connections(kit, monkeypatch) -> None:
+    """The mapping verifies the bytes of the first connection; those of another one would be unverified."""
+    publisher, values = kit.publisher("auto"), kit.values(1)
+    ref = publisher.publish(VERSION, kit.params(values, kit.shardings((1, 2, 2), "learner")))
+    asked = []
+    monkeypatch.setattr(TcpReader, "_fill", lambda reader, request, name: asked.append(name))
+    receiver, target = kit.receiver(channel="auto", connections=3), kit.shardings((1, 1, 1), "replicated")
+    exact(receiver.fetch(ref, target, kit.abstract(kit.shapes)).place(), values)
+    assert not asked
+
+
 def test_a_connection_that_fails_ends_those_that_wait(kit, announced, monkeypatch) -> None:
     """The line is silent: without an interruption the other connection would take the deadline."""
     sender, snapshot = TcpSender(), host_snapshot(VERSION, big_values())
@@ -129,15 +141,17 @@ def test_a_connection_that_fails_ends_those_that_wait(kit, announced, monkeypatc
     assert time.monotonic() - began_s < 30.0
 
 
-def test_connections_give_their_place_to_those_that_wait(kit, announced) -> None:
+@pytest.mark.parametrize("secured", [False, True])
+def test_connections_give_their_place_to_those_that_wait(kit, certified, announced, secured: bool) -> None:
     """Twelve connections and two places: each place is free as soon as a share is read."""
-    sender, snapshot = TcpSender(max_connections=2), host_snapshot(VERSION, kit.values(1))
+    server, client = (certified.server, certified.client) if secured else (None, None)
+    sender, snapshot = TcpSender(max_connections=2, tls=server), host_snapshot(VERSION, kit.values(1))
     kit.stack.callback(sender.close)
     ref = announced(snapshot, sender.offer(snapshot))
     target, shapes = kit.shardings((1, 1, 1), "replicated"), kit.abstract(kit.shapes)
 
     def fetch(_: int) -> Any:
-        return kit.receiver(connections=4).fetch(ref, target, shapes)
+        return Receiver(kit.config(connections=4), tls=client).fetch(ref, target, shapes)
 
     with ThreadPoolExecutor(3) as pool:
         fetched = list(pool.map(fetch, range(3)))
