@@ -96,6 +96,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0, output
     shutil.copytree(home / "old", home / "trained")
     run_dir.create(home / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
+    shutil.copytree(home / "begun", home / "killed")
+    (home / "killed" / "store.addr").write_text("127.0.0.1:1")
     shutil.copytree(ROOT / "tests" / "golden" / "qwen3" / "tied", home / "model")
     rows = [{"question": f"{index}+1", "answer": str(index + 1)} for index in range(99)]
     (home / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
