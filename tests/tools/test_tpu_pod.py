@@ -153,10 +153,10 @@ def test_no_logits_are_gathered_to_sample(costs: Costs, name: str) -> None:
 
 
 def test_every_forward_reduces_over_tensor(costs: Costs) -> None:
-    """After attention and after the hidden units of each layer; training again twice backwards, and once where the
-    first is made again."""
+    """After attention and after the hidden units of each layer; training more often, backwards and where the first is
+    made again. Three of a layer were operations of their own at 23361007, five in an earlier program."""
     for name in FORWARD:
-        times = 5 if name == "accumulate" else 2
+        times = 3 if name == "accumulate" else 2
         assert costs[name]["collectives"]["all-reduce"] >= times * SPEC.layers, name
     assert costs["apply"]["collectives"]["all-reduce"] > 0  # the norm of the gradients
 
