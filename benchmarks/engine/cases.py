@@ -82,7 +82,7 @@ def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
     if arm == "ours":
         words = str(folder), case.name, json.dumps(case.engine_options())
         return Child("benchmarks.engine.our_arm", arm, 1, *words, devices=threads)
-    return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name)
+    return Child(f"benchmarks.engine.{arm}_arm", arm, threads, str(folder), case.name)
 
 
 def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:

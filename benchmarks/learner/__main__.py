@@ -192,7 +192,7 @@ def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
     words = str(folder), case.name, arm
     if arm == "ours":
         return Child("benchmarks.learner.our_arm", arm, 1, *words, json.dumps(case.options), devices=threads)
-    return Child(f"_learner_{arm}.py", arm, threads, *words)
+    return Child(f"benchmarks.learner.{arm}_arm", arm, threads, *words)
 
 
 def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:

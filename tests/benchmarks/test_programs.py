@@ -34,6 +34,17 @@ def test_make_bench_runs_every_program() -> None:
     assert {module.removesuffix(".__main__") for module in modules} == set(PROGRAMS)
 
 
+@pytest.mark.parametrize(("bench", "module"), [("engine", "cases"), ("learner", "__main__"), ("grpo", "__main__")])
+def test_every_arm_of_a_race_is_a_module(bench: str, module: str) -> None:
+    """The long test that races with the peers is the only other one that starts them."""
+    text = (ROOT / "benchmarks" / bench / f"{module}.py").read_text()
+    started = re.findall(r"Child\(\s*f?\"([\w.{}]+)\"", text)
+    names = {name.replace("{arm}", arm) for name in started for arm in ("torch", "tunix")}
+    assert names and all(name.startswith("benchmarks.") for name in names), started
+    for name in names:
+        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
+
+
 def test_a_package_of_the_same_name_does_not_hide_ours(tmp_path: Path) -> None:
     """A peer's wheel has one; a folder without `__init__.py` would lose against it wherever it is on the path."""
     (tmp_path / "benchmarks").mkdir()
