@@ -135,10 +135,9 @@ def test_a_connection_that_fails_ends_those_that_wait(kit, announced, monkeypatc
         read(reader, manifest, parts, leaf_read)
 
     monkeypatch.setattr(TcpReader, "read", failing)
-    began_s = time.monotonic()
+    through = msgspec.structs.replace(ref, address=silent.address)
     with pytest.raises(TransferError, match="the line broke off"):
-        kit.fetch_big(msgspec.structs.replace(ref, address=silent.address), deadline_s=60.0, connections=2)
-    assert time.monotonic() - began_s < 30.0
+        kit.fetch_big(through, deadline_s=3600.0, connections=2)  # long after pytest's own
 
 
 @pytest.mark.parametrize("secured", [False, True])
@@ -155,6 +154,7 @@ def test_connections_give_their_place_to_those_that_wait(kit, certified, announc
 
     with ThreadPoolExecutor(3) as pool:
         fetched = list(pool.map(fetch, range(3)))
+    assert [staged.size_bytes for staged in fetched] == [sum(value.nbytes for value in kit.values(1).values())] * 3
     for staged in fetched:
         exact(staged.place(), kit.values(1))
 
