@@ -201,8 +201,8 @@ def transfer_s(config: Config, chip: Chip, size_bytes: float) -> float:
     """The seconds from a step's end until all samplers and the evaluator have its weights of `size_bytes`.
 
     Every host of a learner sends its share of each copy, every host of a sampler reads its own, with a thread for each
-    connection. With relays the learner sends two copies, and so does each relay, in less time than it reads one over
-    its one connection; samplers of several hosts are no relays.
+    connection. With relays the learner sends two copies; a relay reads over one connection, and sends two copies in
+    less time than that takes. Samplers of several hosts are no relays.
     """
     learner, sampler, gb = config.learner.mesh.devices, config.sampler.mesh.devices, size_bytes / 1e9
     if channel_of(config) == "device":
