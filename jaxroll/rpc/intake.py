@@ -183,6 +183,7 @@ class _Budget:
 # Belongs to one event loop.
 
 HOLD_S = 2.0
+DELAYED_PER_S = 500.0  # delayed refusals that are sent, from all connections: each refused caller calls again
 _DEADLINE_SHARE = 0.8  # of a caller's deadline: a refusal after it would be requested again
 _AT_ONCE, _AT_ONCE_PER_S = 20.0, 2.0  # refusals that are sent without delay
 
@@ -218,14 +219,19 @@ class RefusalThrottle:
         self._at_once, self._malformed = (Credit(_AT_ONCE, _AT_ONCE_PER_S) for _ in range(2))
         self._polls: Counter[str] = Counter()
         self._waiting = 0
+        self._next_s = float("-inf")
         self.refusals = 0
 
     async def hold(self, left_s: float) -> None:
         """Return after the delay of a refusal, within the `left_s` that the caller still waits.
 
-        The delay is random, so that callers that were refused together do not return together.
+        The delay is random, so that callers that were refused together do not return together, and grows with the
+        number of refusals that are delayed, so that thousands of connections cannot call more often than a few.
         """
-        await asyncio.sleep(min(random.uniform(HOLD_S, 2 * HOLD_S), left_s * _DEADLINE_SHARE))
+        now_s = asyncio.get_running_loop().time()
+        self._next_s = max(self._next_s, now_s) + 1.0 / DELAYED_PER_S
+        delay_s, most_s = max(random.uniform(HOLD_S, 2 * HOLD_S), self._next_s - now_s), left_s * _DEADLINE_SHARE
+        await asyncio.sleep(delay_s if delay_s <= most_s else most_s * random.uniform(0.5, 1.0))
 
     async def delay_malformed(self, left_s: float) -> None:
         """Return when the refusal of a malformed message may be sent. JaxRoll's own clients send none."""

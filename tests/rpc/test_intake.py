@@ -184,6 +184,30 @@ def test_the_first_refusals_are_recorded_at_once_and_the_others_counted(monkeypa
     assert held[0] >= 20 and len(held) >= 25
 
 
+def test_thousands_of_refused_callers_do_not_call_more_often_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delays of refusals at one moment spread until the rate is kept, or the callers would give up."""
+
+    async def delays_s(refused: int, left_s: float) -> list[float]:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        monkeypatch.setattr(intakes.asyncio, "sleep", sleep)
+        throttle = RefusalThrottle()
+        for _ in range(refused):
+            await throttle.hold(left_s)
+        return slept
+
+    few, many, impatient = (
+        run(delays_s(count, left_s)) for count, left_s in ((100, 20.0), (8_000, 20.0), (8_000, 5.0))
+    )
+    assert min(few) >= intakes.HOLD_S and max(few) <= 2 * intakes.HOLD_S
+    per_s = [sum(second <= delay < second + 1 for delay in many) for second in range(17)]
+    assert max(per_s[5:]) <= 1.01 * intakes.DELAYED_PER_S and max(many) == pytest.approx(16.0, abs=0.01), per_s
+    assert max(impatient) <= 4.0 and max(sum(a <= one < a + 0.1 for one in impatient) for a in (3.0, 3.8)) < 800
+
+
 def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "POLLS_PER_CONNECTION", 2)
     monkeypatch.setattr(protocol, "MAX_POLLS", 3)
