@@ -12,7 +12,6 @@ crowd is at most twice that of one client alone.
 from __future__ import annotations
 
 import asyncio
-import gc
 import heapq
 import itertools
 import time
@@ -39,6 +38,7 @@ from benchmarks.serving import (
     until_idle,
 )
 from jaxroll.engine.sequence import EngineStats
+from jaxroll.rpc.protocol import make_full_collections_rare
 from jaxroll.serving.http_answers import Served
 from jaxroll.serving.http_requests import EngineLimits
 from jaxroll.serving.http_server import FrontEnd
@@ -156,9 +156,7 @@ def main() -> None:
     started, seconds = time.monotonic(), 1.0 if options.quick else 3.0
     rounds = options.rounds or (1 if options.quick else 3)
     settings = {"clients": FLOOD, "step_s": STEP_S, "send_s": SEND_S, "seconds": seconds}
-    gc.collect()  # as `http.serve` does
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    make_full_collections_rare()  # as `http.serve` does
     runs = Runs("crowd", settings, options.runs_file, options.resume)
     found = runs.alternate({"quiet": partial(paced, 1, seconds), "crowd": partial(paced, FLOOD, seconds)}, rounds)
     p99 = {arm: [run["p99_ms"] for run in each] for arm, each in found.items()}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import hmac
 import os
 import secrets
@@ -78,10 +77,7 @@ async def serve(app: ASGIApp, listening: socket.socket, *, sockets: bool = False
         timeout_keep_alive=30,
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )
-    if not gc.get_freeze_count():  # a collection of the imported modules' objects would stop all streams for 100 ms
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(10_000, 20, 20)
+    protocol.make_full_collections_rare()
     server = _Server(config)
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:

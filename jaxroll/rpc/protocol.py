@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import hmac
 import ipaddress
@@ -190,6 +191,17 @@ def raise_descriptor_limit() -> int:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def make_full_collections_rare() -> None:
+    """Let the garbage collector of this process look at all objects seldom, and never at those of now.
+
+    A full collection stops a server for 100 ms with the imported modules alone, and for 400 ms with 8,000 open calls.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
 
 
 def connections(descriptors: int) -> int:

@@ -108,6 +108,7 @@ async def serve(
             if port and taken != port:
                 raise ConfigError("--store", f"{host}:{port}", "another process has this port", "Choose another one.")
             await server.start()
+            protocol.make_full_collections_rare()
             try:
                 address = protocol.address(_LOCALLY.get(host, host), taken)
                 _write_address(run_dir, address)
