@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import re
 import threading
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,41 @@ def _numbers(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]
                 yield prefix + name, value
         elif kind is dict and prefix.count("/") < 2 and name != "age_hist":
             yield from _numbers(value, f"{prefix}{name}/")
+
+
+# --- Prometheus: the newest numbers of live runs
+
+Sample = tuple[str, str, float]  # metric, labels, value
+
+
+def samples(run: str, content: Content) -> list[Sample]:
+    """The newest numbers of each process of a run, as `jaxroll_KIND_NAME{run="…",role="…"}`."""
+    found: dict[tuple[str, str], float] = {}  # a name is made of few characters: of two that become equal one stays
+    for (role, kind), row in content.latest.items():
+        if kind in COLUMNS:
+            labels = f"run={quoted(run)},role={quoted(role)}"
+            step = {"step_number": row["step"]} if isinstance(row.get("step"), int) else {}
+            for name, value in _numbers(row | _weights_step(row) | step, ""):
+                found.setdefault((re.sub(r"[^a-zA-Z0-9_]", "_", f"jaxroll_{kind}_{name}"), labels), value)
+    for process, count in content.restarts.items():
+        found["jaxroll_restarts", f"run={quoted(run)},role={quoted(process)}"] = count
+    return [(name, labels, value) for (name, labels), value in found.items()]
+
+
+def exposition(found: Iterable[Sample]) -> str:
+    """The samples as gauges in Prometheus' text format 0.0.4, those of one metric together."""
+    lines, last = [], ""
+    for name, labels, value in sorted(found):
+        if name != last:
+            lines.append(f"# TYPE {name} gauge\n")
+        lines.append(f"{name}{{{labels}}} {value!r}\n")
+        last = name
+    return "".join(lines)
+
+
+def quoted(text: str) -> str:
+    """`text` as a label's value."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 class ActivitySpans:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -81,6 +82,7 @@ class Dashboard:
             Route("/logout", self._logout, methods=["POST"]),
             Route("/static/{path:path}", self._static),
             Route("/api/control", self._control, methods=["POST"]),
+            Route("/metrics", self._metrics),
             *(Route(f"/api/{name}", self._view(view)) for name, view in views.items()),
         ]
         handlers: dict[Any, Any] = dict.fromkeys((JaxRollError, HTTPException), _refused)
@@ -185,6 +187,19 @@ class Dashboard:
         shown = await _body(request)
         path = await run_in_threadpool(self.runs.path, str(shown.get("run")))
         return _json({"text": await run_list.control(path, str(shown.get("action")))})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await run_in_threadpool(self._exposition), media_type="text/plain; version=0.0.4")
+
+    def _exposition(self) -> str:
+        """The newest numbers of the live runs in Prometheus' text format."""
+        found: list[series.Sample] = []
+        for run in self.runs.listed():
+            if run.get("state") == "live":
+                look = partial(series.samples, run["name"])
+                found += [("jaxroll_trained_steps", f"run={series.quoted(run['name'])}", float(run["trained"]))]
+                found += self.runs.with_content(run["name"], look, wait_s=5.0)[0]
+        return series.exposition(found)
 
     # --- views: JSON
 

@@ -11,6 +11,7 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.errors import ConfigError
@@ -250,6 +251,8 @@ def test_only_the_health_is_shown_without_the_token() -> None:
                 metrics = (await api.get("/metrics")).text
                 assert 'jaxroll_http_responses_total{path="/pause",status="401"} 2' in metrics
                 assert 'path="other",status="401"} 2' in metrics and "jaxroll_weights_step" in metrics
+                names = {family.name for family in text_string_to_metric_families(metrics)}
+                assert names >= {"jaxroll_http_responses", "jaxroll_engine_running_requests", "jaxroll_weights_step"}
 
     run(check())
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from jaxroll.ui import server
@@ -226,6 +230,37 @@ def test_ages_versions_faults_and_roles_of_a_run(user: TestClient, rows: list[di
     roles = get(user, "roles", run="a")
     assert {"learner", "sampler-0", "evaluator"} <= roles["roles"].keys() and "config" not in roles["about"]
     assert get(user, "configs", run="a")["configs"]["a"]["schedule"]["steps"] == 40
+
+
+def test_prometheus_reads_the_newest_numbers_of_live_runs(
+    tmp_path: Path, runs_dir: Path, rows: list[dict], anyone: TestClient
+) -> None:
+    """Judged by prometheus_client's parser, with hostile names of runs and processes."""
+    assert anyone.get("/metrics").status_code == 401
+    for name, age_s in (("a", 0.0), (HOSTILE_NAME, 0.0), ("ended", 3600.0)):
+        shutil.copytree(runs_dir / ("a" if name == "ended" else name), tmp_path / name)
+        os.utime(tmp_path / name / "metrics.jsonl", times=(time.time() - age_s,) * 2)
+    made = server.Dashboard(Runs(tmp_path), TOKEN)
+    made.runs.start()
+    client = TestClient(made.app, base_url="http://localhost:8100", headers={"Authorization": f"Bearer {TOKEN}"})
+    answer = client.get("/metrics")
+    made.runs.close()
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({family.name for family in families}) == len(families) and {one.type for one in families} == {"gauge"}
+    found = {
+        (one.name, one.labels["run"], one.labels.get("role", "")): one.value for f in families for one in f.samples
+    }
+    assert len(found) == sum(len(family.samples) for family in families) and {run for _, run, _ in found} == {
+        "a",
+        HOSTILE_NAME,
+    }
+    newest = [row for row in rows if row["kind"] == "step"][-1]
+    of_step = {name: found["jaxroll_step_" + name, "a", "learner"] for name in ("loss", "reward_mean", "step_number")}
+    assert of_step == {"loss": newest["loss"], "reward_mean": newest["reward_mean"], "step_number": 30}
+    assert found["jaxroll_step_by_age_1_ess", "a", "learner"] == newest["by_age"]["1"]["ess"]
+    assert found["jaxroll_stats_weights_step", "a", "sampler-0"] == 29 and found["jaxroll_trained_steps", "a", ""] == 30
+    assert found["jaxroll_restarts", HOSTILE_NAME, HOSTILE] == 1 and found["jaxroll_restarts", "a", "sampler-0"] == 1
 
 
 def test_a_run_has_its_progress_and_the_names_of_its_metrics(user: TestClient) -> None:
