@@ -255,7 +255,6 @@ class TensorBoardTracker:
     """
 
     # Not tensorboardX's SummaryWriter: a write error ends its thread, and then its queue blocks the caller forever.
-
     def __init__(self, folder: str | Path, aliases: Mapping[str, str] | None = None) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed by the writing process
 
@@ -439,6 +438,7 @@ class _Compile(_Known):
 
 
 class _Devices(_Known):
+    host: Name | None = None
     platform: Name | None = None
     devices: Name | Count | None = None
     mesh: dict[str, Count] | None = None

@@ -269,7 +269,7 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
 def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
     """Write into run.json what devices a role found."""
     values = load(path)
-    kept = ("platform", "devices", "mesh", "attention")
+    kept = ("host", "platform", "devices", "mesh", "attention")
     values.setdefault("devices", {})[role] = {key: row[key] for key in kept if key in row}
     write(path, values)
 

@@ -133,7 +133,7 @@ class WeightFollower:
         self,
         host: EngineHost,
         arriving: WeightFetcher,
-        progress: Progress,
+        progress: RoleLog,
         in_force_s: float = 0.0,
         relay: RelayState | None = None,
         listener: TcpSender | None = None,
@@ -348,7 +348,7 @@ class UpdateBarrier:
             await asyncio.sleep(UPDATE_POLL_S)
 
 
-class Progress:
+class RoleLog:
     """Reports the phases of a role: one line in its log and one metric row, at the start and at the end."""
 
     def __init__(self, role: str, emit: Callable[[Row], None]) -> None:
@@ -367,10 +367,10 @@ class Progress:
     def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
         """Report the devices of this process, their mesh, and the attention implementation of each use."""
         platform, kind = mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
-        row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
+        row = {"kind": "devices", "host": socket.gethostname(), "platform": platform, "mesh": dict(mesh.shape)}
         chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
         line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"
-        self._report(row | {"attention": dict(attention)}, line)
+        self._report(row | {"devices": f"{mesh.size} x {kind}", "attention": dict(attention)}, line)
 
     def span(self, what: str, t0: float, t1: float, **more: Any) -> None:
         """Report that `what` took from `t0` to `t1` (unix seconds), in the metrics only."""

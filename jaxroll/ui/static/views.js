@@ -350,11 +350,11 @@ export class System {
     const lag = version => version ? `${version} (${Math.max(0, newest - +version.split(".")[1])} behind)` : "none";
     const mesh = axes => Object.entries(axes || {}).filter(([, size]) => size !== 1).map(([name, size]) => `${name} ${size}`).join(" × ") || "1 device";
     fill(this.node,
-      card("Processes", null, table(["process", "platform", "devices", "mesh", "restarts", "last report"], names.map(name => {
+      card("Processes", null, table(["process", "host", "platform", "devices", "mesh", "restarts", "last report"], names.map(name => {
         const rows = found.roles[name] || {}, device = rows.devices || devices[name] || {};
         const t = Math.max(0, ...Object.values(rows).map(row => row.t || 0));
-        return [h("b", {}, foreign(name)), device.platform || "–", String(device.devices ?? "–"), mesh(device.mesh), number(found.restarts[name] || 0), ago(t)];
-      }), { caption: "Processes", right: [4] })),
+        return [h("b", {}, foreign(name)), foreign(device.host || "–"), device.platform || "–", String(device.devices ?? "–"), mesh(device.mesh), number(found.restarts[name] || 0), ago(t)];
+      }), { caption: "Processes", right: [5] })),
       card("Samplers and actors", null, samplers.length ? table(["sampler", "weights", "tokens/s", "slots busy", "queue", "first token p50 / p99", "between tokens p50 / p99", "leases", "failed"],
         samplers.map(name => {
           const s = found.roles[name].stats;
