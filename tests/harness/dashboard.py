@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ FILLED = {
     "system": "table.data td",
     "config": "table.config td",
 }
+TAB = "#tabs a[href$='/%s']"
 DRAWN = "[...document.querySelectorAll('.chart')].every(one => one.querySelector('.uplot, .empty'))"
 SIZES = (1280, 375)
 # Texts that overlap or leave the window: elements of text whose box ends beyond the page, unless a parent scrolls.
@@ -50,9 +52,24 @@ def needs_browser() -> None:
         say("no Chromium is installed, so nothing was seen (Debian, Ubuntu: apt-get install chromium)")
 
 
+def click(page: Browser, element: str) -> None:
+    """Press and release the left button in the middle of an element, given in JavaScript, as far as it is in reach."""
+    page.run(f"{element}.scrollIntoView({{block: 'center', inline: 'center', behavior: 'instant'}}), true")
+    x, y = page.run(f"(b => [b.left + b.width / 2, b.top + b.height / 2])({element}.getBoundingClientRect())")
+    hit = f"{element}.contains(document.elementFromPoint({x}, {y}))"
+    assert page.run(hit), f"{element} is covered at {x}, {y} or out of the window"
+    for kind in ("mousePressed", "mouseReleased"):
+        page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+
 def open_view(page: Browser, run: str, view: str, *more: str) -> None:
-    """Go to a view of a run and wait until it shows data."""
-    page.run(f"location.hash = '#/{'/'.join(quote(part, safe='') for part in (run, view, *more))}'")
+    """Go to a view of a run, by a click on its tab if the page shows the run, and wait until it shows data."""
+    tab, path = f"document.querySelector({TAB % view!r})", "/".join(quote(one, safe="") for one in (run, view, *more))
+    here = f"decodeURIComponent(location.hash.split('/')[1] ?? '') === {json.dumps(run)}"
+    if not more and page.run(f"{here} && !!{tab}"):
+        click(page, tab)
+    else:
+        page.run(f"location.hash = '#/{path}'")
     shown = f"document.querySelector('#tabs [aria-current]')?.getAttribute('href')?.endsWith('/{view}')"
     page.until(
         f"{shown} && !!document.querySelector({FILLED[view]!r}) && !document.querySelector('#toast:not([hidden])')"

@@ -96,17 +96,17 @@ def test_a_live_run_is_followed_through_kills_paused_resumed_and_stopped(free_ru
 
         page.size(1280, 900)
         dashboard.open_view(page, name, "overview")
-        press = "[...document.querySelectorAll('.controls button')].find(one => one.textContent === '{}').click()"
-        page.run(press.format("Pause"))
+        button = "[...document.querySelectorAll('.controls button')].find(one => one.textContent === '{}')"
+        dashboard.click(page, button.format("Pause"))
         page.until("!document.querySelector('.controls .primary').hidden")  # Resume
         waited(lambda: (row := store()).get("paused") and not any(row["counts"][state] for state in BUSY), "a pause")
         still = step()
-        page.run(press.format("Resume"))
+        dashboard.click(page, button.format("Resume"))
         train.until_step(still + 2)
         assert not list((free_run_dir / "checkpoints").glob("0.[1-9]*"))
         control("checkpoint")
         waited(lambda: store()["durable"] > 0, "a checkpoint")
-        page.run(press.format("Stop …"))
-        page.run(press.format("Really stop the run?"))
+        dashboard.click(page, button.format("Stop …"))
+        dashboard.click(page, button.format("Really stop the run?"))
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         page.until("document.getElementById('live').textContent === 'stopped'")
