@@ -80,6 +80,7 @@ def server(warm: Path) -> Iterator[tuple[str, str]]:
 def test_the_checks_of_the_protocol(server: tuple[str, str], data: str, peer: Any) -> None:
     found = peer("tinker", "tinker_client.py", "check", *server, data)
     assert found["pairs"] > 50 and found["scaled"] < 1e-3, "log-probs at a temperature are those of scaled logits"
+    assert found["repeated"] > 0.8 and found["apart"] < 1e-4, "a token of a sequence has the log-prob that it has alone"
     assert found["mismatch"] < 1e-4, "sampler and trainer agree on log-probs"
     assert found["same_seed"] and found["different"] > 1 and found["saved"] and found["resumed"] and found["rank"] == 8
     assert "lacks logprobs" in found["refused"] and len(found["losses"]) == 5
@@ -93,6 +94,13 @@ def test_a_supervised_loop_and_then_rl_lift_the_reward(server: tuple[str, str], 
 
 def test_eight_tenants_train_at_once_and_each_samples_its_own_model(server: tuple[str, str], peer: Any) -> None:
     assert peer("tinker", "tinker_client.py", "tenants", *server, "8")["right"] == [True] * 8
+
+
+def test_eight_tenants_get_their_requests_in_order(server: tuple[str, str], peer: Any) -> None:
+    """Requests sent at once have the results of those sent one by one; saved weights are those of their place."""
+    for found in peer("tinker", "tinker_client.py", "ordered", *server, "8")["tenants"]:
+        assert found and found["same"] and found["different"] == 12, found
+        assert found["saved"] < 1e-4 < 10 * found["later"], found
 
 
 def test_a_killed_client_leaves_no_model(server: tuple[str, str], warm: Path) -> None:

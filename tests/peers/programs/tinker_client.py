@@ -3,6 +3,7 @@
     check DATA           log-probs at several temperatures, of sampling and training, and of saved weights
     learn DATA SEED      a supervised loop, then RL: accuracy before, between and after
     tenants COUNT        COUNT models at once, each of its own client, taught another answer
+    ordered COUNT        COUNT clients at once send requests whose order matters, without and with waiting for each
     outlive FILE         sample, wait until FILE exists, and sample again
     stay                 begin a session with a model and a sample, print its id, and wait to be killed
 
@@ -14,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,14 @@ def check(url: str, key: str, file: str) -> dict:
             for other in found:
                 difference = (plain[one] - plain[other]) / temperature
                 scaled, pairs = max(scaled, abs(found[one] - found[other] - difference)), pairs + (one != other)
+    apart, repeated = 0.0, 0
+    long = sampler.sample(prompt=given, num_samples=4, sampling_params=params(8, 0.5, 42)).result().sequences
+    for sequence in long:
+        for at, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
+            begun = types.ModelInput.from_ints([*prompt, *sequence.tokens[:at]])
+            alone = sampler.sample(prompt=begun, num_samples=32, sampling_params=params(1, 0.5, 100 + at)).result()
+            same = [one.logprobs[0] for one in alone.sequences if one.tokens == [token]]
+            apart, repeated = max([apart, *(abs(one - logprob) for one in same)]), repeated + bool(same)
     many = sampler.sample(prompt=given, num_samples=16, sampling_params=params(12, 1.0, 3)).result().sequences
     again = sampler.sample(prompt=given, num_samples=16, sampling_params=params(12, 1.0, 3)).result().sequences
     outputs = trained.forward([datum(prompt, list(one.tokens)) for one in many], "cross_entropy").result()
@@ -106,6 +116,8 @@ def check(url: str, key: str, file: str) -> dict:
     return {
         "scaled": float(scaled),
         "pairs": pairs,
+        "apart": float(apart),
+        "repeated": repeated / sum(len(one.tokens) for one in long),
         "mismatch": float(mismatch),
         "losses": losses,
         "refused": refused,
@@ -184,6 +196,52 @@ def tenants(url: str, key: str, count: str) -> dict:
     for thread in threads:
         thread.join()
     return {"right": [found.get(number) for number in range(int(count))]}
+
+
+def ordered(url: str, key: str, count: str) -> dict:
+    """Each tenant trains twelve steps that do not commute, and looks at the model after each; two models, one order."""
+    name, prompt, answer, found = model_name(url, key), [1, 5, 6, 3], [4, 5, 6], {}
+
+    def one(number: int) -> None:
+        client, chance = service(url, key), random.Random(number)
+        rows = [datum(prompt, [chance.randrange(4, 20) for _ in range(3)]) for _ in range(12)]
+        rates, seen = [chance.choice((1e-3, 3e-3, 1e-2)) for _ in rows], {}
+        for awaited in (False, True):
+            model = client.create_lora_training_client(base_model=name, rank=4, seed=number).result()
+            looks, saved = [], None
+            for step, (row, rate) in enumerate(zip(rows, rates, strict=True)):
+                requests = [
+                    partial(model.forward_backward, [row], "cross_entropy"),
+                    partial(model.optim_step, types.AdamParams(learning_rate=rate)),
+                    partial(model.forward, [datum(prompt, answer)], "cross_entropy"),
+                    *([partial(model.save_weights_for_sampler, f"half-{awaited}")] if step == 5 else []),
+                ]
+                sent = []
+                for request in requests:
+                    sent.append(request())
+                    if awaited:
+                        sent[-1].result()
+                looks.append(sent[2])
+                saved = sent[3] if step == 5 else saved
+            half = client.create_sampling_client(model_path=saved.result().path).result()
+            logprobs = half.compute_logprobs(types.ModelInput.from_ints(prompt + answer)).result()[len(prompt) :]
+            steps = [list(look.result().loss_fn_outputs[0]["logprobs"].data)[-len(answer) :] for look in looks]
+            seen[awaited] = {"steps": steps, "saved": logprobs}
+        steps = seen[False]["steps"]
+        found[number] = {
+            "same": seen[False] == seen[True],
+            "different": len({tuple(step) for step in steps}),
+            "saved": max(abs(a - b) for a, b in zip(seen[False]["saved"], steps[5], strict=True)),
+            "later": max(abs(a - b) for a, b in zip(seen[False]["saved"], steps[6], strict=True)),
+        }
+        client.close("success").result()
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(int(count))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"tenants": [found.get(number) for number in range(int(count))]}
 
 
 def outlive(url: str, key: str, file: str) -> dict:
