@@ -18,6 +18,7 @@ import yaml
 
 from jaxroll.config import Config
 from jaxroll.config.derived import actor_names, has_evaluator, has_warm_start, learner_names, sampler_names
+from jaxroll.control.child import FORGIVEN_AFTER_S
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, ConfigError
 from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
@@ -155,6 +156,10 @@ def _yaml(value: object) -> str:
 END_JOBS = 'set -m\nend_jobs() { for job in $(jobs -p); do kill -TERM -- "-$job" 2>/dev/null; done; wait; }'
 
 
+# As the supervisor does: earlier failures do not count after a long run.
+COUNT_FAILURE = f"[ $((SECONDS - began)) -lt {FORGIVEN_AFTER_S:.0f} ] || tries=0; tries=$((tries + 1))"
+
+
 # --- Slurm: one heterogeneous job, a component for each role
 
 
@@ -182,17 +187,16 @@ def slurm(program: Program, request: LaunchOptions) -> dict[str, str]:
         f'export {TOKEN_VARIABLE}="$(cat {shlex.quote(request.run)}/token)"',
         *([] if request.insecure else [f"export {TLS_VARIABLE}={shlex.quote(request.run + '/tls')}"]),
         "",
-        f"# Starts a role again when it dies, at most {program.restarts} times. 0: done, {EXIT_CONFIG}: refused, "
-        f"{EXIT_CLOSED}: the run is closed.",
+        f"# Starts a role again when it dies, at most {program.restarts} times, not counting those before a run of "
+        f"{FORGIVEN_AFTER_S:g} s. 0: done, {EXIT_CONFIG}: refused, {EXIT_CLOSED}: the run is closed.",
         "role() {",
-        '  local group="$1" nodes="$2" tries=0 code=0',
-        f"  while [ $tries -le {program.restarts} ]; do",
+        '  local group="$1" nodes="$2" tries=0 code=0 began',
+        f"  while [ $tries -le {program.restarts} ]; do began=$SECONDS",
         '    srun --het-group="$group" --nodes="$nodes" --kill-on-bad-exit=1 --export=ALL bash -c "$3"; code=$?',
         f"    case $code in 0|{EXIT_CONFIG}|{EXIT_CLOSED}) return $code ;; esac",
-        "    tries=$((tries + 1)); sleep 5",
+        f"    {COUNT_FAILURE}; sleep 5",
         "  done",
-        "  return $code",
-        "}",
+        "  return $code\n}",
         END_JOBS,
         "trap 'end_jobs; exit 143' TERM",
     ]
@@ -216,10 +220,12 @@ def jobset(program: Program, request: LaunchOptions) -> dict[str, str]:
     if not request.image:
         raise ConfigError("--image", "", "pods need an image with JaxRoll", "Build one of launch/docker and name it.")
     if not request.run.startswith("/"):
-        raise ConfigError(
-            "--run", request.run, "volumes of pods are mounted at an absolute path", "As in --run=/runs/x."
-        )
+        reason = "volumes of pods are mounted at an absolute path"
+        raise ConfigError("--run", request.run, reason, "As in --run=/runs/x.")
     labels = {"kueue.x-k8s.io/queue-name": request.queue} if request.queue else {}
+    # A role whose job fails starts again by itself. By default all would, also the store when a learner loses a host.
+    others = [role.name for role in program.roles if role.count and role.name != "store"]
+    alone = {"name": "the_role_alone", "action": "RestartJob", "targetReplicatedJobs": others}
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -227,7 +233,7 @@ def jobset(program: Program, request: LaunchOptions) -> dict[str, str]:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": ["learner"]},
-            "failurePolicy": {"maxRestarts": program.restarts},
+            "failurePolicy": {"maxRestarts": program.restarts, "rules": [alone]},
             "replicatedJobs": [_replicated_job(program, role, request) for role in program.roles if role.count],
         },
     }
@@ -363,12 +369,11 @@ def _task(name: str, request: LaunchOptions, devices: int, spot: bool, script: s
 def _restarts(function: str, restarts: int) -> list[str]:
     """Lines of shell that call `function` again while it fails."""
     return [
-        f"for try in $(seq 0 {restarts}); do",
-        f"  {function}; code=$?",
+        f"tries=0; while [ $tries -le {restarts} ]; do",
+        f"  began=$SECONDS; {function}; code=$?",
         f"  case $code in 0|{EXIT_CONFIG}|{EXIT_CLOSED}) break ;; esac",
-        "  sleep 5",
-        "done",
-        "exit $code",
+        f"  {COUNT_FAILURE}; sleep 5",
+        "done; exit $code",
     ]
 
 
@@ -400,6 +405,7 @@ def tpu_vm(program: Program, request: LaunchOptions) -> dict[str, str]:
         project=f" --project={shlex.quote(request.project)}" if request.project else "",
         restarts=program.restarts,
         end_jobs=END_JOBS,
+        count_failure=COUNT_FAILURE,
         refused=EXIT_CONFIG,
         closed=EXIT_CLOSED,
     )
@@ -459,11 +465,11 @@ here() {{ STORE_HOST=$STORE_HOST HOST_NAME=$STORE_HOST bash -c "$2"; }}
 
 # Starts a role again when it dies or is preempted. 0: done, {refused}: refused, {closed}: the run is closed.
 supervise() {{
-  local tries=0 code=1
+  local tries=0 code=1 began
   while [ $tries -le {restarts} ]; do
-    "$@" 2>&1 | sed -u "s/^/$2: /"; code=${{PIPESTATUS[0]}}
+    began=$SECONDS; "$@" 2>&1 | sed -u "s/^/$2: /"; code=${{PIPESTATUS[0]}}
     case $code in 0 | {refused} | {closed}) break ;; esac
-    tries=$((tries + 1)); sleep "$POLL_S"
+    {count_failure}; sleep "$POLL_S"
   done
   return $code
 }}
@@ -490,11 +496,5 @@ LAUNCHERS: Mapping[str, Launcher] = {
 def secret_manifest(name: str, files: Mapping[str, bytes]) -> str:
     """The Kubernetes secret of the run, for a file with mode 0600."""
     data = {file: base64.b64encode(content).decode() for file, content in files.items()}
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": f"{name}-secrets"},
-        "type": "Opaque",
-        "data": data,
-    }
-    return json.dumps(secret, indent=1) + "\n"
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{name}-secrets"}, "type": "Opaque"}
+    return json.dumps(secret | {"data": data}, indent=1) + "\n"

@@ -8,6 +8,7 @@ import re
 import shlex
 import stat
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,27 @@ def test_kubernetes_gets_the_secrets_in_a_private_file(tmp_path: Path, monkeypat
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [shlex.split(call)[-1] for call in calls] == [str(secret), str(run / "launch" / "jobset.yaml")]
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "skypilot", "tpu_vm"])
+@pytest.mark.parametrize(("uptime_s", "starts", "code"), [(0, 11, 7), (290, 11, 7), (300, 25, 0)])
+def test_failures_before_a_long_run_do_not_count(
+    capsys: pytest.CaptureFixture[str], launcher: str, uptime_s: int, starts: int, code: int
+) -> None:
+    """As under the supervisor: ten restarts in a row, but any number over a long time. Each start takes `uptime_s`."""
+    text = "\n".join(files(launched(capsys, *CASES[launcher])).values())
+    if launcher == "skypilot":
+        (loop,) = {textwrap.dedent(one) for one in re.findall(r"^ *tries=0; while .*?exit \$code$", text, re.M | re.S)}
+    else:
+        named, call = {"slurm": ("role", 'role 0 1 ""'), "tpu_vm": ("supervise", "supervise run")}[launcher]
+        loop = re.search(rf"^{named}\(\) {{.*?^}}$", text, re.M | re.S)[0] + f"\n{call}; exit $?"  # type: ignore[index]
+    stand_ins = [
+        "SECONDS=0; calls=0; POLL_S=0; sleep() { :; }; sed() { cat; }; trap 'echo starts $calls' EXIT; set -o pipefail",
+        f"run() {{ calls=$((calls + 1)); SECONDS=$((SECONDS + {uptime_s})); [ $calls -ge 25 ] || return 7; }}",
+        "srun() { run; }",
+    ]
+    if launcher == "tpu_vm":  # its command runs in a pipe, whose variables are lost
+        loop = loop.replace('"$@" 2>&1 | sed -u "s/^/$2: /"; code=${PIPESTATUS[0]}', "run; code=$?")
+    script = "\n".join([*stand_ins, loop])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stdout.splitlines()[-1], done.returncode) == (f"starts {starts}", code), done.stderr
