@@ -31,7 +31,7 @@ from jaxroll.sim.costs import Cluster, Hardware, Law, LearnerCosts, RoleFailure,
 Objective = Literal["throughput", "cost", "time"]
 SHARED = "shared"  # the schedule in which all devices generate, and then all train
 EPISODES, LEAST_STEPS, MOST_STEPS = 2**14, 24, 96  # drawn for a prediction
-DRAINING = ("one_step", "interval", "pure")  # an answer, not an episode of several turns, is of one version
+DRAINING = ("one_step", "interval", "pure")  # of one version: an answer; with `pure` an episode of several turns
 SCORES = np.linspace(-4.5, 4.5, 1801)  # quantiles at which a law is computed
 HORIZON_S = 20_000.0  # of simulated losses
 SIMULATED, LEAST_SIMULATED, MOST_SIMULATED = 2**13, 12, 48  # rollouts and steps of a short simulation
@@ -251,7 +251,7 @@ class Planner:
         sends, engines = self.transfer_costs(one), self._engines(one, slots)
         swap_s = max(self.sampler_costs(kind, one.sampler_devices).swap_s for kind, n in enumerate(one.samplers) if n)
         drains, sends_s = one.schedule in DRAINING, sends.publish_s + sends.fetch_s + swap_s
-        if drains and self.turns > 1:  # only the running turns end before new weights take effect
+        if drains and self.turns > 1 and one.schedule != "pure":  # only the running turns end before weights change
             drains = False
             sends_s += self.longest_turn * max(each.step(slots, slots * self.drawn.context) for each in engines)
         bounds = sorted({math.floor(one.alpha), math.ceil(one.alpha)})

@@ -311,7 +311,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {"alpha": 0.0},
     "one_step": {"mode": "one_step", **MODES["one_step"]},  # α = 1, and a batch is sampled wholly at one version
     "bounded": {},  # the config's α; a generation continues under new weights
-    "pure": {"weight_swap": "drain"},  # the config's α; every answer is of one version
+    "pure": {"weight_swap": "trajectory"},  # the config's α; every member is of one version, in all its turns
     "interval": {"mode": "interval", **MODES["interval"]},  # no member begins before the batch before is finished
 }
 SCHEDULE = "schedule"  # the key of a sweep over `SCHEDULES`

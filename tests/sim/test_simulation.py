@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sqlite3
 import subprocess
 import sys
 import time
@@ -169,7 +170,7 @@ def test_names_of_schedules_and_sweeps() -> None:
     ]
     assert [one.schedule.alpha for _, one in found] == [0.0, 0.0, 1.0, 1.0]
     assert [one.sampler.slots for _, one in found] == [4, 8, 4, 8]
-    assert found[2][1].schedule.weight_swap == "drain"
+    assert found[2][1].schedule.weight_swap == "trajectory"
     for sweep in ("schedule=fast", "alpha", "sampler.slots="):
         with pytest.raises(ConfigError, match="--sweep"):
             list(simulate.swept(config(), [sweep]))
@@ -265,6 +266,20 @@ def test_with_intervals_every_token_but_the_first_batchs_is_one_version_old(trai
     for before, after in itertools.pairwise(steps):
         ended_s = max(spans[group][1] for group in before["groups"])
         assert min(spans[group][0] for group in after["groups"]) >= ended_s
+
+
+@pytest.mark.parametrize(("swap", "apart"), [("trajectory", {0}), ("drain", {0, 1})])
+def test_with_pure_a_conversation_has_one_version_in_all_its_turns(tmp_path: Path, swap: str, apart: set[int]) -> None:
+    """`drain` ends answers only: it is the control."""
+    assert simulate.SCHEDULES["pure"] == {"weight_swap": "trajectory"}
+    turns = Workload(answer_tokens=Law(mean=4), env_s=Law("exponential", mean=0.5), turns=Law(mean=4))
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=0.5), workload=turns)
+    one = config(alpha=1.0, steps=12, weight_swap=swap)
+    run_dir.create(tmp_path / "run", one, [])
+    simulate.simulate(one, cluster, tmp_path / "run")
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "store.db")) as db:
+        found = db.execute("SELECT newest_step - oldest_step FROM members WHERE digest != ''").fetchall()
+    assert len(found) >= 12 * 8 and {steps for (steps,) in found} == apart
 
 
 @pytest.mark.parametrize("role", ["learner", "sampler-0"])
