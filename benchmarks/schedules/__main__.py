@@ -44,7 +44,7 @@ from benchmarks.lib.figures import Panel, Value, write
 from benchmarks.lib.report import Runs, arguments, finish, ratio, say
 from benchmarks.schedules.envs import Race
 from benchmarks.schedules.mechanisms import MECHANISMS, switched
-from benchmarks.schedules.runs import ENVIRONMENTS, Workload, trained
+from benchmarks.schedules.runs import ENVIRONMENTS, Workload, learned, trained
 
 ALPHAS = (1.0, 2.0, 4.0)
 SEEDS = 5
@@ -105,36 +105,7 @@ def compared(
             for key in ("wait_s", "train_s", "decode_s", "decode_tokens_per_s")
         },
     }
-    return result | (_learned(sync, ahead, target) if sync[0]["accuracy"] else {})
-
-
-def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Difference of final accuracies with its 95 % interval (Student, over seeds); time to the target, for the seeds
-    that begin below it and in which both arms reach it."""
-    apart = np.array([b["accuracy"][-1] - a["accuracy"][-1] for a, b in zip(sync, ahead, strict=True)])
-    half = _STUDENT.get(len(apart), 1.96) * apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
-    below = [(a, b) for a, b in zip(sync, ahead, strict=True) if max(a["accuracy"][0], b["accuracy"][0]) < target]
-    pairs = [(_reached(a, target), _reached(b, target)) for a, b in below]
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return {
-        "target": target,
-        "begun_below": len(below),
-        "reached": [sum(one is not None for one in arm) for arm in zip(*pairs, strict=True)] or [0, 0],
-        "time_to_target_s": [float(np.median(arm)) for arm in zip(*both, strict=True)],
-        "accuracy": [float(np.mean([run["accuracy"][-1] for run in runs])) for runs in (sync, ahead)],
-        "accuracy_start": float(np.mean([run["accuracy"][0] for run in sync])),
-        "accuracy_apart": float(apart.mean()),
-        "accuracy_apart_half_width": float(half),
-        "time_to_target": ratio([a for a, _ in both], [b for _, b in both]) if both else None,
-    }
-
-
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % points, n − 1 degrees of freedom
-
-
-def _reached(run: dict[str, Any], target: float) -> float | None:
-    """Seconds of training until an evaluation reached the target; None if none did."""
-    return next((t for accuracy, t in zip(run["accuracy"], run["accuracy_t"], strict=True) if accuracy >= target), None)
+    return result | (learned(sync, ahead, target) if sync[0]["accuracy"] else {})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,12 @@ schedule and not of the processors; replication is bound by the sampler, and win
     rolling       at α = 2, one of two samplers at a time drains and swaps its weights; without: both at once
     colocated     all roles take turns in one process; without: processes that share the cores. It is for devices that
                   only one process can use: here it shows the cost
+    interval      HTS-RL: with schedule.mode=interval generation and training overlap, and every token is one version
+                  old; without: they alternate (α = 0), four turns of random latency. It cannot help where no reward is
+                  paid, so that no gradient is computed
+    interval_barrier  the same over a run that alternates and whose environments wait for the slowest at every turn;
+                  it cannot help where in addition all turns take the same time
+    interval_learning  interval over α = 0 with something to learn, for the held-out accuracy
     window        at α = 4 the smallest window that keeps the learner busy; without: the full window (where it
                   cannot help, the samplers are slower, so that the learner always waits)
 """
@@ -31,7 +37,7 @@ from typing import Any
 
 from benchmarks.lib.report import Runs, ratio
 from benchmarks.schedules.envs import Race
-from benchmarks.schedules.runs import ENVIRONMENTS, GROUP_SIZE, GROUPS, Workload, trained
+from benchmarks.schedules.runs import ENVIRONMENTS, GROUP_SIZE, GROUPS, Workload, learned, trained
 
 _STEPS, _LONGER = 10, 24
 _ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
@@ -199,6 +205,38 @@ def _rolling() -> Mechanism:
     return Mechanism(*both("rolling", "drain"), both("rolling_null", "keep_kv"), alpha=2.0)
 
 
+def _interval(barrier: int) -> Mechanism:
+    ahead, alternating = {"schedule.mode": "interval"}, {"schedule.alpha": 0.0}
+
+    def both(name: str, latency_s: tuple[float, float], env: str) -> tuple[Workload, Workload]:
+        # Each answer has a row of its own, so that training takes long enough to be worth hiding.
+        shape = {
+            "task.max_episode_tokens": 96,
+            "sampler.concurrent_episodes": ENVIRONMENTS,
+            "learner.row_tokens": 96,
+            "learner.micro_batch_rows": 8,
+        }
+        race = Race(latency_s, turns=4)
+        on = _workload(f"{name}_on", race, env, settings=shape | ahead)
+        off = _workload(f"{name}_off", replace(race, barrier=barrier), env, settings=shape | alternating)
+        return replace(on, steps=_LONGER), replace(off, steps=_LONGER)
+
+    name = "interval_barrier" if barrier else "interval"
+    null_s = (0.4, 0.0) if barrier else (0.4, 0.4)
+    return Mechanism(*both(name, (0.4, 0.4), "lottery"), both(f"{name}_null", null_s, "pays_nothing"), alpha=1.0)
+
+
+def _interval_learning() -> Mechanism:
+    learn = {"learner.learning_rate": 2e-5, "task.heldout_items": 64, "sampler.slots": ENVIRONMENTS // 2}
+    on, off = (
+        Workload(
+            f"interval_learning_{kind}", 60, 48, evaluations=1, target=0.9, capitals=0.75, settings=learn | schedule
+        )
+        for kind, schedule in (("on", {"schedule.mode": "interval"}), ("off", {"schedule.alpha": 0.0}))
+    )
+    return Mechanism(on, off, None, alpha=1.0)
+
+
 def _colocated() -> Mechanism:
     def both(name: str, race: Race, steps: int, **more: Any) -> tuple[Workload, Workload]:
         made = [
@@ -224,7 +262,8 @@ MECHANISMS = {
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
     "replication_slots": _replication_slots("spread"), "replication_auto": _replication_slots("auto"),
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
-    "colocated": _colocated(),
+    "colocated": _colocated(), "interval": _interval(0), "interval_barrier": _interval(ENVIRONMENTS),
+    "interval_learning": _interval_learning(),
 }  # fmt: skip
 
 
@@ -262,6 +301,7 @@ def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, 
         "steps": len(steps[0]),
         "lost": lost,
         **{key: [_mean(made[workload.name], key) for workload in (on, off)] for key in _COSTS},
+        **(learned(made[off.name], made[on.name], on.target) if made[on.name][0].get("accuracy") else {}),
     }
 
 

@@ -89,3 +89,22 @@ def test_with_intervals_the_number_of_samplers_and_random_delays_change_no_bit(t
     ahead = ("--config.sampler.count=2", "--config.schedule.alpha=1")
     first, second = (trained(tmp_path / f"control {n}", 1, *words, *ahead) for n in range(2))
     assert first["trajectories"] != second["trajectories"], "the control: delays change the version of a token"
+
+
+def test_with_intervals_free_processes_have_the_bits_of_the_virtual_clock(tmp_path):
+    """HTS-RL with 1, 2 and 4 samplers in processes of their own, whose environments take random real times."""
+    slow = ("--config.sampler.slots=2", "--config.sampler.decode_chunk=2")
+    words = (DELAYED, "--config.evaluator.every=0", "--config.schedule.mode=interval", *slow)
+    apart = "--config.placement.colocated=False"
+    found = {n: trained(tmp_path / str(n), 1, *words, apart, f"--config.sampler.count={n}") for n in (1, 2, 4)}
+    found[0] = trained(tmp_path / "clock", 1, *words, ON_A_CLOCK)
+    assert any(step["grad_norm"] for step in found[1]["steps"]), "it learns something"
+    for samplers, other in found.items():
+        for name, value in found[1].items():
+            assert other[name] == value, f"{name} of a run with {samplers or 'a virtual clock'}"
+    step_of = {group: step for step, group in found[1]["claims"]}
+    for (group, _), (_, _, versions) in found[1]["trajectories"].items():
+        assert [version for version, _ in versions] == [max(step_of[group] - 1, 0)], "one interval old"
+    ahead = ("--config.sampler.count=2", "--config.schedule.alpha=1", "--config.schedule.mode=async")
+    first, second = (trained(tmp_path / f"control {n}", 1, *words, apart, *ahead) for n in range(2))
+    assert first["trajectories"] != second["trajectories"], "the control: delays change the version of a token"
