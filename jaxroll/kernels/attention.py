@@ -209,12 +209,14 @@ def paged(
     K, U = keys.shape[0], keys.shape[2]
     rows, pages = -(-B // len(reach)), _pages_at_once(U)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    wide = q.reshape(B, T, K, N // K, H).transpose(2, 0, 3, 1, 4)
+    # A bfloat16 query would be rounded once more, so its scores are scaled after the product; this takes longer.
+    scaled = q * jnp.asarray(H**-0.5, q.dtype) if q.dtype == jnp.float32 else q
+    wide, scale = scaled.reshape(B, T, K, N // K, H).transpose(2, 0, 3, 1, 4), 1.0 if scaled is not q else H**-0.5
 
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
         at = jnp.minimum(i * rows, B - rows)  # the last block may overlap the previous one and compute rows twice
         here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
-        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages), window)
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages), window, scale)
         return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
 
     nothing = jnp.zeros(wide.shape, jnp.float32)
@@ -230,12 +232,13 @@ def _block(
     starts: Int[Array, " R"],
     chunks: Int[Array, ""],
     window: int,
+    scale: float,
 ) -> Float[Array, "K R G T H"]:
     """The rows of one block over their first `chunks` chunks of pages, in float32."""
     K, R, G, T, H = wide.shape
     pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
     C = pages * keys.shape[2]
-    queries, offsets = wide.reshape(K, R, G * T, H), jnp.arange(C)[None, None]
+    queries = wide.reshape(K, R, G * T, H)
     positions = jnp.broadcast_to((starts[:, None] + jnp.arange(T)[None])[:, None], (R, G, T)).reshape(R, G * T)
 
     def chunk(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -244,8 +247,9 @@ def _block(
         k, v = (read(pool, lambda x: x[:, here], wide.dtype).reshape(K, R, C, H) for pool in (keys, values))
         # Keys are the left operand: as the right one, the CPU backend would first transpose every page.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
+        offsets = jnp.arange(C)[None, None]  # made here, because an operand of the loop would not be fused
         # At the first key inside the window, the sums over keys before it are multiplied by an exact zero.
-        scores = jnp.where(_seen(j * C + offsets, positions[..., None], window), scores * H**-0.5, _MASKED)
+        scores = jnp.where(_seen(j * C + offsets, positions[..., None], window), scores * scale, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
         weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
         gained = jnp.einsum(

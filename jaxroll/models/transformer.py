@@ -283,11 +283,12 @@ def extend(
     U, windows = cache.page_tokens, set(spec.each_window)
     own = {window: cache.tables(window, pages.tables) for window in windows}
     near = {window: within(own[window], pages.starts, window, T, U) for window in windows}
+    reached = {window: reach(starts, T, U) for window, (_, starts) in near.items()}
 
     def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
         (keys, values, first, count), ring = held.of(layer, window), held.ring_of(window)
         (tables, starts), new = near[window], ((keys, k), (values, v))
-        far, at = reach(starts, T, U), {"shards": pages.shards, "lengths": lengths}
+        far, at = reached[window], {"shards": pages.shards, "lengths": lengths}
         put = partial(filled, tables=own[window] + first, starts=pages.starts, ring=ring, **at)
         held = held.with_layer(layer, window, *(put(pool, one) for pool, one in new))
         if ring:  # the last of the new tokens overwrite what the first of them see, so these see a copy
@@ -336,6 +337,8 @@ def decode(
     own = {window: cache.tables(window, split(tables)) for window in windows}
     near = {window: within(own[window], where, window, 1, U) for window in windows}
     fused = None if attention == XLA else placed.pages(attention, layout)
+    # Once for all layers: the maximum over shards is a collective, which XLA repeats for each.
+    reached = {window: reach(where if fused else starts, 1, U, count) for window, (_, starts) in near.items()}
 
     def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
         # Pools are updated by one token: since the cache is donated, nothing is copied.
@@ -345,11 +348,11 @@ def decode(
             for pool, new in ((keys, k), (values, v))
         )
         if fused:
-            out = fused(split(q), keys, values, own[window] + first, where, reach(where, 1, U))
+            out = fused(split(q), keys, values, own[window] + first, where, reached[window])
         else:
             tables, starts = near[window]
             over_shards = jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
-            out = over_shards(split(q), keys, values, tables + first, starts, reach(starts, 1, U, count))
+            out = over_shards(split(q), keys, values, tables + first, starts, reached[window])
         return out.reshape(q.shape), held.with_layer(layer, window, keys, values)
 
     start = decoder.embedded(tokens[:, None])
