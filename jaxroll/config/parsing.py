@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from jaxroll.config.schema import Bounds, Config, TaskConfig
+from jaxroll.config.schema import Config, TaskConfig, ValueRange
 from jaxroll.errors import ConfigError
 from jaxroll.run_paths import RENAMED
 
@@ -244,7 +244,7 @@ def check_bounds(section: Any, prefix: str = "") -> None:
             _check_bounds(key, value, bounds)
 
 
-def _check_bounds(key: str, value: float, bounds: Bounds) -> None:
+def _check_bounds(key: str, value: float, bounds: ValueRange) -> None:
     if bounds.least is not None and value < bounds.least:
         raise ConfigError(key, value, f"must be at least {bounds.least}", f"Set {key} to {bounds.least} or more.")
     if bounds.most is not None and value > bounds.most:

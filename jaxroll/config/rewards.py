@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from jaxroll.config.parsing import UNGRADED_ENVS, about, build, check_bounds, every_part, nearest, played_tasks
-from jaxroll.config.schema import Bounds, Config, NonNegativeInt, PositiveFloat, PositiveInt, TaskConfig
+from jaxroll.config.schema import Config, NonNegativeInt, PositiveFloat, PositiveInt, TaskConfig, ValueRange
 from jaxroll.errors import ConfigError
 
 AUTO = "auto"
@@ -66,8 +66,8 @@ class LengthSettings:
     """Settings of `length`; lengths are tokens of the completion (`jaxroll.rewards.parts.length`)."""
 
     shape: Literal["soft_overlong", "linear", "cosine"] = "soft_overlong"
-    max_tokens: Annotated[int, Bounds(least=0)] = 0
-    buffer_tokens: Annotated[int, Bounds(least=0)] = 0
+    max_tokens: Annotated[int, ValueRange(least=0)] = 0
+    buffer_tokens: Annotated[int, ValueRange(least=0)] = 0
     right_short: float = 1.0
     right_long: float = 0.5
     wrong_short: float = -1.0

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxroll.config.schema_system import (
-    Bounds,
     ItemIndex,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,6 +20,7 @@ from jaxroll.config.schema_system import (
     SupervisorConfig,
     TransferConfig,
     UnitFloat,
+    ValueRange,
 )
 
 MAX_SEED = 2**32 - 1  # JAX keys take 32 bits of a seed, so a larger one would equal that of another run
@@ -59,7 +59,7 @@ class RunConfig:
     # Name of the run; a new run folder is called NAME-DATE-TIME.
     name: str = "run"
     # Seed of the parameters, data order and sampling.
-    seed: Annotated[int, Bounds(least=0, most=MAX_SEED)] = 0
+    seed: Annotated[int, ValueRange(least=0, most=MAX_SEED)] = 0
     # Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow, trackio (docs/metrics.md).
     trackers: list = field(default_factory=lambda: ["tensorboard"])
     # Names of the metrics in trackers: those of JaxRoll, or of another stack where it has one (docs/metrics.md).
@@ -188,7 +188,7 @@ class SftConfig:
     # Peak learning rate.
     learning_rate: PositiveFloat = 3e-3
     # End the warm start early once this share of unseen answers is exact (teacher-forced, every five steps). 1: never.
-    enough_exact: Annotated[float, Bounds(above=0, most=1)] = 1.0
+    enough_exact: Annotated[float, ValueRange(above=0, most=1)] = 1.0
     # First item of the warm start's range of a generated dataset.
     start: ItemIndex = 20_000_000
 
@@ -247,7 +247,7 @@ class ScheduleConfig:
     # Claims before a trained question may return. 0: none.
     curriculum_rest: NonNegativeInt = 0
     # Share of the other prompts that is sampled all the same.
-    curriculum_explore: Annotated[float, Bounds(above=0, most=1)] = 0.1
+    curriculum_explore: Annotated[float, ValueRange(above=0, most=1)] = 0.1
     # Effect of new weights on running requests (docs/engine.md).
     weight_swap: WeightSwap = "keep_kv"
     # Samplers that may swap weights at the same time. 0: all of them.
@@ -277,7 +277,7 @@ class SamplingConfig:
     # Number of most likely tokens to sample from. 0: all.
     top_k: NonNegativeInt = 0
     # Probability of the smallest set of most likely tokens to sample from. 1: all.
-    top_p: Annotated[float, Bounds(above=0, most=1)] = 1.0
+    top_p: Annotated[float, ValueRange(above=0, most=1)] = 1.0
     # Probability of a token, relative to the most likely one, below which it is not sampled. 0: all.
     min_p: UnitFloat = 0.0
     # Maximum tokens that truncated sampling keeps; their ids are stored with each sampled token.
@@ -305,9 +305,9 @@ class SamplerConfig:
     # Maximum tokens per slot and decode dispatch.
     decode_chunk: PositiveInt = 1
     # Decode dispatches on the devices at once. 2: the devices do not wait for the host (docs/engine.md).
-    dispatches_in_flight: Annotated[int, Bounds(least=1, most=2)] = 1
+    dispatches_in_flight: Annotated[int, ValueRange(least=1, most=2)] = 1
     # Tokens per slot and decode step that speculative decoding drafts and verifies at once (docs/engine.md). 0: none.
-    draft_tokens: Annotated[int, Bounds(least=0, most=16)] = 0
+    draft_tokens: Annotated[int, ValueRange(least=0, most=16)] = 0
     # Compile one layer (of each kind) and run it in a loop: compile time does not grow with depth (docs/models.md).
     scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
@@ -339,7 +339,7 @@ class SamplerConfig:
     # Maximum processes for environments that need a process each.
     env_processes: PositiveInt = 8
     # Port of 127.0.0.1 on which sampler N answers HTTP requests, plus N. 0: any free port. -1: none.
-    http_port: Annotated[int, Bounds(least=-1, most=65535)] = -1
+    http_port: Annotated[int, ValueRange(least=-1, most=65535)] = -1
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ class LearnerConfig:
     # Rows of a packed micro-batch.
     micro_batch_rows: PositiveInt = 8
     # Tokens of a packed row, excluding shared prompts.
-    row_tokens: Annotated[int, Bounds(least=2)] = 128
+    row_tokens: Annotated[int, ValueRange(least=2)] = 128
     # Tokens for prompts that are stored once per shared_prompt_rows rows. 0: each answer has its own prompt.
     shared_prompt_tokens: NonNegativeInt = 0
     # Rows of answers that share their prompts.

@@ -11,7 +11,7 @@ MAX_ITEM = 10**15  # far above any number of items drawn, and exact as an index
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ValueRange:
     """Allowed values of a number: `least` ≤ value ≤ `most` and value > `above`, where they are given."""
 
     least: float | None = None
@@ -19,13 +19,13 @@ class Bounds:
     above: float | None = None
 
 
-NonNegativeInt = Annotated[int, Bounds(least=0)]
-PositiveInt = Annotated[int, Bounds(least=1)]
-ItemIndex = Annotated[int, Bounds(least=0, most=MAX_ITEM)]
-NonNegativeFloat = Annotated[float, Bounds(least=0)]
-PositiveFloat = Annotated[float, Bounds(above=0)]
-UnitFloat = Annotated[float, Bounds(least=0, most=1)]
-Seconds = Annotated[float, Bounds(least=1)]
+NonNegativeInt = Annotated[int, ValueRange(least=0)]
+PositiveInt = Annotated[int, ValueRange(least=1)]
+ItemIndex = Annotated[int, ValueRange(least=0, most=MAX_ITEM)]
+NonNegativeFloat = Annotated[float, ValueRange(least=0)]
+PositiveFloat = Annotated[float, ValueRange(above=0)]
+UnitFloat = Annotated[float, ValueRange(least=0, most=1)]
+Seconds = Annotated[float, ValueRange(least=1)]
 
 
 # --- Schema of the sections about processes and machines

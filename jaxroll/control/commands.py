@@ -189,12 +189,12 @@ def run_compile(options: argparse.Namespace) -> int:
             raise ConfigError("--role", options.role, "has no programs of its own in this run", remedy)
         return run_foreground(list(specs[0].argv), dict(specs[0].env))
     from jaxroll.metrics import JsonlTracker
-    from jaxroll.roles.weights import Progress
+    from jaxroll.roles.weights import RoleLog
 
     lifeline.give_way()
     tracker = JsonlTracker(RunPaths(path).metrics)
     module = importlib.import_module(f"jaxroll.roles.{options.role}")
-    module.compile_programs(RoleArgs(config, path), Progress(name, tracker.log))
+    module.compile_programs(RoleArgs(config, path), RoleLog(name, tracker.log))
     tracker.close()
     return 0
 

@@ -25,7 +25,7 @@ from jaxroll.config import Config, WeightSwap
 from jaxroll.config.derived import cache_tokens, page_size, support_tokens
 from jaxroll.engine import device, programs, requests
 from jaxroll.engine.device import Device, FollowingDevice
-from jaxroll.engine.ledger import Partial
+from jaxroll.engine.ledger import Unfinished
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
@@ -399,14 +399,14 @@ class Engine:
             self._deliver_partly(add, drawn, error)
         return bool(refused)
 
-    def _is_aborted(self, add: requests.Add, drawn: Partial | None) -> None:
+    def _is_aborted(self, add: requests.Add, drawn: Unfinished | None) -> None:
         tokens = len(drawn.tokens) if drawn else 0
         self._stats = replace(
             self._stats, aborted=self._stats.aborted + 1, tokens_aborted=self._stats.tokens_aborted + tokens
         )
         self._leave([add.request.id])
 
-    def _deliver_partly(self, add: requests.Add, drawn: Partial | None, error: DataError | None = None) -> None:
+    def _deliver_partly(self, add: requests.Add, drawn: Unfinished | None, error: DataError | None = None) -> None:
         now_s = self._clock()
         nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), "abort")
         start_s = drawn.start_s if drawn else now_s

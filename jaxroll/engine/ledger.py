@@ -15,7 +15,7 @@ NOTHING = Supports.whole(1)  # the support of one token that was not truncated
 
 
 @dataclass(frozen=True, eq=False)
-class Partial:
+class Unfinished:
     """The T tokens of a request that left its slot before its end, and its start time."""
 
     tokens: np.ndarray  # int32 [T]
@@ -44,7 +44,7 @@ class _Running:
     start_row: int
     first_dispatch: int
     first_version: Version
-    before: Partial | None = None
+    before: Unfinished | None = None
     count: int = 0
     first_token: int = 0
     first_logprob: float = 0.0
@@ -70,7 +70,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Progress:
+class DispatchResult:
     """The result of one dispatch by slot: decoded tokens, first tokens, and ended requests.
 
     With speculative decoding, `extra` of the decoded tokens are those beyond one per step and slot, and steps verified
@@ -107,7 +107,7 @@ class Ledger:
             swaps.forget_before(row if running is None else running.start_row)
             swaps.add(row, version)
 
-    def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
+    def start(self, slot: int, add: Add, start_s: float, version: Version, before: Unfinished | None = None) -> None:
         """Record that a request starts in `slot` at `version`, or continues there after the tokens `before`."""
         first = 1 + max(self._dispatched, self._accounted)
         running = _Running(add, start_s, int(self._history.rows[slot]), first, version, before)
@@ -124,7 +124,7 @@ class Ledger:
         running = self._running[slot]
         return running is not None and running.first_dispatch <= self._accounted
 
-    def account(self, report: requests.Report) -> Progress:
+    def account(self, report: requests.Report) -> DispatchResult:
         """Record the report of the oldest dispatch in flight."""
         self._accounted += 1
         counts, status = report.counts.tolist(), report.status.tolist()
@@ -149,9 +149,9 @@ class Ledger:
         decoded = int(new.sum())
         if report.ran is None or report.drafted is None:
             self._history.add(report.tokens, report.logprobs, report.supports)
-            return Progress(decoded, tuple(begun), ended)
+            return DispatchResult(decoded, tuple(begun), ended)
         self._history.add(report.tokens, report.logprobs, report.supports, new)
-        return Progress(decoded, tuple(begun), ended, decoded - int(report.ran.sum()), int(report.drafted.sum()))
+        return DispatchResult(decoded, tuple(begun), ended, decoded - int(report.ran.sum()), int(report.drafted.sum()))
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """Remove the request in `slot` and return it with its result."""
@@ -188,7 +188,7 @@ class Ledger:
         """Remove the request in `slot` without a result."""
         self._running[slot] = None
 
-    def interrupt(self, slot: int) -> tuple[Add, Partial]:
+    def interrupt(self, slot: int) -> tuple[Add, Unfinished]:
         """Remove the request in `slot` and return it with its tokens so far. LookupError for an empty slot."""
         running = self._running[slot]
         if running is None:
@@ -199,7 +199,7 @@ class Ledger:
         tokens, logprobs = self._history.column(slot, running.start_row, later)
         support = self._history.supports(slot, running.start_row, later)
         versions = self._swaps[slot].runs(before.versions, running.start_row, later)
-        return running.add, Partial(
+        return running.add, Unfinished(
             np.concatenate([before.tokens, tokens]),
             np.concatenate([before.logprobs, logprobs]),
             Supports.joined([before.supports, support]),
@@ -208,9 +208,9 @@ class Ledger:
         )
 
 
-def _first_of(running: _Running) -> Partial:
+def _first_of(running: _Running) -> Unfinished:
     """The token that was sampled at the start of `running`."""
-    return Partial(
+    return Unfinished(
         np.array([running.first_token], np.int32),
         np.array([running.first_logprob], np.float32),
         running.first_support,

@@ -18,7 +18,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 
 if TYPE_CHECKING:  # these load JAX
-    from jaxroll.engine.ledger import Filled, Progress
+    from jaxroll.engine.ledger import DispatchResult, Filled
 
 # --- Pages of the KV cache: their number, the block allocator and the prefix cache
 
@@ -407,7 +407,7 @@ class EngineStats:
         self,
         steps: int,
         slots: int,
-        progressed: Progress,
+        progressed: DispatchResult,
         filled: Filled,
         preempted: int,
         *,

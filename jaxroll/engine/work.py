@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device, Dispatch, SavedPages
-from jaxroll.engine.ledger import Ended, Filled, Ledger, Partial, Progress
+from jaxroll.engine.ledger import DispatchResult, Ended, Filled, Ledger, Unfinished
 from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import PrefillChunk, PrefillSpan, Prefix, Sequence, Start
@@ -27,7 +27,7 @@ class _Open:
     """A request in the engine: its tokens before it last left its slot, saved pages, number of streamed tokens."""
 
     add: Add
-    before: Partial | None = None
+    before: Unfinished | None = None
     saved: SavedPages | None = None
     sent: int = 0
 
@@ -66,7 +66,7 @@ class EngineWork:
         if (known := add.request.before) is not None:
             tokens, logprobs = np.asarray(known.tokens, np.int32), np.asarray(known.logprobs, np.float32)
             support = Supports.decoded(known.support, tokens)
-            one.before = Partial(tokens, logprobs, support, known.versions, self._clock())
+            one.before = Unfinished(tokens, logprobs, support, known.versions, self._clock())
             one.sent = sequence.sampled = len(tokens)
         return sequence
 
@@ -227,7 +227,7 @@ class EngineWork:
 
     # --- after a dispatch
 
-    def account(self, report: requests.Report) -> Progress:
+    def account(self, report: requests.Report) -> DispatchResult:
         """Record the report of the oldest dispatch in flight, and end requests whose stop strings are complete."""
         progressed = self._ledger.account(report)
         cut: list[int] = []
@@ -299,7 +299,7 @@ class EngineWork:
         experts = np.array(found)[:computed]
         return replace(result, completion=msgspec.structs.replace(result.completion, experts=experts))
 
-    def refused(self) -> list[tuple[Add, Partial | None, DataError]]:
+    def refused(self) -> list[tuple[Add, Unfinished | None, DataError]]:
         """Remove the requests that cannot continue; return each with its tokens (None: none) and the error."""
         refused, self._refused = self._refused, {}
         left = []
@@ -309,7 +309,7 @@ class EngineWork:
             left.append((*found, error))
         return left
 
-    def abort(self, id: int) -> tuple[Add, Partial | None] | None:
+    def abort(self, id: int) -> tuple[Add, Unfinished | None] | None:
         """Remove request `id` and return it with its tokens (None: none); None if it is not in the engine."""
         running = {sequence.id: (sequence.slot, sequence.sampled) for sequence in self._scheduler.running}
         if self._scheduler.abort(id) is None:

@@ -33,7 +33,7 @@ from jaxroll.models import families, folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
-from jaxroll.roles.weights import Progress, WeightFetcher, WeightFollower, weights_token
+from jaxroll.roles.weights import RoleLog, WeightFetcher, WeightFollower, weights_token
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
@@ -123,7 +123,7 @@ def inference(
     slots: int,
     weight_swap: WeightSwap,
     token: str,
-    progress: Progress,
+    progress: RoleLog,
     tls: Material | None = None,
     device_lock: AbstractContextManager[object] | None = None,
     listener: RelaySender | None = None,

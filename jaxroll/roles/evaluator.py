@@ -29,7 +29,7 @@ from jaxroll.errors import InfraError, TransferError
 from jaxroll.records import Relay, Task, Version, VersionRef
 from jaxroll.rewards.parts import counts, truth_or_empty
 from jaxroll.roles import session as sessions
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import RoleLog
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import sampling_params
 
@@ -43,7 +43,7 @@ def main(args: RoleArgs) -> int:
     return sessions.main(role_spec(args.config), args)
 
 
-def compile_programs(args: RoleArgs, progress: Progress) -> None:
+def compile_programs(args: RoleArgs, progress: RoleLog) -> None:
     """Compile the evaluator's programs into the compilation cache."""
     sessions.compile_engine(role_spec(args.config), args.config, progress)
 

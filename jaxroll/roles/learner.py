@@ -52,7 +52,7 @@ from jaxroll.roles.weights import (
     BackgroundPublisher,
     OnThread,
     Profiler,
-    Progress,
+    RoleLog,
     UpdateBarrier,
     transfer_config,
     weights_token,
@@ -103,7 +103,7 @@ def main(args: RoleArgs) -> int:
     return run_learner(args, stop)
 
 
-def compile_programs(args: RoleArgs, progress: Progress) -> None:
+def compile_programs(args: RoleArgs, progress: RoleLog) -> None:
     """Compile the learner's programs into the compilation cache."""
     from jaxroll.roles import build
 
@@ -235,7 +235,7 @@ class LearnerSession:
         self._end = FINISHED  # the reason with which this process closes the run
         self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
         self._reporting = asyncio.ensure_future(self._report())
-        self.progress = Progress("learner", self._add_row)
+        self.progress = RoleLog("learner", self._add_row)
         self.profiler = Profiler("learner", args.paths.profiles, self._add_row)
         store.on_profile = self.profiler.ask
         self.background = BackgroundPublisher(store, publisher, on_thread)

@@ -38,7 +38,7 @@ from jaxroll.errors import (
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import ActorService, Session, until_one_ends
-from jaxroll.roles.weights import Progress, SwapGate, suspended
+from jaxroll.roles.weights import RoleLog, SwapGate, suspended
 from jaxroll.rollout.episode import RolloutManager, Transcript, sampling_params
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
@@ -393,7 +393,7 @@ def main(args: RoleArgs) -> int:
     return build.lead(args, process.run, process.close, interrupted)
 
 
-def compile_programs(args: RoleArgs, progress: Progress) -> None:
+def compile_programs(args: RoleArgs, progress: RoleLog) -> None:
     """Compile a sampler's programs into the compilation cache."""
     sessions.compile_engine(role_spec(args), args.config, progress)
 

@@ -34,7 +34,7 @@ from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
 from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.roles.weights import Profiler, Progress
+from jaxroll.roles.weights import Profiler, RoleLog
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import RolloutManager, own_bounds
 from jaxroll.rpc import protocol, tls
@@ -78,7 +78,7 @@ class Session:
         self.store: StoreClient
         self.executors: Executors
         self._agents: Agents | None = None
-        self.progress = Progress(role, self.add_row)
+        self.progress = RoleLog(role, self.add_row)
         self.profiler = Profiler(role, args.paths.profiles, self.add_row)
 
     def request_stop(self, *, at_once: bool = False) -> None:
@@ -310,7 +310,7 @@ def main(spec: RoleSpec, args: RoleArgs) -> int:
     return EXIT_INTERRUPTED if interrupted.is_set() else 0
 
 
-def compile_engine(part: RoleSpec, config: Config, progress: Progress) -> None:
+def compile_engine(part: RoleSpec, config: Config, progress: RoleLog) -> None:
     """Compile the engine of `part` without weights and without a store, which fills the compilation cache."""
     from jaxroll.roles import build
 

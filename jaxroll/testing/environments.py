@@ -63,7 +63,7 @@ class ContractViolation(msgspec.Struct, frozen=True):
     times: int = 1
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The result of a check: the violations, and the number of episodes."""
 
     environment: str
@@ -89,7 +89,7 @@ def report(
     overrides: Sequence[str] = (),
     tasks: Sequence[Task] = (),
     episodes: int = EPISODES,
-) -> Report:
+) -> CheckResult:
     """As `check_environment`, with the number of episodes. `overrides` are `key=value` overrides of the config."""
     registry.factory(name)
     settings = settings_for(name, config, overrides)
@@ -111,10 +111,10 @@ def report(
     finally:
         thread.close()
         pool.close()
-    return Report(name, check.episodes, tuple(check.violations.values()))
+    return CheckResult(name, check.episodes, tuple(check.violations.values()))
 
 
-def text(found: Report) -> str:
+def text(found: CheckResult) -> str:
     """The report as text for the terminal."""
     head = f"{found.environment}: {found.episodes} episodes, "
     if not found.violations:

@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll import config
 from jaxroll.config.parsing import build, check_bounds
-from jaxroll.config.schema import Bounds, Config
+from jaxroll.config.schema import Config, ValueRange
 from jaxroll.errors import ConfigError
 
 PATH = Path(__file__).parents[2] / ".ci" / "config_keys.py"
@@ -25,9 +25,9 @@ sys.modules["config_keys"] = config_keys
 _spec.loader.exec_module(config_keys)
 
 
-def bounded(kind: Any = Config, prefix: str = "") -> dict[str, tuple[type, Bounds]]:
+def bounded(kind: Any = Config, prefix: str = "") -> dict[str, tuple[type, ValueRange]]:
     """Type and bounds of every bounded key."""
-    found: dict[str, tuple[type, Bounds]] = {}
+    found: dict[str, tuple[type, ValueRange]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             found |= bounded(hint, f"{prefix}{name}.")

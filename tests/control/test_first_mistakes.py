@@ -237,7 +237,7 @@ def checked(name: str, config: str | None, *, overrides: Sequence[str], episodes
     """As `environments.report`, without the episodes, for which it starts a process."""
     registry.factory(name)
     environments.settings_for(name, config, overrides)
-    return environments.Report(name, episodes, ())
+    return environments.CheckResult(name, episodes, ())
 
 
 def typed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

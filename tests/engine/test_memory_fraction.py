@@ -27,7 +27,7 @@ from jaxroll.errors import ConfigError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles import build
-from jaxroll.roles.weights import Progress, WeightFollower
+from jaxroll.roles.weights import RoleLog, WeightFollower
 
 # --- the rule
 
@@ -78,7 +78,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, fraction: float, limit: int | Non
     sampler = replace(Config().sampler, slots=SLOTS, page_tokens=TOKENS, prefill_buckets=(8,), prefill_rows=1)
     sampler = replace(sampler, decode_chunk=2, memory_fraction=fraction)
     config = replace(Config(), model=ModelConfig(size="nano"), sampler=sampler)
-    progress = Progress("sampler-0", lambda row: None)
+    progress = RoleLog("sampler-0", lambda row: None)
     made = build.inference(
         config, "sampler", MeshConfig(), slots=SLOTS, weight_swap="keep_kv", token="", progress=progress
     )

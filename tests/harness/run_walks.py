@@ -26,7 +26,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Grant
 from jaxroll.roles import build, learner, sampler
 from jaxroll.roles import session as sessions
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import RoleLog
 from jaxroll.rpc import protocol
 from jaxroll.rpc.client import Metadata
 from jaxroll.serving import engine_thread
@@ -165,7 +165,7 @@ def _engine(args: RoleArgs) -> build.Inference:
         slots=spec.slots,
         weight_swap=spec.weight_swap,
         token="",
-        progress=Progress(spec.role, lambda row: None),
+        progress=RoleLog(spec.role, lambda row: None),
     )
 
 

@@ -10,7 +10,7 @@ from jaxroll.engine import programs
 from jaxroll.engine.requests import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import RoleLog
 
 MESH = sharding.build(MeshConfig(data=2))
 SIZES = Sizes(
@@ -23,7 +23,7 @@ def test_the_choice_of_attention_is_reported_with_the_devices(capsys: pytest.Cap
     chosen = programs.choose_kernels(
         families.spec("nano"), MESH, dataclasses.replace(SIZES, max_tokens=128)
     ).described()
-    Progress("sampler-0", rows.append).devices(MESH, chosen)
+    RoleLog("sampler-0", rows.append).devices(MESH, chosen)
     expected = {"prefill": "xla (no fused kernel on cpu)", "paged": "dense (auto on cpu)"}
     (row,) = rows
     assert (row["role"], row["kind"], row["platform"], row["attention"]) == ("sampler-0", "devices", "cpu", expected)

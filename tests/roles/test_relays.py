@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import Version
-from jaxroll.roles.weights import Progress, WeightFollower
+from jaxroll.roles.weights import RoleLog, WeightFollower
 from jaxroll.store.messages import RelayState
 from jaxroll.transfer.ends import FetchedParameters, Publisher, Receiver
 from jaxroll.transfer.relay import RelaySender
@@ -36,7 +36,7 @@ class Sampler:
         self.rows: list[dict] = []
         self.version, self.params = None, {}
         host: Any = SimpleNamespace(call=self._call, engine=self)
-        progress = Progress(name, self.rows.append)
+        progress = RoleLog(name, self.rows.append)
         self.follower = WeightFollower(
             host, arriving, progress, relay=RelayState(self.listener.address), listener=self.listener
         )

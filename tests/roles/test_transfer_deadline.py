@@ -14,7 +14,7 @@ from jaxroll.config import Config, ModelConfig, RoleArgs, TransferConfig
 from jaxroll.models import families, folders
 from jaxroll.roles import build
 from jaxroll.roles.learner import _publisher
-from jaxroll.roles.weights import Progress
+from jaxroll.roles.weights import RoleLog
 from jaxroll.store.server import server
 
 TWICE = 3 * 10**9  # parameters of 12 GB in float32
@@ -48,7 +48,7 @@ def test_learner_sampler_and_store_wait_for_as_long(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(build, "Receiver", receiver)
     monkeypatch.setattr(build, "tokenizer", lambda config: build.tokenizers.CharTokenizer("abc"))
-    progress = Progress("sampler-0", lambda _: None)
+    progress = RoleLog("sampler-0", lambda _: None)
     more: dict[str, Any] = {"slots": 2, "weight_swap": "drain", "token": "", "progress": progress}
     with pytest.raises(Reached, match="14"):
         build.inference(config, "sampler", sharding.MeshConfig(), **more)

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxroll.config import TransferConfig
-from jaxroll.roles.weights import Progress, WeightFollower
+from jaxroll.roles.weights import RoleLog, WeightFollower
 from jaxroll.store.messages import RelayState
 from jaxroll.transfer.ends import FetchedParameters, Receiver
 from jaxroll.transfer.relay import RelaySender
@@ -103,7 +103,7 @@ async def run(run_dir: Path, name: str, dies_at: int | None) -> None:
     follower = WeightFollower(
         host,
         arriving,
-        Progress(name, lambda row: print(json.dumps(row), flush=True)),
+        RoleLog(name, lambda row: print(json.dumps(row), flush=True)),
         relay=RelayState(listener.address),
         listener=listener,
     )
