@@ -427,3 +427,59 @@ class RelayTree:
         self._assigned = assign(receivers, asking, self._assigned, holding)
         found = sources(name, receivers, self._assigned, holding)
         return tuple((relay, self._address[relay]) for relay in found[:-1])
+
+
+# --- Update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served
+#
+# A sampler holds a slot from the reply that names new weights until it asks again, which it does once its engine uses
+# them or the transfer failed. A slot ends after `turn_s`, because its holder may have died. All slots are free after a
+# restart of the store, so once up to twice `count` samplers may update.
+
+
+class UpdateSlots:
+    """At most `count` update slots at a time, each for at most `turn_s`; with `count` 0 every caller gets one."""
+
+    def __init__(self, count: int, turn_s: float) -> None:
+        self._count, self._turn_s = count, turn_s
+        self._until_s: dict[str, float] = {}  # holder of a slot → time at which it ends at the latest
+        self._waiting: dict[str, None] = {}  # names in the order of arrival
+
+    @property
+    def slot_s(self) -> float:
+        """Seconds after which a slot ends at the latest."""
+        return self._turn_s
+
+    @property
+    def unlimited(self) -> bool:
+        """True if all callers get their slots at once."""
+        return not self._count
+
+    def over(self, name: str) -> bool:
+        """End the slot of `name`; return True if it had one."""
+        return self._until_s.pop(name, None) is not None
+
+    def take(self, name: str, now_s: float) -> bool:
+        """Give `name` a slot from `now_s` on and return True; if none is free, queue `name` and return False."""
+        if not self._count:
+            return True
+        self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
+        if name in self._until_s:
+            return True  # an earlier call got the slot, but its reply was lost
+        self._waiting.setdefault(name)
+        free = self._count - len(self._until_s)
+        if list(self._waiting).index(name) >= free:
+            return False
+        del self._waiting[name]
+        self._until_s[name] = now_s + self._turn_s
+        return True
+
+    def leave(self, name: str) -> bool:
+        """Remove `name` from the queue; return True if it was waiting."""
+        if name not in self._waiting:
+            return False
+        del self._waiting[name]
+        return True
+
+    def next_end_s(self, now_s: float) -> float:
+        """The time at which the next slot times out; infinite if there is none."""
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=math.inf)

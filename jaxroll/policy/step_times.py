@@ -48,7 +48,8 @@ class Rules:
     """A schedule. The rollouts of a step begin `sends_s` after the step `alpha` + 1 before has been trained.
 
     With `drains` an engine first ends those that ran when these weights came, with `barrier` all engines do. Training
-    takes `train_s`, in the order of steps, after all rollouts of the step.
+    takes `train_s`, in the order of steps, after all rollouts of the step; with `barrier` also `sends_s` after the step
+    before.
     """
 
     alpha: int
@@ -204,7 +205,8 @@ def _trained(lasting: np.ndarray, engines: Sequence[Engines], rules: Rules, queu
         if losing:
             ends = np.array([each.end(*times) for each, *times in zip(losses, begins, row, strict=True)])
         running.append((begins, ends))
-        trained.append(max(trained[-1], float(ends.max())) + rules.train_s)
+        free_s = trained[-1] + rules.sends_s * rules.barrier
+        trained.append(max(free_s, float(ends.max())) + rules.train_s)
     return trained[rules.alpha + 1 :]
 
 

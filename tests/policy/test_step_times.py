@@ -28,7 +28,7 @@ def engines(number: int = 2, **changes: float) -> list[Engines]:
         (Rules(2, 3.0, 1.0), 3.0),  # training bounds it
         (Rules(1, 3.0, 1.0, drains=True), LASTING_S),  # the weights arrive while the batch before is generated
         (Rules(1, 3.0, 1.0, drains=True, barrier=True), LASTING_S),
-        (Rules(1, 3.0, 3.0, drains=True, barrier=True), (3.0 + LASTING_S + 3.0) / 2),
+        (Rules(1, 3.0, 3.0, drains=True, barrier=True), 3.0 + 3.0),  # the learner waits for the weights, too
     ],
 )
 def test_a_step_of_equal_rollouts(rules: Rules, step_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Keeper: state machine and log together; update slots, handshake checks, wake-ups, cancellation inbox, workers.
+"""Keeper: state machine and log together; weights of intervals, handshakes, wake-ups, cancellation inbox, workers.
 
 Nothing in this file but the keeper's state survives a restart of the store.
 """
@@ -24,6 +24,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import COLOCATED, leader, sampler_names
 from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.metrics import Tracker
+from jaxroll.records import Version
 from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
@@ -35,55 +36,40 @@ from jaxroll.store.log import commit_log, schema
 from jaxroll.store.log.database import CommitLog
 from jaxroll.store.messages import MAX_KEYS, Done, Hello, Joined
 
-# --- update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served
-#
-# A sampler holds a slot from the reply that names new weights until it asks again, which it does once its engine uses
-# them or the transfer failed. A slot ends after `turn_s`, because its holder may have died. All slots are free after a
-# restart of the store, so once up to twice `count` samplers may update.
+# --- schedule.mode=interval: which weights the samplers of a batch get
 
 
-class UpdateSlots:
-    """At most `count` update slots at a time, each for at most `turn_s`; with `count` 0 every caller gets one."""
+class Intervals:
+    """Batch b is sampled with the weights of version b − 1, in all processes and however slow they are.
 
-    def __init__(self, count: int, turn_s: float) -> None:
-        self._count, self._turn_s = count, turn_s
-        self._until_s: dict[str, float] = {}  # holder of a slot → time at which it ends at the latest
-        self._waiting: dict[str, None] = {}  # names in the order of arrival
+    A sampler keeps its weights until all begun batches are finished, and then gets those of the next batch, no newer
+    ones. The learner gets its next batch when all samplers have the weights that it made before, because it would
+    replace them: the barrier of HTS-RL (arXiv 2012.09849), for at most `limit_s`.
+    """
 
-    @property
-    def unlimited(self) -> bool:
-        """True if all callers get their slots at once."""
-        return not self._count
+    def __init__(self, keeper: Keeper, limit_s: float) -> None:
+        self._keeper, self._limit_s, self._late_since = keeper, limit_s, (-1, 0.0)
 
-    def over(self, name: str) -> bool:
-        """End the slot of `name`; return True if it had one."""
-        return self._until_s.pop(name, None) is not None
-
-    def take(self, name: str, now_s: float) -> bool:
-        """Give `name` a slot from `now_s` on and return True; if none is free, queue `name` and return False."""
-        if not self._count:
-            return True
-        self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
-        if name in self._until_s:
-            return True  # an earlier call got the slot, but its reply was lost
-        self._waiting.setdefault(name)
-        free = self._count - len(self._until_s)
-        if list(self._waiting).index(name) >= free:
+    def keeps(self, known: Version, newest: Version) -> bool:
+        """True if a sampler with the weights `known` goes on with them; False also if they are too old to sample."""
+        state, limiter = self._keeper.state, self._keeper.settings.limiter
+        if not limiter.intervals or limiter.window(newest.step - known.step) <= 0:
             return False
-        del self._waiting[name]
-        self._until_s[name] = now_s + self._turn_s
-        return True
+        finished = state.next_claim + (len(state.open) - state.index.pending) // limiter.batch_groups
+        return bool(state.index.lacking) or newest.step > max(finished - 1, 0)
 
-    def leave(self, name: str) -> bool:
-        """Remove `name` from the queue; return True if it was waiting."""
-        if name not in self._waiting:
+    def are_late(self, step: int, held: Iterable[Version | None]) -> bool:
+        """True while the claim of `step` waits for samplers, which have the weights `held` (None: none yet)."""
+        newest = self._keeper.state.published
+        if not self._keeper.settings.limiter.intervals or newest is None:
             return False
-        del self._waiting[name]
-        return True
-
-    def next_end_s(self, now_s: float) -> float:
-        """The time at which the next slot times out; infinite if there is none."""
-        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=math.inf)
+        known = [version for version in held if version is not None and version.lineage == newest.version.lineage]
+        if all(version.step >= step for version in known):
+            return False
+        now_s = self._keeper.now_s()
+        if self._late_since[0] != step:
+            self._late_since = step, now_s
+        return now_s - self._late_since[1] < self._limit_s
 
 
 # --- handshake check: do the calls belong to this run?
@@ -470,6 +456,7 @@ class Workers:
             if now_s - one.called_s > self._silence_s:
                 del self._present[name]
                 self._silent[name] = one.session
+                self._keeper.wakeups.notify(CLAIM)
                 self._row(name, "leave", f"is silent: no call for {now_s - one.called_s:.0f} s")
 
     async def join(self, caller: Caller, body: bytes) -> Joined:
@@ -491,6 +478,7 @@ class Workers:
         await self._keeper.answer(ev.Leave(caller.name, caller.session))
         if was_there:
             self._present.pop(caller.name, None)
+            self._keeper.wakeups.notify(CLAIM)
             self._row(caller.name, "leave", "left")
         return Done()
 

@@ -28,7 +28,7 @@ from jaxroll.config.derived import (
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.models.folders import with_transfer_deadline
-from jaxroll.policy.routing import Room
+from jaxroll.policy.routing import Room, UpdateSlots
 from jaxroll.policy.step_times import Replanner, StepLoad
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.server import RawServer
@@ -39,7 +39,7 @@ from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.core.state import FREE, LEASED, State, outstanding
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
-from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots, Workers
+from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, Workers
 from jaxroll.store.server.service import PAGE_BYTES, Feeder, PromptBuffer, StoreService
 from jaxroll.store.server.standby import EpochOfPeer, Standby
 

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 from jaxroll import wire
-from jaxroll.errors import NoCredit, StoreRefusal
+from jaxroll.errors import NoCredit, NotReady, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
-from jaxroll.policy.routing import Draining, RelayTree, Repacker, Room
+from jaxroll.policy.routing import Draining, RelayTree, Repacker, Room, UpdateSlots
 from jaxroll.records import LogStart, Relay, Task, Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
@@ -35,9 +35,9 @@ from jaxroll.store.server.keeper import (
     REPACK,
     WITH_LEASES,
     HandshakeCheck,
+    Intervals,
     Keeper,
     RecentMap,
-    UpdateSlots,
     Workers,
 )
 from jaxroll.store.server.puts import PutPipeline, masked
@@ -185,7 +185,7 @@ class StoreService:
         self._profiles = msg.ProfileOrders(metrics.log_all)  # empty unless a person has asked for one
         self._reported: dict[str, bool] = RecentMap(8 * NAMES_KEPT)  # request ids; a role has several on their way
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
-        self._repacker = Repacker(room)
+        self._repacker, self._intervals = Repacker(room), Intervals(keeper, turns.slot_s)
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
 
     def methods(self) -> dict[str, Method]:
@@ -313,8 +313,13 @@ class StoreService:
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
         request = ev.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
-        wait_s = self._wait_s(caller, call.wait_s)
-        batch = await self._keeper.answer_when_ready(lambda: self._keeper.decide(request), CLAIM, wait_s)
+
+        def ask() -> Any:
+            if self._intervals.are_late(call.step, map(self.holders.get, self._workers.sessions)):
+                return NotReady(f"a sampler has not the weights of version {call.step} yet")
+            return self._keeper.decide(request)
+
+        batch = await self._keeper.answer_when_ready(ask, CLAIM, self._wait_s(caller, call.wait_s))
         return await self._page(call, batch)
 
     async def _page(self, call: msg.ClaimCall, batch: Batch) -> msg.ClaimPage:
@@ -322,8 +327,7 @@ class StoreService:
         mask = settings.on_stale == "mask"
         groups = [state.held[gid] for gid in batch.groups]
         parts: list[msg.ClaimPart] = []
-        position, size = 0, 0
-        next_start: int | None = None
+        position, size, next_start = 0, 0, None
         for group in groups:
             numbers = [m for m, _ in group.done()]
             if call.stop is not None and position >= call.stop:
@@ -392,7 +396,7 @@ class StoreService:
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
             self._repacker.forget(caller.name)
-            self._keeper.wakeups.notify(LEASE)  # a lease call that was refused for its older weights may be granted now
+            self._keeper.wakeups.notify(LEASE, CLAIM)  # a lease that was refused for its older weights may be granted
         if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
@@ -433,18 +437,14 @@ class StoreService:
     def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
         """True if there are weights other than `known` and `name` (if not empty) has an update slot or needs none.
 
-        A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot. With
-        `schedule.mode=interval` the others change their weights between two intervals, but for one whose weights have
-        become too old for the groups of its interval, as after a restart of the learner.
+        A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot.
         """
         ref = self._keeper.state.published
         if ref is None or ref.version == known:
             return False
         if known is None or known.lineage < ref.version.lineage or not name:
             return True
-        limiter, lag = self._keeper.settings.limiter, ref.version.step - known.step
-        within_interval = limiter.intervals and bool(self._keeper.state.index.lacking) and limiter.window(lag) > 0
-        return not within_interval and self._turns.take(name, now_s)
+        return not self._intervals.keeps(known, ref.version) and self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Reported:
         """Append the valid rows to metrics.jsonl; a repeated report (same request id) is not written again."""

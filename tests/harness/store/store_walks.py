@@ -17,13 +17,14 @@ from jaxroll.clock import Clock, ManualClock
 from jaxroll.config import Config, digest
 from jaxroll.data.tasks import PromptPipeline
 from jaxroll.metrics import JsonlTracker
+from jaxroll.policy.routing import UpdateSlots
 from jaxroll.records import Task, Version
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.schema import Audit
-from jaxroll.store.server.keeper import Keeper, UpdateSlots, Workers
+from jaxroll.store.server.keeper import Keeper, Workers
 from jaxroll.store.server.service import PAGE_BYTES, PromptBuffer, StoreService
 from tests.harness.store.builders import configured, finished, version_ref
 from tests.harness.walks import Recorder

@@ -219,7 +219,7 @@ def ordered(url: str, key: str, count: str) -> dict:
                 sent = []
                 for request in requests:
                     sent.append(request())
-                    if awaited:
+                    if awaited or len(sent) == 4:  # the SDK numbers a save in its own thread, when it begins it
                         sent[-1].result()
                 looks.append(sent[2])
                 saved = sent[3] if step == 5 else saved

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from jaxroll.config.schema import TransferConfig
+from jaxroll.errors import NotReady
+from jaxroll.policy.routing import UpdateSlots
 from jaxroll.records import Version
-from jaxroll.store.server.keeper import UpdateSlots
 
 WAIT_S = 20.0
 SOON_S = 0.3  # in which nothing is to happen
@@ -153,5 +154,77 @@ def test_weights_of_a_lineage_that_ended_are_as_good_as_none(tmp_path: Path, sma
             await at.learner.publish(small.version_ref(begun))
             for sampler, known in ((at.b, Version(0, 0)), (at.a, Version(0, 1))):
                 assert await sampler.published(known, 0.0, in_turn=True) == small.version_ref(begun)
+
+    run(job())
+
+
+def test_with_intervals_a_batch_has_one_version_however_slow_samplers_and_fast_the_learner_are(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    """Found with two busy cores: version 3 was published before batch 3 began, which then had its weights."""
+    v0, v1, v2 = (Version(0, step) for step in range(3))
+    config = small.configured(mode="interval", alpha=1.0)
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+            small.connected(tmp_path, config, "sampler", "b") as b,
+        ):
+            await learner.begin(None)
+            await learner.publish(small.version_ref(v0))
+            for sampler in (a, b):
+                assert await sampler.published(None, in_turn=True) == small.version_ref(v0)
+                await sampler.published(v0, in_turn=True)
+            await small.produce(a, v0, 4)
+            await learner.claim(0, 0, WAIT_S)
+            await learner.publish(small.version_ref(v1))
+            assert await a.published(v0, in_turn=True) is None, (
+                "batch 1 has not begun, and it is sampled with version 0"
+            )
+            await small.produce(a, v0, 4)
+            for sampler in (a, b):
+                assert await sampler.published(v0, in_turn=True) == small.version_ref(v1), "batch 2 is next"
+            await a.published(v1, in_turn=True)
+            with pytest.raises(NotReady, match="weights of version 1"):
+                await learner.claim(0, 1, 0.0)
+            claim = asyncio.ensure_future(learner.claim(0, 1, WAIT_S))
+            await b.published(v1, in_turn=True)
+            await asyncio.wait_for(claim, WAIT_S)
+            await learner.publish(small.version_ref(v2))
+            assert await b.published(v1, in_turn=True) is None
+
+    run(job())
+
+
+def test_with_intervals_a_learner_does_not_wait_for_a_sampler_that_leaves(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    v0, v1 = Version(0, 0), Version(0, 1)
+    config = small.configured(mode="interval", alpha=1.0)
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+        ):
+            async with small.connected(tmp_path, config, "sampler", "b") as b:
+                await learner.begin(None)
+                await learner.publish(small.version_ref(v0))
+                for sampler in (a, b):
+                    await sampler.published(v0, in_turn=True)
+                await small.produce(a, v0, 4)
+                await learner.claim(0, 0, WAIT_S)
+                await learner.publish(small.version_ref(v1))
+                await small.produce(a, v0, 4)
+                assert await a.published(v0, in_turn=True) == small.version_ref(v1)
+                await a.published(v1, in_turn=True)
+                claim = asyncio.ensure_future(learner.claim(0, 1, WAIT_S))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(claim), SOON_S)
+                await b.leave()
+            await asyncio.wait_for(claim, WAIT_S)
 
     run(job())
