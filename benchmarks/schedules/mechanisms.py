@@ -218,8 +218,7 @@ def _interval(barrier: int) -> Mechanism:
         }
         race = Race(latency_s, turns=4)
         on = _workload(f"{name}_on", race, env, settings=shape | ahead)
-        off = _workload(f"{name}_off", replace(race, barrier=barrier), env, settings=shape | alternating)
-        return replace(on, steps=_LONGER), replace(off, steps=_LONGER)
+        return on, _workload(f"{name}_off", replace(race, barrier=barrier), env, settings=shape | alternating)
 
     name = "interval_barrier" if barrier else "interval"
     null_s = (0.4, 0.0) if barrier else (0.4, 0.4)
