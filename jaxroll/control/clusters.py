@@ -455,7 +455,7 @@ acquire() {{
 # Runs a command on its VM; this shell shows the output.
 on_vm() {{
   local name="$1" command="$2" address; shift 2
-  acquire "$name" "$@" || return 1
+  acquire "$name" "$@"; local failed=$?; echo $SECONDS > "$mark"; [ $failed -eq 0 ] || return 1
   address=$(vm describe "$name" --format='value(networkEndpoints[0].ipAddress)')
   command="export STORE_HOST=$STORE_HOST LEARNER_HOST=$address HOST_NAME=$address; $command"
   vm ssh "$name" --worker=all --command="$command"
@@ -465,9 +465,9 @@ here() {{ STORE_HOST=$STORE_HOST HOST_NAME=$STORE_HOST bash -c "$2"; }}
 
 # Starts a role again when it dies or is preempted. 0: done, {refused}: refused, {closed}: the run is closed.
 supervise() {{
-  local tries=0 code=1 began
+  local tries=0 code=1 began mark; mark=$(mktemp)  # when the VM was there: a queued one waits for hours
   while [ $tries -le {restarts} ]; do
-    began=$SECONDS; "$@" 2>&1 | sed -u "s/^/$2: /"; code=${{PIPESTATUS[0]}}
+    echo $SECONDS > "$mark"; "$@" 2>&1 | sed -u "s/^/$2: /"; code=${{PIPESTATUS[0]}}; began=$(cat "$mark")
     case $code in 0 | {refused} | {closed}) break ;; esac
     {count_failure}; sleep "$POLL_S"
   done

@@ -48,8 +48,8 @@ class Rules:
     """A schedule. The rollouts of a step begin `sends_s` after the step `alpha` + 1 before has been trained.
 
     With `drains` an engine first ends those that ran when these weights came, with `barrier` all engines do. Training
-    takes `train_s`, in the order of steps, after all rollouts of the step; with `barrier` also `sends_s` after the step
-    before.
+    takes `train_s`, in the order of steps, after all rollouts of the step. With `barrier` engines take `fetch_s` of
+    `sends_s` after the rollouts of the step before, and training waits for that, too.
     """
 
     alpha: int
@@ -57,6 +57,7 @@ class Rules:
     sends_s: float = 0.0
     drains: bool = False
     barrier: bool = False
+    fetch_s: float = 0.0
 
     @property
     def at_once(self) -> int:
@@ -197,7 +198,7 @@ def _trained(lasting: np.ndarray, engines: Sequence[Engines], rules: Rules, queu
         ready_s = trained[-rules.alpha - 1] + rules.sends_s
         begins = np.full(len(row), ready_s)
         if rules.barrier and running:
-            begins[:] = max(ready_s, running[-1][1].max())
+            begins[:] = max(ready_s - rules.fetch_s, running[-1][1].max()) + rules.fetch_s
         elif rules.drains:
             for began, ended in running[-rules.alpha - 1 :]:
                 begins = np.where(began < ready_s, np.maximum(begins, ended), begins)
@@ -205,8 +206,8 @@ def _trained(lasting: np.ndarray, engines: Sequence[Engines], rules: Rules, queu
         if losing:
             ends = np.array([each.end(*times) for each, *times in zip(losses, begins, row, strict=True)])
         running.append((begins, ends))
-        free_s = trained[-1] + rules.sends_s * rules.barrier
-        trained.append(max(free_s, float(ends.max())) + rules.train_s)
+        published_s = trained[-1] + (rules.sends_s - rules.fetch_s) * rules.barrier
+        trained.append(max(published_s, float(ends.max())) + rules.fetch_s + rules.train_s)
     return trained[rules.alpha + 1 :]
 
 

@@ -226,12 +226,17 @@ class RefusalThrottle:
         """Return after the delay of a refusal, within the `left_s` that the caller still waits.
 
         The delay is random, so that callers that were refused together do not return together, and grows with the
-        number of refusals that are delayed, so that thousands of connections cannot call more often than a few.
+        number of refusals that are delayed, as far as the callers wait for them: thousands of connections cannot call
+        more often than a few.
         """
-        now_s = asyncio.get_running_loop().time()
-        self._next_s = max(self._next_s, now_s) + 1.0 / DELAYED_PER_S
-        delay_s, most_s = max(random.uniform(HOLD_S, 2 * HOLD_S), self._next_s - now_s), left_s * _DEADLINE_SHARE
-        await asyncio.sleep(delay_s if delay_s <= most_s else most_s * random.uniform(0.5, 1.0))
+        now_s, most_s = asyncio.get_running_loop().time(), left_s * _DEADLINE_SHARE
+        next_s = max(self._next_s, now_s) + 1.0 / DELAYED_PER_S
+        delay_s = max(random.uniform(HOLD_S, 2 * HOLD_S), next_s - now_s)
+        if delay_s <= most_s:
+            self._next_s = next_s
+        else:
+            delay_s = most_s * (1.0 if most_s < HOLD_S else random.uniform(0.5, 1.0))
+        await asyncio.sleep(delay_s)
 
     async def delay_malformed(self, left_s: float) -> None:
         """Return when the refusal of a malformed message may be sent. JaxRoll's own clients send none."""

@@ -250,14 +250,17 @@ class Planner:
         train_s = learner.train_s(self.padded, self.micro_batches) * learner.jitter.mean
         sends, engines = self.transfer_costs(one), self._engines(one, slots)
         swap_s = max(self.sampler_costs(kind, one.sampler_devices).swap_s for kind, n in enumerate(one.samplers) if n)
-        drains, sends_s = one.schedule in DRAINING, sends.publish_s + sends.fetch_s + swap_s
+        drains, barrier, fetch_s = one.schedule in DRAINING, one.schedule == "interval", sends.fetch_s + swap_s
+        sends_s = sends.publish_s + fetch_s
         if drains and self.turns > 1 and one.schedule != "pure":  # only the running turns end before weights change
             drains = False
             sends_s += self.longest_turn * max(each.step(slots, slots * self.drawn.context) for each in engines)
         bounds = sorted({math.floor(one.alpha), math.ceil(one.alpha)})
         found = [
             self.drawn.stepped(
-                engines, Rules(alpha, train_s, sends_s, drains, one.schedule == "interval"), self.config.schedule.steps
+                engines,
+                Rules(alpha, train_s, sends_s, drains, barrier, fetch_s * barrier),
+                self.config.schedule.steps,
             )
             for alpha in bounds
         ]

@@ -90,13 +90,18 @@ def _numbers(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]
 # --- Prometheus: the newest numbers of live runs
 
 Sample = tuple[str, str, float]  # metric, labels, value
+STOPPED_S = 60.0
 
 
 def samples(run: str, content: Content) -> list[Sample]:
-    """The newest numbers of each process of a run, as `jaxroll_KIND_NAME{run="…",role="…"}`."""
+    """The newest numbers of each process of a run, as `jaxroll_KIND_NAME{run="…",role="…"}`.
+
+    Those of a process that reports each second and has stopped, such as a sampler that left, are left out.
+    """
     found: dict[tuple[str, str], float] = {}  # a name is made of few characters: of two that become equal one stays
     for (role, kind), row in content.latest.items():
-        if kind in COLUMNS:
+        has_stopped = kind in ("stats", "store") and (row.get("t") or 0.0) < content.last_t - STOPPED_S
+        if kind in COLUMNS and not has_stopped:
             labels = f"run={quoted(run)},role={quoted(role)}"
             step = {"step_number": row["step"]} if isinstance(row.get("step"), int) else {}
             for name, value in _numbers(row | _weights_step(row) | step, ""):

@@ -42,6 +42,7 @@ KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 OPEN_FILES = ("login.js", "style.css", "icon.svg")  # without a session
 SESSIONS_KEPT, SESSION_S = 64, 7 * 24 * 3600.0
 MAX_BODY_BYTES = 64 << 10
+READ_S = 5.0  # Prometheus waits for ten seconds
 MAX_POINTS, MAX_RUNS_SHOWN, MAX_NAMES = 4000, 12, 40
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -194,11 +195,13 @@ class Dashboard:
     def _exposition(self) -> str:
         """The newest numbers of the live runs in Prometheus' text format."""
         found: list[series.Sample] = []
+        until_s = time.monotonic() + READ_S
         for run in self.runs.listed():
             if run.get("state") == "live":
                 look = partial(series.samples, run["name"])
+                samples, are_newest = self.runs.with_content(run["name"], look, max(0.0, until_s - time.monotonic()))
+                found += samples if are_newest else ()  # a long file is read in parts, and its first rows are old
                 found += [("jaxroll_trained_steps", f"run={series.quoted(run['name'])}", float(run["trained"]))]
-                found += self.runs.with_content(run["name"], look, wait_s=5.0)[0]
         return series.exposition(found)
 
     # --- views: JSON

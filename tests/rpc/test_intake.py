@@ -204,7 +204,7 @@ def test_thousands_of_refused_callers_do_not_call_more_often_than_a_few(monkeypa
     )
     assert min(few) >= intakes.HOLD_S and max(few) <= 2 * intakes.HOLD_S
     per_s = [sum(second <= delay < second + 1 for delay in many) for second in range(17)]
-    assert max(per_s[5:]) <= 1.01 * intakes.DELAYED_PER_S and max(many) == pytest.approx(16.0, abs=0.01), per_s
+    assert max(per_s[5:]) <= 1.01 * intakes.DELAYED_PER_S and 15.9 < max(many) <= 16.0, per_s
     assert max(impatient) <= 4.0 and max(sum(a <= one < a + 0.1 for one in impatient) for a in (3.0, 3.8)) < 800
 
 

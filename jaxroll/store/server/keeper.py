@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,33 +43,41 @@ class Intervals:
     """Batch b is sampled with the weights of version b − 1, in all processes and however slow they are.
 
     A sampler keeps its weights until all begun batches are finished, and then gets those of the next batch, no newer
-    ones. The learner gets its next batch when all samplers have the weights that it made before, because it would
-    replace them: the barrier of HTS-RL (arXiv 2012.09849), for at most `limit_s`.
+    ones. The learner gets a finished batch when all samplers have the weights that it made before, because it would
+    replace them: the barrier of HTS-RL (arXiv 2012.09849). It waits for at most `limit_s`, and after that no more for
+    a sampler that still has the same weights.
     """
 
     def __init__(self, keeper: Keeper, limit_s: float) -> None:
-        self._keeper, self._limit_s, self._late_since = keeper, limit_s, (-1, 0.0)
+        self._keeper, self._limit_s = keeper, limit_s
+        self._since: tuple[int, int, float] = (-1, -1, 0.0)  # lineage and step of the batch that waits, from this time
+        self._given_up: dict[str, Version] = {}
 
     def keeps(self, known: Version, newest: Version) -> bool:
         """True if a sampler with the weights `known` goes on with them; False also if they are too old to sample."""
         state, limiter = self._keeper.state, self._keeper.settings.limiter
         if not limiter.intervals or limiter.window(newest.step - known.step) <= 0:
             return False
-        finished = state.next_claim + (len(state.open) - state.index.pending) // limiter.batch_groups
+        if newest.step < state.next_claim - 1:  # claims are trained again
+            return False
+        finished = state.next_claim + len(state.open) // limiter.batch_groups
         return bool(state.index.lacking) or newest.step > max(finished - 1, 0)
 
-    def are_late(self, step: int, held: Iterable[Version | None]) -> bool:
-        """True while the claim of `step` waits for samplers, which have the weights `held` (None: none yet)."""
-        newest = self._keeper.state.published
-        if not self._keeper.settings.limiter.intervals or newest is None:
+    def are_late(self, step: int, held: Mapping[str, Version | None]) -> bool:
+        """True while the claim of `step`, a finished batch, waits for samplers, which have the weights `held`."""
+        state, limiter = self._keeper.state, self._keeper.settings.limiter
+        is_finished = not state.index.lacking and len(state.open) >= limiter.batch_groups
+        if not limiter.intervals or state.closed or step != state.next_claim or not is_finished:
             return False
-        known = [version for version in held if version is not None and version.lineage == newest.version.lineage]
-        if all(version.step >= step for version in known):
-            return False
+        known = {name: version for name, version in held.items() if version and version.lineage == state.lineage}
+        late = {name: v for name, v in known.items() if v.step < step and self._given_up.get(name) != v}
         now_s = self._keeper.now_s()
-        if self._late_since[0] != step:
-            self._late_since = step, now_s
-        return now_s - self._late_since[1] < self._limit_s
+        if self._since[:2] != (state.lineage, step):
+            self._since = state.lineage, step, now_s
+        if late and now_s - self._since[2] >= self._limit_s:
+            self._given_up = late
+            return False
+        return bool(late)
 
 
 # --- handshake check: do the calls belong to this run?

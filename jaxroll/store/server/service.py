@@ -230,6 +230,7 @@ class StoreService:
         if caller.right in WITH_LEASES:
             if is_new := self._keeper.state.sessions.get(caller.name) != caller.session:
                 self.handshake.count_arrival()
+                self.holders.pop(caller.name, None)
             await self._keeper.answer(ev.Arrive(caller.name, caller.session, hello.pool))
             if is_new:
                 self._workers.note_arrival(caller)
@@ -315,7 +316,7 @@ class StoreService:
         request = ev.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
 
         def ask() -> Any:
-            if self._intervals.are_late(call.step, map(self.holders.get, self._workers.sessions)):
+            if self._intervals.are_late(call.step, {name: self.holders.get(name) for name in self._workers.sessions}):
                 return NotReady(f"a sampler has not the weights of version {call.step} yet")
             return self._keeper.decide(request)
 
@@ -400,8 +401,7 @@ class StoreService:
         if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
-        if call.relay is not None:
-            one = call.relay
+        if (one := call.relay) is not None:
             fetched = (one.source, one.bytes_per_s) if one.source else None
             self._relays.report(caller.name, one.address, one.site, fetched, one.failed)
             self._following[caller.name] += 1

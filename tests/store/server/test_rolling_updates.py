@@ -228,3 +228,49 @@ def test_with_intervals_a_learner_does_not_wait_for_a_sampler_that_leaves(
             await asyncio.wait_for(claim, WAIT_S)
 
     run(job())
+
+
+def test_with_intervals_a_sampler_that_gets_no_weights_is_waited_for_once(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    """The wait begins when the batch is finished; claims that are not, or that are delivered again, do not wait."""
+    v0 = Version(0, 0)
+    config = small.configured(mode="interval", alpha=1.0, steps=20)
+    config = dataclasses.replace(config, transfer=TransferConfig(deadline_s=1.0))
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+            small.connected(tmp_path, config, "sampler", "b") as b,
+        ):
+            await learner.begin(None)
+            await learner.publish(small.version_ref(v0))
+            for sampler in (a, b):
+                await sampler.published(v0, in_turn=True)
+            took_s = []
+            for step in range(4):
+                version = Version(0, max(step - 1, 0))
+                await a.published(version, in_turn=True)
+                if step == 1:  # asked for long before the batch is finished
+                    ahead = asyncio.ensure_future(learner.claim(0, step, 0.0, ahead=True))
+                    with pytest.raises(NotReady, match="group"):
+                        await ahead
+                await small.produce(a, version, 4)
+                await a.published(Version(0, step), in_turn=True)
+                began_s, claimed = time.monotonic(), False
+                while not claimed:
+                    with contextlib.suppress(NotReady):
+                        claimed = bool(await learner.claim(0, step, SOON_S))
+                took_s.append(time.monotonic() - began_s)
+                assert (await learner.claim(0, step, 0.0)).step == step
+                await learner.publish(small.version_ref(Version(0, step + 1)))
+            assert [took > 1.5 for took in took_s] == [False, True, False, False], took_s
+            renewed = small.connected(tmp_path, config, "sampler", "b")  # a new process of that name has no weights yet
+            async with renewed:
+                await small.produce(a, Version(0, 3), 4)
+                await a.published(Version(0, 4), in_turn=True)
+                await learner.claim(0, 4, 1.0)
+
+    run(job())
