@@ -274,3 +274,30 @@ def test_with_intervals_a_sampler_that_gets_no_weights_is_waited_for_once(
                 await learner.claim(0, 4, 1.0)
 
     run(job())
+
+
+def test_with_intervals_a_late_member_is_left_out_as_always(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """A claim that waits for members is decided, and only one that could be delivered waits for weights."""
+    v0, v1 = Version(0, 0), Version(0, 1)
+    changes = {"mode": "interval", "straggler": "shrink", "straggler_deadline_s": 1.0, "group_size": 4, "steps": 20}
+    config = small.configured(alpha=1.0, **changes)
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+        ):
+            await learner.begin(None)
+            await learner.publish(small.version_ref(v0))
+            await a.published(v0, in_turn=True)
+            await small.produce(a, v0, 8)
+            await learner.claim(0, 0, WAIT_S)
+            await learner.publish(small.version_ref(v1))
+            leased = small.keys(await a.lease(v0, 8, 5.0))
+            for key in leased[:-1]:
+                await a.put(small.finished(*key, (v0, 2)))
+            claim = await asyncio.wait_for(learner.claim(0, 1, WAIT_S), WAIT_S / 2)
+            assert sorted(len(members) for _, members in small.contents(claim)) == [3, 4]
+
+    run(job())
