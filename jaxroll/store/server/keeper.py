@@ -40,7 +40,7 @@ from jaxroll.store.messages import MAX_KEYS, Done, Hello, Joined
 
 
 class Intervals:
-    """Batch b is sampled with the weights of version b − 1, in all processes and however slow they are.
+    """Batch b is sampled with the weights of version b − 1, also by samplers that begin it late.
 
     A sampler keeps its weights until all begun batches are finished, and then gets those of the next batch, no newer
     ones. The learner gets a finished batch when all samplers have the weights that it made before, because it would

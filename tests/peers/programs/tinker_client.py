@@ -15,8 +15,10 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tinker
@@ -172,6 +174,16 @@ def learn(url: str, key: str, file: str, seed: str, supervised: str = "15", step
     return {"seed": int(seed), "before": before, "between": between, "after": after, "mismatch": mismatch}
 
 
+def at_once(one: Callable[[int], None], count: str, found: dict[int, Any]) -> list[Any]:
+    """Run `one` for all numbers below `count`, each in a thread; what is then `found` by number, or None."""
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(int(count))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found.get(number) for number in range(int(count))]
+
+
 def tenants(url: str, key: str, count: str) -> dict:
     """Each tenant teaches its model another answer to one prompt; greedy sampling must give its own."""
     name, prompt, found = model_name(url, key), [1, 5, 6, 3], {}
@@ -190,12 +202,7 @@ def tenants(url: str, key: str, count: str) -> dict:
         found[number] = [each.result().sequences[0].tokens for each in asked] == [answer] * 6
         client.close("success").result()
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(int(count))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {"right": [found.get(number) for number in range(int(count))]}
+    return {"right": at_once(one, count, found)}
 
 
 def ordered(url: str, key: str, count: str) -> dict:
@@ -236,12 +243,7 @@ def ordered(url: str, key: str, count: str) -> dict:
         }
         client.close("success").result()
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(int(count))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {"tenants": [found.get(number) for number in range(int(count))]}
+    return {"tenants": at_once(one, count, found)}
 
 
 def outlive(url: str, key: str, file: str) -> dict:
