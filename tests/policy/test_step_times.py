@@ -29,6 +29,7 @@ def engines(number: int = 2, **changes: float) -> list[Engines]:
         (Rules(1, 3.0, 1.0, drains=True), LASTING_S),  # the weights arrive while the batch before is generated
         (Rules(1, 3.0, 1.0, drains=True, barrier=True), LASTING_S),
         (Rules(1, 3.0, 3.0, drains=True, barrier=True), 3.0 + 3.0),  # the learner waits for the weights, too
+        (Rules(1, 0.1, 3.0, drains=True, barrier=True, fetch_s=2.0), LASTING_S + 2.0),  # fetched between two batches
     ],
 )
 def test_a_step_of_equal_rollouts(rules: Rules, step_s: float) -> None:

@@ -97,6 +97,21 @@ def test_the_prediction_of_equal_rollouts_is_that_of_the_simulation(schedule: st
     assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.05)
 
 
+def test_with_intervals_samplers_fetch_between_two_batches() -> None:
+    measured = Hardware(
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=0.1),
+        transfer=TransferCosts(latency_s=2.0),
+        workload=Workload(answer_tokens=Law(mean=40)),
+        devices=(DeviceType("any", 2),),
+        search=Space(("interval",), (1.0,)),
+    )
+    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
+    one, found = place.ranked(planner, "throughput")[0]
+    assert found.step_s == pytest.approx(6.0, rel=0.05)
+    assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.05)
+
+
 def test_nothing_that_exceeds_the_memory_is_chosen() -> None:
     small = replace(FAST, memory_bytes=4e9)
     planner = place.Planner(config(), hardware(small, replace(WIDE, memory_bytes=80e9)))
