@@ -53,11 +53,13 @@ class Task:
     changes: tuple[str, ...] = ()
     served: str = ""
     served_changes: tuple[str, ...] = ()
+    judged: str = ""
 
 
 # Greedy play hardly shows a policy that is right more often than before, so the held-out answers are drawn.
 SAMPLED = ("evaluator.samples=4", "evaluator.temperature=1.0")
 RANDOM = "task.args.noise=1.0"  # the warm start shows random play only, so that skill is learned by RL
+AGAINST_RANDOM = {"args": {"env": "benchmarks.lib.opponents:tictactoe", "max_turns": 6}, "items": 128, "samples": 4}
 TASKS = {
     "calculator": Task("agentic_calculator"),
     "frozen_lake": Task("agentic_frozen_lake"),
@@ -84,6 +86,7 @@ TASKS = {
             "sft.steps=120",
             "schedule.steps=60",
             "schedule.groups_per_step=12",
+            *SAMPLED,
         ),
     ),
     "tool_calls": Task(  # the right one of two tools, about one item
@@ -125,6 +128,18 @@ TASKS = {
             "evaluator.every=32",
             *SAMPLED,
         ),
+    ),
+    "self_play": Task(  # one policy plays both players, and is measured as the first one against random moves
+        "pettingzoo_tictactoe",
+        "more",
+        changes=(
+            f"evaluator.sets={json.dumps({'random': AGAINST_RANDOM})}",
+            "task.heldout_items=16",
+            "schedule.steps=96",
+            "evaluator.every=32",
+            *SAMPLED,
+        ),
+        judged="random",
     ),
     "textarena": Task(  # take the largest of five numbers that are shown one after the other
         "textarena_frozen_lake",
@@ -179,10 +194,11 @@ def points(steps: list[dict[str, Any]], count: int = POINTS) -> list[dict[str, A
     ]
 
 
-def curve(run: Path) -> dict[str, Any]:
-    """The curve of a run, and the gain of its held-out accuracy with its 95 % interval."""
+def curve(run: Path, judged: str = "") -> dict[str, Any]:
+    """The curve of a run, and the gain of its accuracy, held-out or of the set `judged`, with its 95 % interval."""
     rows = metrics.read(run / "metrics.jsonl")
     steps, evals = summary.trained_steps(rows), summary.evaluations(rows)
+    evals = [{**row, **row["sets"][judged]} for row in evals] if judged else evals
     held = summary.accuracy(evals)
     return {
         "steps": points(steps),
@@ -239,7 +255,7 @@ def trained(task: Task, seed: int, limit_s: float, quick: bool) -> dict[str, Any
             print(end, file=sys.stderr, flush=True)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         load = round(os.getloadavg()[0], 1)
-        return curve(folder / "run") | {
+        return curve(folder / "run", task.judged) | {
             "config": task.config, "changes": [*task.changes], "seed": seed, "exit": code, "commit": commit(),
             "load": load, "seconds": time.monotonic() - began, "cpu_s": cpu_s,
         }  # fmt: skip

@@ -128,7 +128,7 @@ class EvaluatorLoops:
             )
             first += len(found)  # so that no two sets draw with the same keys
         results = scored.pop(HELDOUT)
-        sets = {name: figures(other) for name, other in scored.items()}
+        sets = {name: {**figures(other), "correct": marks(other)} for name, other in scored.items()}
         failed = _failures_by_cause([results, *scored.values()])
         t1 = unix_s()
         self.session.executors.threads.note_leftover(await self.manager.judged_threads())

@@ -344,7 +344,7 @@ def test_an_evaluation_can_have_several_answers_to_each_item(tmp_path: Path, mon
     run(tmp_path, config, Feed(name, []), lambda _: bool(evaluations(tmp_path)), role)
     (row,) = evaluations(tmp_path)
     assert (row["correct"], row["n"], row["samples"], row["solved"]) == ("111---", 1, 3, 1.0)
-    assert row["sets"]["other"] == {"accuracy": 1.0, "n": 1, "samples": 2, "solved": 1.0}
+    assert row["sets"]["other"] == {"accuracy": 1.0, "n": 1, "samples": 2, "solved": 1.0, "correct": "11"}
     assert sum(row["failed_by_cause"]["DATA"].values()) == 3
     assert len(asked) == len(set(asked)) and {temperature for *_, temperature in asked} == {0.7}
     assert {(group, member) for group, member, _ in asked} >= {(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)}
