@@ -6,10 +6,12 @@
                 8,192). Every sampler is killed at random instants, once in 60 s in the mean, and starts again after
                 20 s. With `sampler.flush_tokens` = 256 others continue its answers, without it they start again.
                 `null`: the same without kills. `short`: answers of at most 256 tokens, which are never flushed
-    affinity    two tasks in equal shares: prompts of 4,000 tokens with answers of 64, and prompts of 64 with answers
-                of 1,500 (log-normal). Four samplers: one computes quickly (989.5 TFLOP/s, 3.35 TB/s), three read
-                memory quickly (148 TFLOP/s, 4 TB/s), each rate at 40 %. With `placement.pools` each task has its
-                samplers, without it both go anywhere. `null`: the same pools over four equal samplers
+    affinity    two tasks in equal shares: prompts of 20,000 tokens with answers of 64, and prompts of 64 with answers
+                of 1,500 (log-normal, deviation 300). Four samplers: one computes quickly (989.5 TFLOP/s, 3.35 TB/s),
+                three read memory quickly (148 TFLOP/s, 4 TB/s), each rate at 40 %. A step has 32 groups, so that all
+                slots have work. With `placement.pools` each task has its samplers, without it both go anywhere.
+                `equal`: the same pools over four samplers of the second kind. `null`: also equal tasks, the second
+                one twice, and two samplers for each
     order       α = 0, one sampler of 16 slots, eight groups of 8 a step from four tasks, whose answers have 250, 500,
                 1,000 or 4,000 tokens in the mean (log-normal, deviation a quarter). With
                 `schedule.lease_first=longest` a step starts with those that are predicted to be long; without it, in
@@ -245,7 +247,10 @@ def migration(rounds: int, steps: int) -> dict[str, Any]:
 
 
 POOLS = {"compute": {"samplers": 1, "tags": ["prefill"]}, "memory": {"samplers": 3, "tags": ["decode"]}}
-TASKS = (Kind(4000, Law(mean=64)), Kind(64, Law("lognormal", mean=1500, deviation=750, least=16, most=6000)))
+LONG = Law("lognormal", mean=1500, deviation=300, least=16, most=6000)
+TASKS, ALIKE = (Kind(20_000, Law(mean=64)), Kind(64, LONG)), (Kind(32, LONG), Kind(64, LONG))
+HALVES = {"one": {"samplers": 2, "tags": ["prefill"]}, "two": {"samplers": 2, "tags": ["decode"]}}
+AFFINITY_GROUPS = 32
 COMPUTE = {"flops": 0.4 * 989.5e12, "bytes_per_s": 0.4 * 3.35e12}
 MEMORY = {"flops": 0.4 * 148e12, "bytes_per_s": 0.4 * 4e12}
 
@@ -255,23 +260,30 @@ def mixed(seed: int, steps: int, labels: Sequence[str], **sections: Mapping[str,
     made = config(seed, 0, steps)
     spell = {"source": "reasoning_gym", "name": "spell_backward"}
     values = configs.to_dict(made)
-    values["task"] |= {"mixture": [spell | {"label": label} for label in labels], "max_prompt_tokens": 4096}
+    values["task"] |= {"mixture": [spell | {"label": label} for label in labels], "max_prompt_tokens": 20_480}
+    values["learner"] |= {"row_tokens": 32_768}
     for name, changes in sections.items():
         values[name] |= changes
     return configs.parse(values)
 
 
 def affinity(rounds: int, steps: int) -> dict[str, Any]:
-    """The case `affinity`, with its null case."""
+    """The case `affinity`, with equal samplers and its null case."""
     found = {}
-    for name, rates in (("mixed", (COMPUTE, MEMORY, MEMORY, MEMORY)), ("null", (MEMORY,) * 4)):
+    cases = {
+        "mixed": ((COMPUTE, MEMORY, MEMORY, MEMORY), TASKS, POOLS),
+        "equal": ((MEMORY,) * 4, TASKS, POOLS),
+        "null": ((MEMORY,) * 4, ALIKE, HALVES),
+    }
+    for name, (rates, kinds, pools) in cases.items():
 
         def pair(seed: int) -> tuple[Figures, Figures]:
             one = cluster(seed, LENGTHS, False)
             on = replace(one, samplers=tuple(replace(one.sampler, **rate) for rate in rates))  # noqa: B023
+            schedule = {"groups_per_step": AFFINITY_GROUPS}
             off, with_ = (
-                run(mixed(seed, steps, ("prefill", "decode"), placement={"pools": pools}), on, TASKS)
-                for pools in ({}, POOLS)
+                run(mixed(seed, steps, ("prefill", "decode"), schedule=schedule, placement={"pools": given}), on, kinds)  # noqa: B023
+                for given in ({}, pools)  # noqa: B023
             )
             return off, with_
 
