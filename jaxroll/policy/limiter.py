@@ -1,8 +1,7 @@
 """Staleness limiter: one inequality admits work, one bounds the age of trained tokens; adaptive window; lease holders.
 
-The contract is docs/store_contract.md, promise 7.
-
-Notation: B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound.
+B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound
+(docs/store_contract.md, promise 7):
 
 (a) admission: a group with `ahead` groups to be trained before it may be leased while
 
@@ -12,9 +11,8 @@ Notation: B groups per claim, R redundant groups, v the published version, u the
     replayed), which is the form of the contract. A member that is leased again is earlier in the order, so its `ahead`
     is smaller: it is not refused credit that its own group already holds.
 
-(b) delivery: no token with  trained step − sampled step > ⌈α⌉  is trained.
-
-With `lease_order`, (a) implies (b): a < x·B + R groups ahead are consumed in ⌈x⌉ − 1 further claims at most.
+(b) delivery: no token with  trained step − sampled step > ⌈α⌉  is trained. With `lease_order` this follows from (a):
+    a < x·B + R groups ahead are consumed in ⌈x⌉ − 1 further claims at most.
 """
 
 from __future__ import annotations
@@ -32,19 +30,14 @@ from jaxroll.errors import ConfigError
 #
 # A holder (a sampler or an actor) that fails `TRIP` members in a row with INFRA rests: it gets no leases for a while.
 # After the first rest it works as before; from the second on it gets one member at a time, as a trial. Each failed
-# trial doubles the rest, which is a multiple of the time that the member took to fail; this bounds the cost of trials.
-# A put halves the number of rests, so that a holder that recovers gets all its leases again soon.
+# trial doubles the rest, a multiple of the time to fail, which bounds the cost of trials. A put halves the rests.
 #
 # Once a holder has rested, a member of it that the learner waits for counts as failed as soon as it takes `SLOWER`
 # times as long as the members of others: its lease ends, and another holder gets it (`jaxroll.store.core.leases.tick`).
-# Otherwise members that fail late would delay a claim by all the time that they take to fail.
-#
-# The failures of a holder that never succeeded count against it alone while other holders may do better: see
-# `jaxroll.store.core.admission.is_broken_alone`.
-#
-# A holder that succeeds, but much more slowly than the others, goes on trial at once: the learner would wait for it.
-#
-# Members that were leased before the rest began belong to the same wave: their failures do not count again.
+# Otherwise members that fail late would delay a claim by all the time that they take to fail. Members that were leased
+# before the rest began belong to the same wave: their failures do not count again.
+# The failures of a holder that never succeeded count against it alone while others may do better (`is_broken_alone` in
+# `jaxroll.store.core.admission`). One that succeeds, but much more slowly than they, goes on trial at once.
 
 TRIP = 4  # members in a row
 FIRST_S, LONGEST_S = 1.0, 600.0
@@ -122,12 +115,9 @@ class Health(msgspec.Struct):
         self.failures, self.rests, self.rested_at_s = 0, self.rests // 2, None
 
 
-# --- Questions: counts of their groups and members
-#
-# Every group that is claimed, or rejected by the filter, counts once among the questions, however often a learner
-# trains on the claim. Only the questions touched last are kept in the store's state; its table `questions` has all.
+# --- Questions: counts of their groups, each of which counts once however often a learner trains on it
 
-QUESTIONS_KEPT = 20_000
+QUESTIONS_KEPT = 20_000  # those touched last; the store's table `questions` has all
 
 
 class Question(msgspec.Struct, array_like=True):
@@ -142,7 +132,7 @@ class Question(msgspec.Struct, array_like=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean reward over all members that were claimed or rejected by the filter; None before the first."""
+        """Mean reward over all members that were claimed or filtered; None before the first."""
         return self.reward_sum / self.members if self.members else None
 
 
@@ -244,14 +234,12 @@ def groups_ahead(policy: str, place: int, total: int) -> int:
 
 # --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
 #
-# The age limiter bounds how far samplers may run ahead: the full window. A window larger than the one that keeps the
-# learner busy only makes tokens older. So the window shrinks while the learner finds its claims ready and grows when it
-# waits, between the number of groups that the next publication needs and the full window.
-#
-# Waiting is measured as a share of the learner's time over about a hundred claims: below `TOLERATED`/2 the window
-# shrinks, above `TOLERATED` it grows. This bounds the cost of trying a smaller window. If the learner would wait under
-# any window (samplers are too slow, or a few answers are very long), the full window stays. The rule depends on the
-# logged claims only: how long the learner waited for each, and how long it worked before.
+# The age limiter bounds how far samplers may run ahead: the full window. A larger one than keeps the learner busy only
+# makes tokens older. So it shrinks while the learner finds its claims ready and grows when it waits, between the groups
+# that the next publication needs and the full window. Waiting is a share of the learner's time over about a hundred
+# claims: below `TOLERATED`/2 the window shrinks, above `TOLERATED` it grows, which bounds the cost of trying a smaller
+# one. If the learner would wait under any window, the full one stays. The rule depends on the logged claims only: how
+# long the learner waited for each, and how long it worked before.
 
 TOLERATED = 0.01  # share of its time that the learner may wait
 _KEPT = 0.99  # decay of the past at each claim
@@ -261,8 +249,8 @@ _KEPT = 0.99  # decay of the past at each claim
 class Pace:
     """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
 
-    The window is constant for `hold` claims, because a change has an effect only when groups leased under it are
-    claimed. `step` is the next increment; it doubles while growing does not help.
+    It is constant for `hold` claims, because a change has an effect only when groups leased under it are claimed.
+    `step` is the next increment; it doubles while growing does not help.
     """
 
     groups: int = 0
@@ -316,10 +304,9 @@ def _settling(groups: int, batch: int) -> int:
 #
 #     share = ⌈available · room / (room + the others' room)⌉   members if there is less work than room, otherwise `room`
 #
-# If the members of a group stay `together` on one sampler, their prompt is computed once; `spread` over all samplers
-# with room they finish sooner. `auto` keeps them together unless samplers would be idle or the learner waits for that
-# group. A sampler with room for a part of a group takes that part, except with `together`. So under load groups are
-# spread, because slots become free one by one.
+# If members of a group stay `together` on one sampler, their prompt is computed once; `spread` over all with room they
+# finish sooner. `auto` keeps them together unless samplers would be idle or the learner waits for that group. A sampler
+# with room for a part of a group takes it, except with `together`: under load slots become free one by one.
 
 
 @dataclass(frozen=True)
@@ -363,30 +350,35 @@ class Share:
 # --- durations and room of all holders
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
-FETCHES_S = 60.0  # one without the newest weights has its share for so long after it last worked
+FETCHES_S = 60.0  # one without the newest weights has its share for so long after it worked
 
 
 class Recent(msgspec.Struct):
-    """Mean duration and sampled tokens of the last `_RECENT` members of a holder; newer members weigh more."""
+    """Means over the last `_RECENT` members of a holder: duration, sampled tokens, and leases held at their ends."""
 
     mean_s: float = 0.0
     count: int = 0
     mean_tokens: float = 0.0
+    mean_load: float = 0.0
 
     @property
-    def per_token_s(self) -> float:
-        """Seconds per token; 0 if tokens are unknown."""
-        return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
+    def pace(self) -> tuple[float, float]:
+        """Seconds per token, of a member and of all together; 0 if unknown. More at once may make only one longer."""
+        per_token_s = self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
+        return per_token_s, per_token_s / self.mean_load if self.mean_load else 0.0
+
+
+def keeps_pace(pace: tuple[float, float], others: tuple[float, float]) -> bool:
+    """True if a holder of this pace, in one of its values, is not slower than `others` by the factor `SLOWER`."""
+    return any(its_s and its_s <= SLOWER * usual_s for its_s, usual_s in zip(pace, others, strict=True))
 
 
 class HolderIndex:
     """Holders that have room and delay no claims, and the means of their durations in order.
 
     Those that are `behind` have room and fetch newer weights: they count in shares, and no slow holder yields to them.
-
-    A store with a thousand samplers asks at every lease and every put which of them are slow, have room, or are quicker
-    than the one that asks; the index answers without a look at each. It reads the tables by holder that it was made
-    with: after a change, add the name to `dirty`, or call `set_room`.
+    Each lease and put asks which are slow, have room, or are quicker; the index answers without a look at a thousand.
+    It reads the tables by holder that it was made with: after a change, add the name to `dirty`, or call `set_room`.
     """
 
     def __init__(
@@ -401,8 +393,8 @@ class HolderIndex:
         self._member_s, self._recent_s, self._hungry = member_s, recent_s, hungry
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
-        self._means: list[tuple[float, str]] = []
-        self._mean_of: dict[str, float] = {}
+        self._means, self._mean_of = list[tuple[float, str]](), dict[str, float]()
+        self._pace = (0.0, 0.0)  # of the quickest, within 10 %
         self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
         self._good: dict[str, int] = {}  # name → room, of those that delay no claims
         self._room = self._good_room = 0
@@ -423,10 +415,14 @@ class HolderIndex:
             self._sort()
 
     def is_slow(self, name: str) -> bool:
-        """True if the last members of `name` took longer than the limit, and would have with tokens of the mean."""
-        # Members that begin together end in the order of length, so that the last ones may be the longest of a batch.
-        at_mean_s = self._recent_s.get(name, Recent()).per_token_s * self._mean_tokens
-        return 0.0 < self._slow_s < min(self._member_s.get(name, 0.0), at_mean_s or math.inf)
+        """True if the last members of `name`, also at the mean length, took longer than the limit and those of others.
+
+        Otherwise equals that are all near the limit would leave all work to one of them.
+        """
+        pace, member_s = self._recent_s.get(name, Recent()).pace, self._member_s.get(name, 0.0)
+        if keeps_pace(pace, self._pace) or (self._means and not pace[0] and member_s <= SLOWER * self._means[0][0]):
+            return False
+        return 0.0 < self._slow_s < min(member_s, pace[0] * self._mean_tokens or math.inf)
 
     def holds_up(self, name: str) -> bool:
         """True if `name` delays claims because it is slow or fails."""
@@ -476,6 +472,10 @@ class HolderIndex:
             if mean_s is not None:
                 insort(self._means, (mean_s, name))
                 self._mean_of[name] = mean_s
+        pace = self._recent_s.get(self._means[0][1], Recent()).pace if self._means else (0.0, 0.0)
+        if any(abs(now - before) > 0.1 * before for now, before in zip(pace, self._pace, strict=True)):
+            self._pace = pace
+            self._sort()  # a look at all holders, so not at every put
         if name in self._rooms:
             self._place(name)
 

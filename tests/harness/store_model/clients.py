@@ -37,6 +37,7 @@ class Sampler:
     unsaid: list[tuple[Any, int, Heard]] = field(default_factory=list)
     leasing: bool = False
     broken: str = ""  # the kind with which nearly all that it does fails
+    slow: bool = False  # most of its steps sample nothing
 
     @property
     def session(self) -> str:
@@ -106,6 +107,8 @@ class Sampler:
         """More tokens at the sampler's version of now, or the end of the member, or its failure."""
         assert self.version is not None
         runs, rng = self.holding[key], world.rng
+        if self.slow and world.faults and rng.random() < 0.95:
+            return
         if not runs or rng.random() < world.slowness:
             if not runs or self.version > runs[-1].version:
                 runs.append(VersionRun(self.version, 1))
@@ -114,7 +117,7 @@ class Sampler:
         failure = None
         if rng.random() < 0.06 * world.faults:
             failure = (rng.choice(("INFRA", "DATA")), "injected")
-        if self.broken and world.faults and rng.random() < 0.8:
+        if self.broken and world.faults and rng.random() < 0.95:
             failure = (self.broken, "broken")
         sampled, reward = () if failure else tuple(runs), rng.choice(REWARDS)
         put = ev.PutMember(*key, world.name("d"), rng.choice(BYTES), sampled, failure, reward=reward)

@@ -76,12 +76,13 @@ class World:
         self.quota = quota
         self.prompts = self.rng.choice((None, self.rng.randint(0, 16), self.rng.randint(0, 16)))
         self.faults = self.rng.choice((0.2, 1.0, 1.0, 2.0))
-        self.slowness = 0.85 if self.rules.on_stale == "mask" else self.rng.choice((0.2, 0.5, 0.85))
+        self.slowness = 0.8 if self.rules.on_stale == "mask" else self.rng.choice((0.2, 0.5, 0.85))
         self.learner_share = self.rng.choice((7, 15, 28))  # of the operations, in percent
         self.hostile = self.rng.random() < 0.5
         self.moves = seed % 8 == 1  # members from one sampler to another
         self.samplers = [Sampler(f"s{i}") for i in range(self.rng.randint(1, 3))]
         self.samplers[0].broken = self.rng.choice(("INFRA", "DATA")) if self.rng.random() < 0.3 else ""
+        self.samplers[-1].slow = seed % 4 == 1
         self.learner, self.lives, self.names = Learner(), 0, 0
         self.zombie: Learner | None = None
         self.checkpoints: list[tuple[Version, tuple]] = []  # on the learner's disk, with what made them

@@ -59,6 +59,16 @@ def competing(settings: Settings, state: State, name: str, now_s: float) -> dict
     return {other: state.rooms[other] for other in asked if delays or not admission.holds_up(settings, state, other)}
 
 
+def pace_s(mean: Recent) -> float:
+    """Seconds per token of a member; 0 without members."""
+    return mean.mean_s / mean.mean_tokens if mean.count else 0.0
+
+
+def together_s(mean: Recent) -> float:
+    """Seconds per token of all members together; 0 if their number is unknown."""
+    return pace_s(mean) / mean.mean_load if mean.mean_load else 0.0
+
+
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float, tokens: int) -> float | None:
     """The rest of a slow holder, from all means and all leases."""
     recent, health = state.recent_s.get(slot.holder, Recent()), state.holders.get(slot.holder, Health())
@@ -78,9 +88,11 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
     usual_s = median(puts._mean_at_most_s(mean, running.get(name, [])) for name, mean in usual.items())
     if its_s <= max(SHORT_S, SLOWER * usual_s):
         return keeps_up
-    pace_s = median(mean.mean_s / mean.mean_tokens for mean in usual.values())
-    if recent.count and max(recent.mean_s / recent.mean_tokens, took_s / tokens) <= SLOWER * pace_s:
-        return keeps_up
+    load = max(recent.mean_load, 1 + len(running.get(slot.holder, [])))
+    newest_s = took_s / max(tokens, recent.mean_tokens)
+    for newest, measure in ((newest_s, pace_s), (newest_s / load, together_s)):
+        if (own := measure(recent)) and max(own, newest) <= SLOWER * median(map(measure, usual.values())):
+            return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
 
 
@@ -169,7 +181,9 @@ def test_a_claim_that_forgives_a_holder_makes_its_room_count() -> None:
 def compared(rng: random.Random, holders: int, means_s: tuple[float, float]) -> tuple[State, Slot]:
     """A state with the means of some holders, of which some are absent or hold leases, and a lease of holder s0."""
     recent = {
-        f"s{i}": Recent(rng.uniform(*means_s), rng.choice((TRIP - 1, TRIP, 20)), rng.uniform(1.0, 9.0))
+        f"s{i}": Recent(
+            rng.uniform(*means_s), rng.choice((TRIP - 1, TRIP, 20)), rng.uniform(1.0, 9.0), rng.choice((1.0, 3.0))
+        )
         for i in range(holders)
     }
     seen = {name: rng.choice((100.0, 100.0, 100.0, 0.0)) for name in recent}

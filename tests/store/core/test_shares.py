@@ -136,7 +136,7 @@ def test_a_sampler_that_ended_the_longest_members_last_has_its_part(tokens: int,
     """B needs 3.5 s a member and the learner 2 s a step: for a member of the mean length B needs less if it is long."""
     m = second_step("spread", A=8, B=8)
     shares = {name: m.lease(8, V1, name=name) for name in ("A", "B")}
-    for name, seconds, count in (("A", 1.5, 5), ("B", 2.0, tokens)):
+    for name, seconds, count in (("A", 1.5, 10), ("B", 2.0, tokens)):
         m.now += seconds
         for group, member, attempt in shares[name]:
             m.ask(ev.PutMember(group, member, attempt, "d", 100, (VersionRun(V1, count),)))
@@ -145,6 +145,22 @@ def test_a_sampler_that_ended_the_longest_members_last_has_its_part(tokens: int,
     hungry(m, V1, B=8, A=8)
     m.publish(Version(0, 2))
     assert by_group(m.lease(8, Version(0, 2), name="A")) == part
+
+
+def test_samplers_that_are_equally_quick_share_the_work_though_one_is_within_the_limit() -> None:
+    """A step takes the learner 2 s, and members about as long: three of A took a little less, those of B and C more."""
+    m = second_step("spread", batch=6, A=8, B=8, C=8)
+    shares = {name: m.lease(8, V1, name=name) for name in ("A", "B", "C")}
+    for name, seconds in (("A", 1.9), ("B", 0.2), ("C", 0.2)):
+        m.now += seconds
+        for group, member, attempt in shares[name]:
+            m.ask(ev.PutMember(group, member, attempt, "d", 100, (VersionRun(V1, 10),)))
+    m.claim(1)
+    m.state.step_s = 2.0
+    hungry(m, V1, A=8, B=8, C=8)
+    m.publish(Version(0, 2))
+    given = [sum(by_group(m.lease(8, Version(0, 2), name=name)).values()) for name in ("A", "B", "C")]
+    assert given == [8, 8, 8]
 
 
 def test_slow_samplers_share_what_no_quicker_one_has_room_for() -> None:
