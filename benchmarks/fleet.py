@@ -159,7 +159,7 @@ class FleetRun(SimulatedRun):
             self.store = VirtualStore(made, lambda: MixedFeed(kinds))
 
     def _make_engine(self, role: str) -> SimulatedEngine:
-        engine = MixedEngine(self._cluster, self.config, role)
+        engine = MixedEngine(self._cluster, self.config, role, self.links)
         engine.kinds = self._kinds
         return engine
 

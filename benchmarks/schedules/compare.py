@@ -66,15 +66,12 @@ DEVICE, MODEL = Device(), Model()
 class Schedule:
     """A schedule of `jaxroll sim` with its age bound, on which devices, and the systems that have it.
 
-    `shared`: all devices generate, then all of them train. `helping`: the learner's devices generate until the batch is
-    complete. `streams`: the learner computes a group as soon as it is finished.
+    `shared`: all devices generate, then all of them train.
     """
 
     name: str
     systems: str
     shared: bool = False
-    helping: bool = False
-    streams: bool = False
     alpha: float = ALPHA
 
     @property
@@ -88,8 +85,8 @@ SCHEDULES = {
         "sync", "the usual synchronous baseline: DiRL, Shuffle-R1, RLinf with one placement for all roles", shared=True
     ),
     "sync": Schedule("sync", "Reactor's benchmarks: a barrier a round, separate devices"),
-    "partial overlap": Schedule("sync", "RLBoost's seeding, without its streaming", helping=True),
-    "stream": Schedule("sync", "StreamRL (synchronous), FlexMARL, RLinf's pipelining", streams=True),
+    "stream": Schedule("stream", "StreamRL (synchronous), FlexMARL, RLinf's pipelining"),
+    "partial overlap": Schedule("partial_overlap", "RLBoost: as `stream`, and the learner's devices generate at first"),
     "one_step": Schedule("one_step", "Asynchronous RLHF, AsyncFlow's delayed update, StreamRL (asynchronous)"),
     "interval": Schedule("interval", "HTS-RL"),
     "bounded, α = 1": Schedule("bounded", "RollArt's default", alpha=1.0),
@@ -120,9 +117,9 @@ LOST_EVERY_S, LOST_FOR_S, HORIZON_S = 300.0, 60.0, 20_000.0
 def config(samplers: int, steps: int, seed: int, schedule: Schedule) -> Config:
     """The run, with `samplers` samplers whose slots in all are the rollouts that the schedule's age bound allows.
 
-    If the learner's devices help, each has slots for a group more; else some rollouts begin when others have ended.
+    With `partial_overlap` these are the slots of the samplers with devices of their own, which go on alone.
     """
-    rollouts = math.ceil(schedule.ahead * GROUPS * GROUP_SIZE / samplers) + GROUP_SIZE * schedule.helping
+    rollouts = math.ceil(schedule.ahead * GROUPS * GROUP_SIZE / samplers)
     return costs.checked(configs.parse({
         "run": {"seed": seed},
         "schedule": {"steps": steps, "groups_per_step": GROUPS, "group_size": GROUP_SIZE, "alpha": schedule.alpha,
@@ -160,7 +157,7 @@ def cluster(workload: str, schedule: Schedule, learners: int, seed: int) -> Clus
         learner=LearnerCosts(
             flops_per_token=6 * MODEL.parameters,
             flops=flops * training,
-            streams=schedule.streams,
+            samplers=learners if schedule.name == "partial_overlap" else 0,
             price_per_hour=DEVICES * DEVICE.price_per_hour,
         ),
         transfer=TransferCosts() if schedule.shared else sends,
@@ -170,7 +167,8 @@ def cluster(workload: str, schedule: Schedule, learners: int, seed: int) -> Clus
 
 
 def _samplers(workload: str, schedule: Schedule, learners: int) -> int:
-    every = schedule.shared or schedule.helping or workload == NULL  # whose training needs no device
+    """Those with devices of their own."""
+    every = schedule.shared or workload == NULL  # whose training needs no device
     return DEVICES if every else DEVICES - learners
 
 
@@ -189,11 +187,14 @@ def simulated(workload: str, schedule: Schedule, learners: int, steps: int, seed
     Steps of equal rollouts end α + 1 at a time, so as many are left out at the start: those that the figures leave out,
     two of eleven to twenty, and before them the first of three.
     """
-    if workload == NULL:
-        schedule = replace(schedule, helping=False)  # all devices generate there
-    samplers = _samplers(workload, schedule, learners)
-    one = simulate.scheduled(config(samplers, steps, seed, schedule), schedule.name)
-    devices = cluster(workload, schedule, learners, seed)
+    if workload == NULL and schedule.name == "partial_overlap":
+        schedule = replace(schedule, name="stream")  # all devices generate there
+    made, on = (
+        config(_samplers(workload, schedule, learners), steps, seed, schedule),
+        cluster(workload, schedule, learners, seed),
+    )
+    made = replace(made, sampler=replace(made.sampler, count=made.sampler.count + on.learner.samplers))
+    one, devices = simulate.scheduled_on(made, on, schedule.name)
     rows = simulate.simulated_rows(one, devices, Path(), keep=False)
     counted = [row for row in rows if row.get("kind") != "step" or row["step"] > schedule.ahead - 2]
     return simulate.figures(counted, one, devices)
@@ -288,16 +289,14 @@ are reached (assumed); {link:g} GB/s between machines and ${price} an hour (ARea
 parameters and {kv:,.0f} bytes of KV cache a token (Qwen2.5-7B). Training takes 6 FLOP a parameter and token; a decode
 step is bound by the bytes of weights and KV cache, or by 2 FLOP a parameter and token. Of one or two devices
 that train each schedule takes the fastest. Samplers have slots for the rollouts that the age bound allows, and no
-more (with `partial overlap` for a group more). A shared device changes its role and gets the new weights at no cost,
-which favors the baseline.
+more (with `partial overlap` those with devices of their own). A shared device changes its role and gets the new weights
+at no cost, which favors the baseline.
 
 Workloads were computed in calls of their own. Rates are medians over seeds, with their range; a split of the devices
 that is more than {clearly:.0%} slower with the first seed got no other seeds. The null workload has no random numbers
-and one seed. `stream` is a model of a learner that JaxRoll does not have. `partial overlap` leaves out RLBoost's
-streaming and migration.
-
-Since these simulations the store no longer passes over samplers that have just ended the longest answers of a batch
-(6c1ee5fc, fe875005). Rows with several samplers and a long tail may be faster now; none was simulated again.
+and one seed. `stream` is a model of a learner that JaxRoll does not have. With
+`partial overlap` the learner's devices generate for T seconds of each step; then their rollouts go on elsewhere and the
+learner streams. T follows RLBoost's rule ([step_times.py](../../jaxroll/policy/step_times.py)).
 """
 
 

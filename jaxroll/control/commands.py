@@ -223,8 +223,8 @@ def run_sim(options: argparse.Namespace) -> None:
         raise ConfigError("--cluster", None, "no cluster", "`jaxroll sim calibrate RUN` measures one.")
     config, cluster = costs.checked(preflight.named_config(options)), costs.load(Path(options.cluster))
     if options.sweep:
-        for values, one in simulate.swept(config, options.sweep):
-            found = values | simulate.simulate(one, cluster, Path(), keep=False, report=_on_stderr) | {"class": "S"}
+        for values, one, on in simulate.swept(config, cluster, options.sweep):
+            found = values | simulate.simulate(one, on, Path(), keep=False, report=_on_stderr) | {"class": "S"}
             named = ", ".join(f"{key}={value}" for key, value in values.items())
             print(json.dumps(found) if options.json else "\n".join([named, *simulate.lines(found), ""]), flush=True)
         return

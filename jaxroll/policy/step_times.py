@@ -387,3 +387,43 @@ class Replanner:
         self._known -= set(leave)
         self._restart(steps)
         return SamplerPlan(wanted, leave, 0, f"{wanted} of {count} samplers keep a step at {step_s:.3g} s")
+
+
+# --- seconds for which the learner's devices sample (partial overlap: RLBoost's T_seed, arXiv 2510.19225)
+#
+# At the start of a step they sample, too; after T seconds their unfinished rollouts go on elsewhere, and they train on
+# what is finished. Where they would wait for rollouts longer than samplers wait for the step's end, T grows by a third
+# of the difference, otherwise it shrinks. The best T depends on the number of samplers, so it is kept for each number.
+
+FIRST_S, LEAST_S = 150.0, 5.0  # RLBoost's
+SHARE, NEWEST = 1 / 3, 0.2  # of the difference; weight of a T that is added to the one kept for a number of samplers
+
+
+class SeedingTime:
+    """The seconds T of the next step. Pure: the caller passes measurements of each step."""
+
+    def __init__(self, first_s: float = FIRST_S, least_s: float = LEAST_S) -> None:
+        self.seconds, self._least_s = first_s, least_s
+        self._kept: dict[int, float] = {}  # T by number of samplers
+        self._samplers: int | None = None
+        self._best: tuple[float, float] | None = None  # most samples per second with this number, and its T
+
+    def begin(self, samplers: int) -> float:
+        """The T of a step that begins with so many samplers; the one kept for this number, if it has changed."""
+        if self._samplers is not None and samplers != self._samplers:
+            if self._best is not None:
+                kept = self._kept.get(self._samplers, self._best[1])
+                self._kept[self._samplers] = (1 - NEWEST) * kept + NEWEST * self._best[1]
+            self.seconds, self._best = self._kept.get(samplers, self.seconds), None
+        self._samplers = samplers
+        return self.seconds
+
+    def end(self, generated_s: float, step_s: float, waited_s: float, samples: int) -> None:
+        """Note a step: seconds from its start to its last rollout, and to its end; those for which the learner waited
+        after it had sampled. A T beyond `generated_s` has the effect of that time, so it is cut there first."""
+        rate = samples / max(step_s, 1e-9)
+        if self._best is None or rate > self._best[0]:
+            self._best = (rate, min(self.seconds, generated_s))
+        samplers_wait_s = max(0.0, step_s - generated_s)
+        changed = min(self.seconds, generated_s) + SHARE * (waited_s - samplers_wait_s)
+        self.seconds = max(self._least_s, changed)

@@ -113,7 +113,7 @@ class LearnerCosts:
     """The learner, and the price of its devices. `jitter` is a factor of the time of each step.
 
     With `streams` it computes each group as soon as it is finished, and the claim adds what is left and the step's
-    overhead (micro-batches of StreamRL and FlexMARL). JaxRoll's learner does not do this: it shows what it would gain.
+    overhead (StreamRL, FlexMARL); JaxRoll's learner does not. `samplers` fit on its devices (`partial_overlap`).
     """
 
     step_overhead_s: NotNegative = 0.0
@@ -123,6 +123,7 @@ class LearnerCosts:
     price_per_hour: NotNegative = 0.0
     jitter: Law = Law(mean=1.0)
     streams: bool = False
+    samplers: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
 
     def train_s(self, tokens: int, micro_batches: int) -> float:
         """Seconds of a training step."""
@@ -132,17 +133,21 @@ class LearnerCosts:
 
 @dataclass(frozen=True)
 class TransferCosts:
-    """Weights from the learner to a sampler: `publish_s` until they can be fetched, then latency and bandwidth."""
+    """Weights from the learner to a sampler: `publish_s` until they can be fetched, then latency and bandwidth.
+
+    Receivers share the `sender_bytes_per_s` of the one that sends: the learner, or a relay (`transfer.relay`).
+    """
 
     publish_s: NotNegative = 0.0
     latency_s: NotNegative = 0.0
     size_bytes: NotNegative = 0.0
     bytes_per_s: Positive = math.inf
+    sender_bytes_per_s: Positive = math.inf
 
     @property
     def fetch_s(self) -> float:
-        """Seconds of one fetch."""
-        return self.latency_s + self.size_bytes / self.bytes_per_s
+        """Seconds of one fetch, alone."""
+        return self.latency_s + self.size_bytes / min(self.bytes_per_s, self.sender_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -376,17 +381,12 @@ def calibrated(run_dir: Path) -> Cluster:
     steps = [row for row in run.rows if row.get("kind") == "step"][SETTLING:]
     engine = engine_costs(samplers)
     if not (steps and engine):
-        raise ConfigError(
-            "RUN",
-            str(run_dir),
-            "has too few steps or generations to measure costs",
-            "Calibrate on a run of ten steps or more.",
-        )
-    learner = learner_costs([row.get("micro_batches", 1) for row in steps], [row["train_s"] for row in steps])
+        reason = "has too few steps or generations to measure costs"
+        raise ConfigError("RUN", str(run_dir), reason, "Calibrate on a run of ten steps or more.")
     return Cluster(
         source=f"measured in the run {run.name}, commit {run.about.get('commit', '')[:12] or 'unknown'}",
         sampler=replace(engine, swap_s=min(_spans(samplers, "weight_swap"), default=0.0)),
-        learner=learner,
+        learner=learner_costs([row.get("micro_batches", 1) for row in steps], [row["train_s"] for row in steps]),
         transfer=TransferCosts(
             publish_s=statistics.median(row["publish_s"] for row in steps),
             latency_s=statistics.median(_spans(samplers, "fetch") or [0.0]),

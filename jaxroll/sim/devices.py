@@ -28,8 +28,9 @@ from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs import registry
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Task, Version, VersionRef, VersionRun
+from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Relay, Task, Version, VersionRef, VersionRun
 from jaxroll.sim.costs import Cluster
+from jaxroll.sim.network import Links
 from jaxroll.sim.world import TOKENIZER
 
 ENV = "jaxroll.sim.devices:simulated"
@@ -96,9 +97,9 @@ class _Request:
 class SimulatedEngine:
     """An engine with its thread, proxy and weight receiver. Its work runs in a task that `close` ends."""
 
-    def __init__(self, cluster: Cluster, config: Config, role: str) -> None:
+    def __init__(self, cluster: Cluster, config: Config, role: str, links: Links | None = None) -> None:
         self._costs, self._workload = cluster.sampler_costs(int(role.rpartition("-")[2])), cluster.workload
-        self._transfer, self._config, self._role = cluster.transfer, config, role
+        self._links, self._config, self._role = links or Links(cluster.transfer), config, role
         self._slots, self._chunk = config.sampler.slots, config.sampler.decode_chunk
         self.in_force_s, self.flush_wait_s = update_in_force_s(config), 0.0
         self.engine = self.spans = self.latencies = self
@@ -158,10 +159,9 @@ class SimulatedEngine:
         """The seconds of the last decode step."""
         return {"itl_p50_s": self._step_s} if self._step_s else {}
 
-    async def fetch(self, ref: VersionRef) -> Any:
-        """Take the time of a transfer."""
-        await asyncio.sleep(self._transfer.fetch_s)
-        return SimpleNamespace(fetched_bytes=int(self._transfer.size_bytes))
+    async def fetch(self, ref: VersionRef, *relays: Relay) -> Any:
+        """Take the time of a transfer from the relays, or else from the learner."""
+        return await self._links.fetch(self._role, ref.version, [one.name for one in relays])
 
     def place(self, staged: object) -> dict[str, Any]:
         """No parameters."""

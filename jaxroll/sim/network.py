@@ -22,12 +22,14 @@ import grpc.aio
 from jaxroll.envs.threads import Threads
 from jaxroll.errors import Closed, DataError, InfraError
 from jaxroll.loop_thread import LoopThread
+from jaxroll.policy.routing import LEARNER
 from jaxroll.rewards.processes import Scored
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import Metadata
 from jaxroll.rpc.intake import Intake, RefusalThrottle
 from jaxroll.rpc.protocol import PIECE_BYTES
+from jaxroll.sim.costs import TransferCosts
 
 # --- Event loop on a virtual clock: when no task is ready, the clock jumps to the next timer
 #
@@ -351,3 +353,130 @@ class MemoryTransport:
     def refresh(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+# --- Weights on their way: bandwidths of senders and receivers
+
+
+BEGIN_S = 5.0  # for which a receiver waits for a relay that has not begun to receive
+
+
+class _Transfer:
+    """A version on its way to one receiver: its sources, the one in use first, and the bytes that have arrived."""
+
+    def __init__(self, version: Any, sources: list[str]) -> None:
+        self.version, self.sources, self.arrived, self.rate = version, sources, 0.0, 0.0
+        self.until_s = asyncio.get_running_loop().time() + BEGIN_S
+        self.by_source = dict[str, float]()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Links:
+    """The links between learner and samplers, on which weights travel.
+
+    A sender divides its bandwidth equally among its receivers, a receiver takes at most its own. A relay passes on what
+    it has, while it receives the rest. If it is lost, its receivers go on with their next source.
+    """
+
+    def __init__(self, costs: TransferCosts) -> None:
+        self._costs, self._since_s = costs, 0.0
+        self._moving: dict[str, _Transfer] = {}  # by receiver
+        self._held: dict[str, Any] = {}  # the last version that a receiver has taken
+        self._timer: asyncio.TimerHandle | None = None
+        self.sent = dict[str, float]()  # bytes by sender
+
+    async def fetch(self, receiver: str, version: Any, relays: list[str]) -> Any:
+        """Return when `receiver` has `version`, with the bytes of each source. The learner comes after the relays."""
+        costs, start_s = self._costs, asyncio.get_running_loop().time()
+        if math.isinf(costs.sender_bytes_per_s) or not costs.size_bytes:  # nothing is shared
+            await asyncio.sleep(costs.fetch_s)
+            arrived = {LEARNER: costs.size_bytes}
+            self.sent[LEARNER] = self.sent.get(LEARNER, 0.0) + costs.size_bytes
+        else:
+            await asyncio.sleep(costs.latency_s)
+            arrived = await self._shared(receiver, version, [*relays, LEARNER])
+        seconds = asyncio.get_running_loop().time() - start_s
+        sources = [
+            SimpleNamespace(source=source, size_bytes=round(count), seconds=seconds, error="")
+            for source, count in arrived.items()
+        ]
+        return SimpleNamespace(fetched_bytes=sum(one.size_bytes for one in sources), sources=sources)
+
+    async def _shared(self, receiver: str, version: Any, sources: list[str]) -> dict[str, float]:
+        self._advance()
+        self._moving[receiver] = transfer = _Transfer(version, sources)
+        self._plan()
+        try:
+            await transfer.done
+        except asyncio.CancelledError:
+            self.lose(receiver)
+            raise
+        return transfer.by_source
+
+    def lose(self, name: str) -> None:
+        """Note that a receiver is gone, and with it what it passes on."""
+        self._advance()
+        self._moving.pop(name, None)
+        self._held.pop(name, None)
+        for transfer in self._moving.values():
+            transfer.sources = [one for one in transfer.sources if one != name]
+        self._plan()
+
+    def _advance(self) -> None:
+        """Move the bytes of the time since the last look."""
+        now_s = asyncio.get_running_loop().time()
+        for transfer in self._moving.values():
+            count = min(transfer.rate * (now_s - self._since_s), self._costs.size_bytes - transfer.arrived)
+            transfer.arrived += count
+            for of in (transfer.by_source, self.sent) if count else ():
+                of[transfer.sources[0]] = of.get(transfer.sources[0], 0.0) + count
+        self._since_s = now_s
+
+    def _plan(self) -> None:
+        """Set the rates until the next change, and wake then."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            self._timer.cancel()
+        for name, transfer in list(self._moving.items()):
+            if transfer.arrived >= self._costs.size_bytes * (1 - 1e-9):
+                del self._moving[name]
+                self._held[name] = transfer.version
+                if not transfer.done.done():
+                    transfer.done.set_result(None)
+            elif not self._has_begun(transfer) and loop.time() >= transfer.until_s:
+                del transfer.sources[0]
+                transfer.until_s = loop.time() + BEGIN_S
+        moving = list(self._moving.values())
+        fed = Counter(transfer.sources[0] for transfer in moving if self._has_begun(transfer))
+        for one in moving:
+            share = self._costs.sender_bytes_per_s / max(1, fed[one.sources[0]])
+            one.rate = min(share, self._costs.bytes_per_s) if self._has_begun(one) else 0.0
+        for _ in moving:  # a rate passes down the tree by a receiver each time
+            for one in moving:
+                if (above := self._above(one)) is not None and one.arrived >= above.arrived * (1 - 1e-9):
+                    one.rate = min(one.rate, above.rate)
+        next_s = min((self._changes_s(one, loop.time()) for one in moving), default=math.inf)
+        self._timer = loop.call_later(next_s, self._wake) if next_s < math.inf else None
+
+    def _changes_s(self, one: _Transfer, now_s: float) -> float:
+        """Seconds until it is complete, or has all that its source has; of one that waits, until it waits no more."""
+        if not one.rate:
+            return math.inf if self._has_begun(one) else max(0.0, one.until_s - now_s)
+        left_s, above = (self._costs.size_bytes - one.arrived) / one.rate, self._above(one)
+        if above is None or one.rate <= above.rate or one.arrived >= above.arrived * (1 - 1e-9):
+            return left_s
+        return min(left_s, (above.arrived - one.arrived) / (one.rate - above.rate))
+
+    def _has_begun(self, one: _Transfer) -> bool:
+        """True if its source is the learner, or has the version or a part of it."""
+        source = one.sources[0]
+        return source == LEARNER or self._held.get(source) == one.version or self._above(one) is not None
+
+    def _above(self, transfer: _Transfer) -> _Transfer | None:
+        """The transfer to the source, if that is still receiving this version."""
+        above = self._moving.get(transfer.sources[0])
+        return above if above is not None and above.version == transfer.version else None
+
+    def _wake(self) -> None:
+        self._advance()
+        self._plan()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -24,15 +25,17 @@ from jaxroll.config import Config
 from jaxroll.config.derived import MODES, sampler_names
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
-from jaxroll.records import Version, VersionRef
+from jaxroll.policy.routing import LEARNER
+from jaxroll.policy.step_times import SeedingTime
+from jaxroll.records import Claim, Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.run_paths import RunPaths
 from jaxroll.sim import costs
 from jaxroll.sim import network as virtual_time
-from jaxroll.sim.costs import Cluster, RoleFailure, Workload
+from jaxroll.sim.costs import Cluster, RoleFailure, TransferCosts, Workload
 from jaxroll.sim.devices import ENV, SimulatedEngine, SimulatedTrainer, chance
-from jaxroll.sim.network import Network
+from jaxroll.sim.network import Links, Network
 from jaxroll.sim.world import Feed, MemoryPublisher, World
 
 EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every simulation
@@ -65,8 +68,19 @@ class SimulatedPool(ScoringPool):
 class SimulatedPublisher(MemoryPublisher):
     """Weights that can be fetched `publish_s` after the step."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._publish_s = cluster.transfer.publish_s
+    def __init__(self, cluster: Cluster, links: Links, seeding: Seeding | None) -> None:
+        self._publish_s, self._links, self._seeding = cluster.transfer.publish_s, links, seeding
+
+    def publish(self, version: Version, params: object) -> VersionRef:
+        """See MemoryPublisher."""
+        if self._seeding is not None:
+            self._seeding.published()
+        return super().publish(version, params)
+
+    @property
+    def sent_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes that the learner has sent."""
+        return int(self._links.sent.get(LEARNER, 0))
 
     async def finish(self, version: Version, started: Version) -> VersionRef:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The weights, once they can be fetched."""
@@ -74,49 +88,135 @@ class SimulatedPublisher(MemoryPublisher):
         return self.publish(started, None)
 
 
+class Seeding:
+    """Partial overlap: samplers on the learner's devices work for the first seconds of each step (`SeedingTime`).
+
+    They join while the step before is trained, and leave with their leases returned when the time is over, or when the
+    claim is complete before. The learner computes groups only when they have left.
+    """
+
+    def __init__(self, run: SimulatedRun, roles: Sequence[str]) -> None:
+        self._run, self.roles = run, roles
+        self._time, self._changed = SeedingTime(), asyncio.Event()
+        self.seconds = list[float]()  # of each step
+        self._versions = self._claims = self._samples = 0
+        self._waited_s = 0.0
+        self._left_s: float | None = None  # when they left the step; None while they work
+
+    def published(self) -> None:
+        """Note that a step may begin."""
+        self._versions += 1
+        self._changed.set()
+
+    def claimed(self, samples: int, computed_s: float) -> None:
+        """Note a claim, of which the learner has computed `computed_s` since the samplers left."""
+        self._claims, self._samples = self._claims + 1, samples
+        now_s = asyncio.get_running_loop().time()
+        self._waited_s = 0.0 if self._left_s is None else now_s - self._left_s - computed_s
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Play every step of the run."""
+        now_s, start_s, generated_s = asyncio.get_running_loop().time, 0.0, 0.0
+        for step in itertools.count(1):
+            engines = [self._run.sampler(int(role.rpartition("-")[2])) for role in self.roles]
+            await self._until(lambda: self._versions >= step)  # noqa: B023 - awaited at once
+            if step > 1:
+                self._time.end(generated_s, now_s() - start_s, self._waited_s, self._samples)
+            start_s, self._left_s = now_s(), None
+            others = [name for name in sampler_names(self._run.config) if name not in self.roles]
+            self.seconds.append(self._time.begin(sum(not self._run.has_left(name) for name in others)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.seconds[-1]):
+                    await self._until(lambda: self._claims >= step)  # noqa: B023
+            for role, engine in zip(self.roles, engines, strict=True):
+                await self._run.leave(role, engine)
+            self._left_s = now_s()
+            await self._until(lambda: self._claims >= step)  # noqa: B023
+            generated_s = now_s() - start_s
+
+    @property
+    def free_s(self) -> float:
+        """When the learner's devices began to be free for training, or now while samplers use them."""
+        return asyncio.get_running_loop().time() if self._left_s is None else self._left_s
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class SeededTrainer(SimulatedTrainer):
+    """A trainer on devices that samplers use at the start of a step."""
+
+    def __init__(self, seeding: Seeding, *given: Any) -> None:
+        super().__init__(*given)
+        self._seeding = seeding
+
+    def _left_s(self, claim: Claim, train_s: float) -> float:
+        self._free_s = max(self._free_s, self._seeding.free_s)
+        left_s = super()._left_s(claim, train_s)
+        self._seeding.claimed(sum(len(group.members) for group in claim.groups), train_s - left_s)
+        return left_s
+
+
 class SimulatedRun(World):
     """A run on a simulated cluster. Use it as an asynchronous context manager."""
 
     def __init__(self, config: Config, cluster: Cluster, run_dir: Path, metrics: Any = None) -> None:
+        if cluster.learner.samplers:
+            cluster = replace(cluster, learner=replace(cluster.learner, streams=True))
         self._cluster = cluster
         network = Network(cluster.rpc_s, cluster.rpc_bytes_per_s)
         super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
+        self.links = Links(cluster.transfer)
         self.engines: list[SimulatedEngine] = []
         self._ended_s: dict[int, float] = {}
         self._starting = set[str]()  # samplers that had left and start again
+        seeding = sampler_names(config)[config.sampler.count - cluster.learner.samplers :]
+        self._seeding = Seeding(self, seeding) if seeding else None
 
     def _question(self, index: int) -> str:
         drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config, index))
         return "a" * max(1, round(drawn))
 
-    def sampler(self, index: int) -> None:
-        """Start a sampler."""
+    def sampler(self, index: int) -> SimulatedEngine:
+        """Start a sampler; its engine."""
         role = f"sampler-{index}"
         self.engines.append(engine := self._make_engine(role))
         pool = SimulatedPool(self._cluster.workload, self.config, role, self._ended_s)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
+        return engine
+
+    async def leave(self, role: str, engine: SimulatedEngine) -> None:
+        """End a sampler, which returns its leases with the tokens of its members."""
+        job, _ = self._alive[role]
+        self.sessions[role].request_stop(at_once=True)
+        await job
+        self.engines.remove(engine)
+        await engine.close()
 
     def _make_engine(self, role: str) -> SimulatedEngine:
-        return SimulatedEngine(self._cluster, self.config, role)
+        local = self._seeding is not None and role in self._seeding.roles  # its weights are on its devices
+        return SimulatedEngine(self._cluster, self.config, role, Links(TransferCosts()) if local else self.links)
 
     def learner(self) -> asyncio.Future[int]:
         """Start the learner; the future is its exit code."""
         schedule, size = self.config.schedule, self._cluster.workload
         tokens = schedule.groups_per_step * schedule.group_size * (size.prompt_tokens.mean + size.answer_tokens.mean)
         poll_s = max(self._cluster.learner.train_s(int(tokens), 1) / POLLS, 0.005)
-        trainer, publisher = (
-            SimulatedTrainer(self._cluster, self.config, self._ended_s),
-            SimulatedPublisher(self._cluster),
-        )
-        return self.start_learner(trainer, publisher, poll_s)
+        publisher = SimulatedPublisher(self._cluster, self.links, self._seeding)
+        kind = SimulatedTrainer if self._seeding is None else functools.partial(SeededTrainer, self._seeding)
+        return self.start_learner(kind(self._cluster, self.config, self._ended_s), publisher, poll_s)
 
     async def train(self, report: Callable[[str], None] | None = None) -> None:
         """Run to the end of the schedule. InfraError if a role ends before."""
         reported_s = time.monotonic()
-        for index in range(len(sampler_names(self.config))):
+        seeding = [] if self._seeding is None else [asyncio.ensure_future(self._seeding.run())]
+        for index in range(self.config.sampler.count - self._cluster.learner.samplers):
             self.sampler(index)
         self._training = self.learner()
-        failing = [asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures]
+        failing = [*seeding, *(asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures)]
         while not self._training.done() or self._training.cancelled():
             ended = [job for job in (*self.jobs(), *failing) if job.done() and not job.cancelled() and job.exception()]
             if ended:
@@ -140,7 +240,8 @@ class SimulatedRun(World):
     def _start_missing(self, starting: list[asyncio.Task[None]]) -> None:
         """Start samplers again that had left, as many as the run asks for, as a supervisor does."""
         asked = self.store.fleet.missing - len(self._starting) if self.store.fleet else 0
-        names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in self._starting]
+        spared = {*self._starting, *(() if self._seeding is None else self._seeding.roles)}
+        names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in spared]
         for name in names[: max(0, asked)]:
             self._starting.add(name)
             starting.append(asyncio.ensure_future(self._start_again(name)))
@@ -157,6 +258,7 @@ class SimulatedRun(World):
             return
         with contextlib.suppress(KeyError):  # it is down already
             await self.kill(failure.role)
+            self.links.lose(failure.role)
             await asyncio.sleep(failure.down_s)
             if failure.role == "learner":
                 self._training = self.learner()
@@ -230,6 +332,19 @@ def _check_roles(config: Config, cluster: Cluster) -> None:
     for failure in cluster.failures:
         if failure.role not in roles:
             raise ConfigError("failures.role", failure.role, "the run has no such role", f"Known: {', '.join(roles)}.")
+    if not (seeding := cluster.learner.samplers):
+        return
+    key, none = "learner.samplers", "Set it to 0, or leave it out of the cluster file."
+    _refuse_if(config.schedule.alpha > 0, key, seeding, "they sample for synchronous steps (schedule.alpha=0)", none)
+    few = f"{config.sampler.count} samplers (sampler.count) include these and at least one with devices of its own"
+    _refuse_if(config.sampler.count <= seeding, key, seeding, few, "Raise sampler.count, or lower it.")
+    is_lost = {"learner", *roles[len(roles) - seeding :]} & {failure.role for failure in cluster.failures}
+    _refuse_if(bool(is_lost), key, seeding, "a failure of the learner's devices is not simulated with them", none)
+
+
+def _refuse_if(wrong: bool, key: str, value: object, reason: str, remedy: str) -> None:
+    if wrong:
+        raise ConfigError(key, value, reason, remedy)
 
 
 @contextlib.contextmanager
@@ -287,7 +402,8 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
     if cluster is not None:
         events = [row for row in rows if row.get("kind") == "event" and row.get("what") in ("join", "leave")]
         paid = [1 - _away_s(events, name, start, end) / elapsed_s for name in sampler_names(config)]
-        prices = [cluster.sampler_costs(index).price_per_hour * share for index, share in enumerate(paid)]
+        own = paid[: len(paid) - cluster.learner.samplers]  # the others are on the learner's devices
+        prices = [cluster.sampler_costs(index).price_per_hour * share for index, share in enumerate(own)]
         found["samplers_paid"] = sum(paid)
         per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600
         found["cost_per_million_tokens"] = per_s / found["tokens_per_s"] * 1e6 if found["tokens_per_s"] else math.inf
@@ -314,20 +430,38 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "pure": {"weight_swap": "trajectory"},  # the config's α; every member is of one version, in all its turns
     "interval": {"mode": "interval", **MODES["interval"]},  # no member begins before the batch before is finished
 }
-SCHEDULE = "schedule"  # the key of a sweep over `SCHEDULES`
+STREAMED = ("stream", "partial_overlap")  # `sync`, where the learner computes each group as soon as it is finished
+FLUSH_TOKENS = 256  # of `partial_overlap`, if the config has none: rollouts go on elsewhere in every step
+SCHEDULE = "schedule"  # the key of a sweep over `SCHEDULES` and `STREAMED`
 
 
 def scheduled(config: Config, name: str) -> Config:
     """`config` under the schedule of this name. ConfigError for an unknown name."""
     if name not in SCHEDULES:
-        raise ConfigError("--sweep", name, "no schedule has this name", f"Known: {', '.join(SCHEDULES)}.")
+        raise ConfigError("--sweep", name, "no schedule has this name", f"Known: {', '.join((*SCHEDULES, *STREAMED))}.")
     return replace(config, schedule=replace(config.schedule, **({"mode": "async"} | dict(SCHEDULES[name]))))
 
 
-def swept(config: Config, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config]]:
-    """The configs of all combinations of the sweeps `KEY=VALUE,VALUE,…`, each with its values.
+def scheduled_on(config: Config, cluster: Cluster, name: str) -> tuple[Config, Cluster]:
+    """Config and cluster under the schedule of this name, which may be one of `STREAMED`. ConfigError if it cannot be.
 
-    KEY is a key of the config, or `schedule` for a name of `SCHEDULES`. ConfigError for what cannot be parsed.
+    Samplers on the learner's devices belong to `partial_overlap` only: others have so many fewer.
+    """
+    found, seeding = scheduled(config, "sync" if name in STREAMED else name), cluster.learner.samplers
+    sampler, learner = found.sampler, replace(cluster.learner, streams=name in STREAMED or cluster.learner.streams)
+    if name == "partial_overlap":
+        remedy = "Set their number in [learner] of the cluster file; sampler.count includes them."
+        _refuse_if(not seeding, "learner.samplers", 0, "no sampler fits on the learner's devices", remedy)
+        sampler = replace(sampler, flush_tokens=sampler.flush_tokens or FLUSH_TOKENS)
+    elif seeding:
+        sampler, learner = replace(sampler, count=sampler.count - seeding), replace(learner, samplers=0)
+    return replace(found, sampler=sampler), replace(cluster, learner=learner)
+
+
+def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config, Cluster]]:
+    """Config and cluster of all combinations of the sweeps `KEY=VALUE,VALUE,…`, each with its values.
+
+    KEY is a key of the config, or `schedule` for the name of a schedule. ConfigError for what cannot be parsed.
     """
     lists = []
     for text in sweeps:
@@ -336,9 +470,19 @@ def swept(config: Config, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str
             raise ConfigError("--sweep", text, "not KEY=VALUE,VALUE", "As in --sweep=schedule.alpha=0,1,2.")
         lists.append([(key, value) for value in values.split(",")])
     for chosen in itertools.product(*lists):
-        named = scheduled(config, dict(chosen)[SCHEDULE]) if SCHEDULE in dict(chosen) else config
+        values = dict(chosen)
         changes = [f"{key}={value}" for key, value in chosen if key != SCHEDULE]
-        yield dict(chosen), configs.parse(configs.override(configs.to_dict(named), changes))
+        fixed = {
+            f"schedule.{key}"
+            for key in (
+                "mode",
+                *SCHEDULES.get("sync" if values.get(SCHEDULE) in STREAMED else values.get(SCHEDULE, ""), ()),
+            )
+        }
+        for key in fixed & values.keys() if SCHEDULE in values else ():
+            raise ConfigError("--sweep", key, f"schedule={values[SCHEDULE]} fixes it", "Sweep one of the two.")
+        one = configs.parse(configs.override(configs.to_dict(config), changes))
+        yield values, *(scheduled_on(one, cluster, values[SCHEDULE]) if SCHEDULE in values else (one, cluster))
 
 
 def lines(found: Figures) -> list[str]:

@@ -379,7 +379,8 @@ class World:
         """Start a role with `engine`, which is also its thread, proxy and weight receiver."""
         loop, transport = asyncio.get_running_loop(), self.transport(role)
         session = EngineSession(role, self.args, pool or ScoringPool(1), loop, transport)
-        follower = WeightFollower(engine, engine, session.progress, engine.in_force_s)
+        relay = None if self.config.transfer.relay == "none" else msg.RelayState(address=role)
+        follower = WeightFollower(engine, engine, session.progress, engine.in_force_s, relay)
         session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]
         session.proxy = engine
         self.sessions[role] = session

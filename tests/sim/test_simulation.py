@@ -163,17 +163,34 @@ def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("of 30" in line for line in lines)
 
 
+def swept(*sweeps: str, cluster: Cluster = CLUSTER) -> list[tuple[dict[str, str], Config, Cluster]]:
+    return list(simulate.swept(config(alpha=1.0), cluster, sweeps))
+
+
 def test_names_of_schedules_and_sweeps() -> None:
-    found = list(simulate.swept(config(alpha=1.0), ["schedule=sync,pure", "sampler.slots=4,8"]))
-    assert [values for values, _ in found] == [
+    found = swept("schedule=sync,pure", "sampler.slots=4,8")
+    assert [values for values, *_ in found] == [
         {"schedule": name, "sampler.slots": slots} for name in ("sync", "pure") for slots in ("4", "8")
     ]
-    assert [one.schedule.alpha for _, one in found] == [0.0, 0.0, 1.0, 1.0]
-    assert [one.sampler.slots for _, one in found] == [4, 8, 4, 8]
+    assert [one.schedule.alpha for _, one, _ in found] == [0.0, 0.0, 1.0, 1.0]
+    assert [one.sampler.slots for _, one, _ in found] == [4, 8, 4, 8]
     assert found[2][1].schedule.weight_swap == "trajectory"
     for sweep in ("schedule=fast", "alpha", "sampler.slots="):
         with pytest.raises(ConfigError, match="--sweep"):
-            list(simulate.swept(config(), [sweep]))
+            swept(sweep)
+
+
+def test_a_sweep_over_schedules_changes_the_cluster_where_a_schedule_is_one_of_the_learner() -> None:
+    learner = replace(CLUSTER.learner, samplers=1)
+    found = swept("schedule=sync,stream,partial_overlap", "sampler.count=3", cluster=replace(CLUSTER, learner=learner))
+    assert [one.schedule.alpha for _, one, _ in found] == [0.0, 0.0, 0.0]
+    assert [on.learner.streams for *_, on in found] == [False, True, True]
+    assert [(one.sampler.count, on.learner.samplers) for _, one, on in found] == [(2, 0), (2, 0), (3, 1)]
+    assert [one.sampler.flush_tokens > 0 for _, one, _ in found] == [False, False, True]
+    with pytest.raises(ConfigError, match="no sampler fits on the learner's devices"):
+        swept("schedule=partial_overlap")
+    with pytest.raises(ConfigError, match="schedule=stream fixes it"):
+        swept("schedule=stream", "schedule.alpha=1")
 
 
 def test_a_cluster_file_is_read_as_it_is_written(tmp_path: Path) -> None:
@@ -414,3 +431,35 @@ def test_a_streaming_learner_has_only_the_rest_of_a_step_left_when_the_claim_is_
     assert stream["age_max"] == 0
     assert batch["step_s"] == pytest.approx(8.0 + 4.0 + 0.5, rel=0.05)
     assert stream["step_s"] == pytest.approx(8.0 + 1.0 + 0.5, rel=0.05)
+
+
+# The time of a token is proportional to the members that are decoded: so loads decide how long a member takes.
+COMPUTING = Cluster(
+    sampler=SamplerCosts(flops_per_token=1.0, flops=100.0),
+    learner=LearnerCosts(flops_per_token=1.0, flops=400.0),
+    workload=Workload(answer_tokens=Law("lognormal", mean=60, deviation=30, least=8, most=400)),
+    rpc_s=0.0005,
+)
+
+
+def computing(samplers: int, alpha: float) -> Config:
+    base = config(alpha=alpha, groups_per_step=8, group_size=4)
+    changes = [f"sampler.count={samplers}", "sampler.slots=32", "sampling.max_tokens=400", "learner.row_tokens=512"]
+    return configs.parse(configs.override(configs.to_dict(base), [*changes, "learner.micro_batch_rows=1"]))
+
+
+def test_equal_samplers_share_every_step_though_their_members_take_as_long_as_the_learner() -> None:
+    found = simulate.simulated_rows(computing(3, alpha=0.0), COMPUTING, Path(), keep=False)
+    steps = [row for row in found if row.get("kind") == "step"]
+    begun = [
+        (row["role"], start_s) for row in found if row.get("kind") == "members" for _, _, start_s, *_ in row["rows"]
+    ]
+    for before, row in itertools.pairwise(steps):
+        counts = Counter(role for role, start_s in begun if before["t1"] <= start_s < row["t1"])
+        assert sum(counts.values()) == 32 and max(counts.values()) <= 12, counts
+
+
+def test_a_sampler_with_more_members_at_once_is_not_taken_for_a_slow_one() -> None:
+    """At first one sampler leases 48 members and the other 16, which take a third of the time."""
+    sync, bounded = (figures(computing(2, alpha), COMPUTING) for alpha in (0.0, 1.0))
+    assert bounded["step_s"] < 0.9 * sync["step_s"]

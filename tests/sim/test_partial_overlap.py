@@ -1,0 +1,133 @@
+"""Partial overlap in simulation: samplers on the learner's devices, for a time that is controlled (RLBoost)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import Config
+from jaxroll.errors import ConfigError
+from jaxroll.policy.step_times import FIRST_S, LEAST_S, SeedingTime
+from jaxroll.sim import costs, simulate
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, Workload
+
+
+class Step:
+    """A step of constant work: samplers and the learner's devices generate at a rate, then the learner computes."""
+
+    def __init__(self, work: float = 600.0, rate: float = 10.0, own: float = 10.0, train_s: float = 10.0) -> None:
+        self.work, self.rate, self.own, self.train_s = work, rate, own, train_s
+
+    def play(self, seeding: SeedingTime, samplers: int) -> tuple[float, float]:
+        """Seconds for which the learner and the samplers wait, over those of the step."""
+        seconds, rate = seeding.begin(samplers), self.rate * samplers
+        together_s = min(seconds, self.work / (rate + self.own))
+        generated_s = together_s + (self.work - together_s * (rate + self.own)) / rate
+        step_s = max(generated_s, together_s + self.train_s)
+        waited_s = max(0.0, generated_s - together_s - self.train_s)
+        seeding.end(generated_s, step_s, waited_s, 64)
+        return waited_s / step_s, (step_s - generated_s) / step_s
+
+
+@pytest.mark.parametrize(("samplers", "train_s"), [(1, 10.0), (2, 10.0), (4, 6.0), (2, 25.0)])
+def test_with_constant_work_both_wait_for_equal_times(samplers: int, train_s: float) -> None:
+    seeding, step = SeedingTime(), Step(train_s=train_s)
+    for _ in range(30):
+        learner_waits, samplers_wait = step.play(seeding, samplers)
+    assert abs(learner_waits - samplers_wait) < 0.1 or seeding.seconds == LEAST_S
+
+
+def test_a_number_of_samplers_that_returns_has_its_time_at_once() -> None:
+    seeding, step = SeedingTime(), Step()
+    for _ in range(30):
+        step.play(seeding, 1)
+    settled = seeding.seconds
+    for _ in range(30):
+        step.play(seeding, 4)
+    assert abs(seeding.seconds - settled) > 0.2 * settled  # other numbers need another time
+    assert seeding.begin(1) == pytest.approx(settled, rel=0.1)
+
+
+def test_a_time_beyond_the_generation_is_cut_before_it_is_changed() -> None:
+    seeding = SeedingTime()
+    assert seeding.begin(2) == FIRST_S
+    seeding.end(generated_s=30.0, step_s=42.0, waited_s=0.0, samples=64)
+    assert seeding.begin(2) == pytest.approx(30.0 - 12.0 / 3)
+
+
+# --- Whole runs: two samplers of their own and one on the learner's devices
+
+CLUSTER = Cluster(
+    sampler=SamplerCosts(flops_per_token=1.0, flops=100.0, price_per_hour=2.0),
+    learner=LearnerCosts(flops_per_token=1.0, flops=400.0, samplers=1, price_per_hour=3.0),
+    workload=Workload(answer_tokens=Law("lognormal", mean=60, deviation=30, least=8, most=400)),
+    rpc_s=0.0005,
+)
+
+
+def config(**schedule: Any) -> Config:
+    return costs.checked(
+        configs.parse(
+            {
+                "schedule": {"steps": 20, "groups_per_step": 8, "group_size": 4, "alpha": 0.0} | schedule,
+                "sampler": {"count": 3, "slots": 32, "decode_chunk": 1, "flush_tokens": 16},
+                "sampling": {"max_tokens": 400},
+                "task": {"max_prompt_tokens": 32},
+                "learner": {"row_tokens": 512, "micro_batch_rows": 1},
+            }
+        )
+    )
+
+
+def spans(found: list[Any], role: str) -> Iterator[tuple[float, float]]:
+    for row in found:
+        if row.get("kind") == "span" and row.get("what") == "decode" and row["role"] == role and row["tokens"]:
+            yield row["t0"], row["t1"]
+
+
+def test_the_learners_devices_sample_at_the_start_of_a_step_and_its_rollouts_go_on_elsewhere() -> None:
+    found = simulate.simulated_rows(config(), CLUSTER, Path(), keep=False)
+    steps = [row for row in found if row.get("kind") == "step"]
+    assert len(steps) == 20 and max(row["age_max"] for row in steps) == 0
+    own, others = list(spans(found, "sampler-2")), list(spans(found, "sampler-0"))
+    assert own and others
+    for before, row in itertools.pairwise(steps):
+        start_s, end_s = before["t1"], row["t1"]
+        worked = [t1 for t0, t1 in own if start_s <= t0 < end_s]
+        assert worked, "they sample in every step"
+        assert max(t1 for t0, t1 in others if start_s <= t0 < end_s) >= max(worked)
+        assert not [1 for t0, t1 in own if t0 < row["t1"] and t1 > row["t0"]], "never while the learner trains"
+    store = next(row for row in reversed(found) if row.get("kind") == "store")
+    assert store["tokens_resumed"] > 0
+
+
+def test_the_learners_devices_shorten_the_steps_of_a_streaming_learner_that_they_do_not_delay() -> None:
+    quick = replace(CLUSTER, learner=replace(CLUSTER.learner, flops=4000.0))
+    both = [simulate.scheduled_on(config(), quick, name) for name in ("stream", "partial_overlap")]
+    alone, helped = (simulate.simulate(*one, Path(), keep=False) for one in both)
+    assert helped["step_s"] < 0.9 * alone["step_s"]
+    hours = 7.0 / 3600  # two samplers and the learner, whose devices are paid once
+    for found in (alone, helped):
+        assert found["cost_per_million_tokens"] == pytest.approx(hours / found["tokens_per_s"] * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("made", "cluster", "named"),
+    [
+        pytest.param(config(alpha=1.0), CLUSTER, "synchronous", id="alpha"),
+        pytest.param(
+            config(), replace(CLUSTER, learner=replace(CLUSTER.learner, samplers=3)), "sampler.count", id="samplers"
+        ),
+        pytest.param(config(), replace(CLUSTER, failures=(RoleFailure(1.0, "sampler-2"),)), "failure", id="failure"),
+    ],
+)
+def test_what_partial_overlap_cannot_do_is_refused(made: Config, cluster: Cluster, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        simulate.simulated_rows(made, cluster, Path(), keep=False)
+    assert refused.value.key == "learner.samplers"
