@@ -252,7 +252,7 @@ class Planner:
         swap_s = max(self.sampler_costs(kind, one.sampler_devices).swap_s for kind, n in enumerate(one.samplers) if n)
         drains, barrier, fetch_s = one.schedule in DRAINING, one.schedule == "interval", sends.fetch_s + swap_s
         sends_s = sends.publish_s + fetch_s
-        if drains and self.turns > 1 and one.schedule != "pure":  # only the running turns end before weights change
+        if drains and one.schedule != "pure" and (self.turns > 1 or self.drawn.waits.any()):  # only running turns end
             drains = False
             sends_s += self.longest_turn * max(each.step(slots, slots * self.drawn.context) for each in engines)
         bounds = sorted({math.floor(one.alpha), math.ceil(one.alpha)})

@@ -112,6 +112,21 @@ def test_with_intervals_samplers_fetch_between_two_batches() -> None:
     assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.05)
 
 
+def test_new_weights_wait_for_running_answers_and_not_for_their_environments() -> None:
+    """Answers of 1.6 s, after which the environment takes 6 s: steps are about (6 + 1.6 + 1.6) / 2 s long, and not 7.6."""
+    measured = Hardware(
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=0.1),
+        workload=Workload(answer_tokens=Law(mean=16), env_s=Law(mean=6.0)),
+        devices=(DeviceType("any", 2),),
+        search=Space(("one_step",), (1.0,)),
+    )
+    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
+    one, found = place.ranked(planner, "throughput")[0]
+    assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.15)
+    assert 3.8 <= found.step_s <= 4.7
+
+
 def test_nothing_that_exceeds_the_memory_is_chosen() -> None:
     small = replace(FAST, memory_bytes=4e9)
     planner = place.Planner(config(), hardware(small, replace(WIDE, memory_bytes=80e9)))
