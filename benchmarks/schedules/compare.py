@@ -253,9 +253,11 @@ _ADVICE = """
 **Which to use.** `bounded` with α = 2, where tokens of two steps before are acceptable: it is the fastest on all four
 workloads. With α = 1 it keeps about half of that gain at half the age. `one_step` equals it where answers are of equal
 length, and gains less with a long tail, because a batch waits for its longest answer. Without staleness, synchronous
-training on shared devices is best or within 1 % of the best: separate devices are idle in turn, and a switch of roles
-costs nothing here. `pure` and `interval` are for users who need their rules: all tokens of a sequence at one version,
-or an age of exactly one.
+training on shared devices is best or within 2 % of the best where devices stay: separate ones are idle in turn, and a
+switch of roles costs nothing here. Where devices are lost, `partial overlap` is best without staleness: it alone has
+flushes here, so that rollouts of a lost device go on elsewhere ([migration](fleet.md)). Conversations start again when
+they move, so it is slow with agents. `pure` and `interval` are for users who need their rules: all tokens of a sequence
+at one version, or an age of exactly one.
 """
 _TABLE = """## {title}
 

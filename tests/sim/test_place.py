@@ -113,7 +113,7 @@ def test_with_intervals_samplers_fetch_between_two_batches() -> None:
 
 
 def test_new_weights_wait_for_running_answers_and_not_for_their_environments() -> None:
-    """Answers of 1.6 s, after which the environment takes 6 s: steps are about (6 + 1.6 + 1.6) / 2 s long, and not 7.6."""
+    """Answers of 1.6 s, then 6 s of the environment: steps are about (6 + 1.6 + 1.6) / 2 s long, and not 7.6."""
     measured = Hardware(
         sampler=SamplerCosts(step_overhead_s=0.1),
         learner=LearnerCosts(step_overhead_s=0.1),
