@@ -36,8 +36,8 @@ from jaxroll.errors import ConfigError
 # times as long as the members of others: its lease ends, and another holder gets it (`jaxroll.store.core.leases.tick`).
 # Otherwise members that fail late would delay a claim by all the time that they take to fail. Members that were leased
 # before the rest began belong to the same wave: their failures do not count again.
-# The failures of a holder that never succeeded count against it alone while others may do better (`is_broken_alone` in
-# `jaxroll.store.core.admission`). One that succeeds, but much more slowly than they, goes on trial at once.
+# Failures of a holder that never succeeded count against it alone while others may do better (`is_broken_alone`). One
+# that succeeds, but much more slowly than they, goes on trial at once.
 
 TRIP = 4  # members in a row
 FIRST_S, LONGEST_S = 1.0, 600.0
@@ -354,23 +354,22 @@ FETCHES_S = 60.0  # one without the newest weights has its share for so long aft
 
 
 class Recent(msgspec.Struct):
-    """Means over the last `_RECENT` members of a holder: duration, sampled tokens, and leases held at their ends."""
+    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim."""
 
     mean_s: float = 0.0
     count: int = 0
     mean_tokens: float = 0.0
-    mean_load: float = 0.0
+    done: float = 0.0
 
     @property
-    def pace(self) -> tuple[float, float]:
-        """Seconds per token, of a member and of all together; 0 if unknown. More at once may make only one longer."""
-        per_token_s = self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
-        return per_token_s, per_token_s / self.mean_load if self.mean_load else 0.0
+    def per_token_s(self) -> float:
+        """Seconds per token; 0 if tokens are unknown."""
+        return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
 
 
-def keeps_pace(pace: tuple[float, float], others: tuple[float, float]) -> bool:
-    """True if a holder of this pace, in one of its values, is not slower than `others` by the factor `SLOWER`."""
-    return any(its_s and its_s <= SLOWER * usual_s for its_s, usual_s in zip(pace, others, strict=True))
+def _on_grid(value: float) -> float:
+    """The nearest power of 2^(1/8), so that small changes change nothing; 0 for 0."""
+    return 2.0 ** (round(8 * math.log2(value)) / 8) if value > 0 else 0.0
 
 
 class HolderIndex:
@@ -394,7 +393,7 @@ class HolderIndex:
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
         self._means, self._mean_of = list[tuple[float, str]](), dict[str, float]()
-        self._pace = (0.0, 0.0)  # of the quickest, within 10 %
+        self._quick, self._alike = (0.0, 0.0), True  # seconds of a member and per token of the quickest, on the grid
         self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
         self._good: dict[str, int] = {}  # name → room, of those that delay no claims
         self._room = self._good_room = 0
@@ -407,22 +406,22 @@ class HolderIndex:
         self._failing = failing
         self._sort()
 
-    def limit(self, slow_s: float, mean_tokens: float) -> None:
-        """Treat holders as slow whose members take over `slow_s` (0: none). `mean_tokens`: of all members (0: new)."""
+    def limit(self, slow_s: float, mean_tokens: float, *, alike: bool = True) -> None:
+        """Treat holders as slow whose members take over `slow_s` (0: none). `mean_tokens`: of all members (0: new);
+        `alike`: all do the same work, so that the quickest of them says how long it takes."""
         self._settle()
-        if (slow_s, mean_tokens) != (self._slow_s, self._mean_tokens):
-            self._slow_s, self._mean_tokens = slow_s, mean_tokens
+        if (slow_s, mean_tokens, alike) != (self._slow_s, self._mean_tokens, self._alike):
+            self._slow_s, self._mean_tokens, self._alike = slow_s, mean_tokens, alike
             self._sort()
 
     def is_slow(self, name: str) -> bool:
-        """True if the last members of `name`, also at the mean length, took longer than the limit and those of others.
-
-        Otherwise equals that are all near the limit would leave all work to one of them.
-        """
-        pace, member_s = self._recent_s.get(name, Recent()).pace, self._member_s.get(name, 0.0)
-        if keeps_pace(pace, self._pace) or (self._means and not pace[0] and member_s <= SLOWER * self._means[0][0]):
+        """True if the last members of `name`, also at the mean length, took longer than the limit, and much longer than
+        the quickest's: equals near the limit would leave all work to one of them."""
+        pace_s, member_s = self._recent_s.get(name, Recent()).per_token_s, self._member_s.get(name, 0.0)
+        own, quick = (pace_s, self._quick[1]) if pace_s else (member_s, self._quick[0])
+        if self._alike and own <= SLOWER * quick:
             return False
-        return 0.0 < self._slow_s < min(member_s, pace[0] * self._mean_tokens or math.inf)
+        return 0.0 < self._slow_s < min(member_s, pace_s * self._mean_tokens or math.inf)
 
     def holds_up(self, name: str) -> bool:
         """True if `name` delays claims because it is slow or fails."""
@@ -462,6 +461,11 @@ class HolderIndex:
     def _settle(self) -> None:
         while self.dirty:
             self._update(self.dirty.pop())
+        mean_s, name = self._means[0] if self._means else (0.0, "")
+        quick = _on_grid(mean_s), _on_grid(self._recent_s.get(name, Recent()).per_token_s)
+        if quick != self._quick:
+            self._quick = quick
+            self._sort()
 
     def _update(self, name: str) -> None:
         recent = self._recent_s.get(name)
@@ -472,10 +476,6 @@ class HolderIndex:
             if mean_s is not None:
                 insort(self._means, (mean_s, name))
                 self._mean_of[name] = mean_s
-        pace = self._recent_s.get(self._means[0][1], Recent()).pace if self._means else (0.0, 0.0)
-        if any(abs(now - before) > 0.1 * before for now, before in zip(pace, self._pace, strict=True)):
-            self._pace = pace
-            self._sort()  # a look at all holders, so not at every put
         if name in self._rooms:
             self._place(name)
 

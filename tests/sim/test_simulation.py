@@ -193,6 +193,14 @@ def test_a_sweep_over_schedules_changes_the_cluster_where_a_schedule_is_one_of_t
         swept("schedule=stream", "schedule.alpha=1")
 
 
+def test_a_sweep_over_a_key_that_the_mode_of_the_config_fixes_changes_it() -> None:
+    synchronous = configs.parse(configs.override(configs.to_dict(config()), ["schedule.mode=sync"]))
+    found = simulate.swept(synchronous, CLUSTER, ["schedule=bounded", "schedule.alpha=1,2"])
+    assert [one.schedule.alpha for _, one, _ in found] == [1.0, 2.0]
+    with pytest.raises(ConfigError, match="schedule=sync fixes it"):
+        next(simulate.swept(synchronous, CLUSTER, ["schedule=bounded,sync", "schedule.alpha=1"]))
+
+
 def test_a_cluster_file_is_read_as_it_is_written(tmp_path: Path) -> None:
     cluster = replace(CLUSTER, failures=(RoleFailure(1.0, "learner", 2.0),), rpc_bytes_per_s=1e8)
     (file := tmp_path / "c.toml").write_text(costs.text(cluster))
@@ -232,6 +240,13 @@ def test_a_simulated_run_is_reported_and_marked(tmp_path: Path, capsys: pytest.C
     assert cli.main(["report", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["class"] == "S"
     assert cli.main(["replay", str(run)]) == 0
+    assert cli.main(["export", str(run), f"--perfetto={tmp_path / 'timeline.json'}"]) == 0
+    slices = [
+        event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"
+    ]
+    trained = [event for event in slices if event["name"] == "train"]
+    assert len(trained) == 12 and all(event["dur"] == pytest.approx(3e6, rel=0.01) for event in trained)
+    assert len(slices) >= 12 + 12 * 24 * 8, "a slice of each member, too"
 
 
 def test_the_figures_of_a_calibrated_cluster_are_those_of_the_run(tmp_path: Path) -> None:
@@ -463,3 +478,15 @@ def test_a_sampler_with_more_members_at_once_is_not_taken_for_a_slow_one() -> No
     """At first one sampler leases 48 members and the other 16, which take a third of the time."""
     sync, bounded = (figures(computing(2, alpha), COMPUTING) for alpha in (0.0, 1.0))
     assert bounded["step_s"] < 0.9 * sync["step_s"]
+
+
+def test_a_sampler_that_takes_three_times_as_long_delays_few_steps() -> None:
+    """Decode steps take equal times for any number of members, so a slow sampler has more of them at once."""
+    quick = SamplerCosts(step_overhead_s=0.05)
+    slow = replace(COMPUTING, learner=LearnerCosts(step_overhead_s=2.0), sampler=quick,
+                   samplers=(quick, replace(quick, step_overhead_s=0.15)))  # fmt: skip
+    base = computing(2, alpha=2.0)
+    roomy = replace(base, sampler=replace(base.sampler, slots=64))
+    found = simulate.simulated_rows(roomy, slow, Path(), keep=False)
+    members = Counter(row["role"] for row in found if row.get("kind") == "members" for _ in row["rows"])
+    assert members["sampler-1"] < members["sampler-0"] / 4

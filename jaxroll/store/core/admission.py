@@ -176,7 +176,8 @@ def holds_up(settings: Settings, state: State, name: str) -> bool:
 def by_holder(settings: Settings, state: State) -> HolderIndex:
     """The index of holders, for this run's idea of a slow one."""
     tokens, members = state.lengths.trained_tokens, state.lengths.trained_members
-    state.by_holder.limit((settings.limiter.alpha + 1) * state.step_s, tokens / max(1, members))
+    alike = not settings.pools.names
+    state.by_holder.limit((settings.limiter.alpha + 1) * state.step_s, tokens / max(1, members), alike=alike)
     return state.by_holder
 
 

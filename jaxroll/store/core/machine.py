@@ -276,6 +276,8 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     for name in state.member_s:
         if not state.index.leased_to(name):
             state.member_s[name] *= MEAN_KEPT_BY_CLAIM
+    for recent in state.recent_s.values():
+        recent.done /= 2
     state.by_holder.set_failing(state.failing)
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s

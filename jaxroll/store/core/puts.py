@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, Recent, failing_share, keeps_pace
+from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, Recent, failing_share
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
@@ -332,7 +332,7 @@ def _note_duration(state: State, holder: str, took_s: float, tokens: int, *, is_
         recent.count = min(recent.count + 1, _RECENT)
         recent.mean_s += (took_s - recent.mean_s) / recent.count
         recent.mean_tokens += (tokens - recent.mean_tokens) / recent.count
-        recent.mean_load += (len(state.index.leased_to(holder)) - recent.mean_load) / recent.count
+        recent.done += 1
         state.recent_s[holder] = recent
         dropped += keep_newest(state.recent_s)
     state.by_holder.dirty |= {holder, *dropped}
@@ -416,26 +416,26 @@ def _slow_rest_s(
     usual_s = median(_mean_at_most_s(state.recent_s[name], _running_s(state, name, now_s, slot)) for name in names)
     if its_s <= max(SHORT_S, SLOWER * usual_s):
         return keeps_up
-    load = max(recent.mean_load, len(state.index.leased_to(slot.holder)))
     newest_s = took_s / max(1.0, tokens, recent.mean_tokens)  # a short member waits for a slot as long as others do
-    if tokens and _has_pace_of(recent, newest_s, load, [state.recent_s[name] for name in names]):
+    if tokens and _has_pace_of(state, slot.holder, newest_s, names):
         return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
 
 
-def _has_pace_of(recent: Recent, newest_s: float, load: float, others: Sequence[Recent]) -> bool:
-    """True if this holder keeps pace with the others: its members are longer, or more at once, and it is not slow.
+def _has_pace_of(state: State, holder: str, newest_s: float, others: Sequence[str]) -> bool:
+    """True if this holder keeps pace with the others: its members are longer, or it got more, and it is not slow.
 
-    `newest_s`: seconds per token of one more member, at this load. Members that begin together end in the order of
-    their length. So the last ones of a sampler may be the longest of a batch while those of the others are the shortest
-    of the next.
+    `newest_s`: seconds per token of one more member. Members that begin together end in the order of their length. So
+    the last ones of a sampler may be the longest of a batch while those of the others are the shortest of the next.
     """
-    known = [other.pace for other in others if other.pace[0]]
-    if not (known and recent.pace[0]):
+    known = [name for name in others if state.recent_s[name].per_token_s]
+    recent = state.recent_s.get(holder, Recent())
+    if not (known and recent.per_token_s):
         return False
-    one_s, together_s = recent.pace
-    own = max(one_s, newest_s), max(together_s, newest_s / max(1, load)) if together_s else 0.0
-    return keeps_pace(own, (median(pace for pace, _ in known), median(together for _, together in known)))
+    if newest_s <= SLOWER * median(state.recent_s[name].per_token_s for name in known):
+        return True
+    got = {name: max(1.0, state.recent_s[name].done + len(state.index.leased_to(name))) for name in (holder, *known)}
+    return newest_s / got[holder] <= SLOWER * median(state.recent_s[name].per_token_s / got[name] for name in known)
 
 
 def _mean_at_least_s(recent: Recent, took_s: float, running_s: list[float]) -> float:

@@ -64,11 +64,6 @@ def pace_s(mean: Recent) -> float:
     return mean.mean_s / mean.mean_tokens if mean.count else 0.0
 
 
-def together_s(mean: Recent) -> float:
-    """Seconds per token of all members together; 0 if their number is unknown."""
-    return pace_s(mean) / mean.mean_load if mean.mean_load else 0.0
-
-
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float, tokens: int) -> float | None:
     """The rest of a slow holder, from all means and all leases."""
     recent, health = state.recent_s.get(slot.holder, Recent()), state.holders.get(slot.holder, Health())
@@ -88,10 +83,17 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
     usual_s = median(puts._mean_at_most_s(mean, running.get(name, [])) for name, mean in usual.items())
     if its_s <= max(SHORT_S, SLOWER * usual_s):
         return keeps_up
-    load = max(recent.mean_load, 1 + len(running.get(slot.holder, [])))
     newest_s = took_s / max(tokens, recent.mean_tokens)
-    for newest, measure in ((newest_s, pace_s), (newest_s / load, together_s)):
-        if (own := measure(recent)) and max(own, newest) <= SLOWER * median(map(measure, usual.values())):
+    running.setdefault(slot.holder, []).append(took_s)
+    paces = {name: pace_s(mean) for name, mean in usual.items()}
+    got = {
+        name: max(1.0, mean.done + len(running.get(name, []))) for name, mean in [*usual.items(), (slot.holder, recent)]
+    }
+    for newest, others_s in (
+        (newest_s, paces.values()),
+        (newest_s / got[slot.holder], [pace / got[name] for name, pace in paces.items()]),
+    ):
+        if recent.count and newest <= SLOWER * median(others_s):
             return keeps_up
     return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
 

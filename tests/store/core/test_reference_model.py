@@ -44,7 +44,7 @@ RARE = {  # the first seed, counted from 0, whose run shows the bug; if it no lo
     "rejections_are_never_too_many": 32,
     "rewind_keeps_tokens_of_the_dead_lineage": 22,
     "second_learner_beside_the_first": 5,
-    "slow_leases_end_outside_the_next_batch": 442,
+    "slow_leases_end_outside_the_next_batch": 760,
     "stragglers_are_not_judged": 12,
     "token_of_an_ended_lineage_accepted": 25,
     "trimmed_one_claim_too_many": 5,
