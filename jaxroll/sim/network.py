@@ -409,7 +409,10 @@ class Links:
         try:
             await transfer.done
         except asyncio.CancelledError:
-            self.lose(receiver)
+            self._advance()
+            if self._moving.get(receiver) is transfer:
+                del self._moving[receiver]
+            self._plan()
             raise
         return transfer.by_source
 
@@ -419,7 +422,9 @@ class Links:
         self._moving.pop(name, None)
         self._held.pop(name, None)
         for transfer in self._moving.values():
-            transfer.sources = [one for one in transfer.sources if one != name]
+            if name != LEARNER and name in transfer.sources:  # what the learner has published can be fetched after it
+                transfer.until_s = asyncio.get_running_loop().time() + BEGIN_S
+                transfer.sources.remove(name)
         self._plan()
 
     def _advance(self) -> None:
@@ -438,7 +443,11 @@ class Links:
         if self._timer is not None:
             self._timer.cancel()
         for name, transfer in list(self._moving.items()):
-            if transfer.arrived >= self._costs.size_bytes * (1 - 1e-9):
+            # A rest that takes less than the clock can show would be waited for without end.
+            left_s = (self._costs.size_bytes - transfer.arrived) / min(
+                self._costs.bytes_per_s, self._costs.sender_bytes_per_s
+            )
+            if left_s <= max(2 * math.ulp(loop.time()), 1e-9 * self._costs.fetch_s):
                 del self._moving[name]
                 self._held[name] = transfer.version
                 if not transfer.done.done():
@@ -460,15 +469,16 @@ class Links:
 
     def _changes_s(self, one: _Transfer, now_s: float) -> float:
         """Seconds until it is complete, or has all that its source has; of one that waits, until it waits no more."""
+        least_s = 2 * math.ulp(now_s)
         if not one.rate:
             return math.inf if self._has_begun(one) else max(0.0, one.until_s - now_s)
         left_s, above = (self._costs.size_bytes - one.arrived) / one.rate, self._above(one)
         if above is None or one.rate <= above.rate or one.arrived >= above.arrived * (1 - 1e-9):
-            return left_s
-        return min(left_s, (above.arrived - one.arrived) / (one.rate - above.rate))
+            return max(least_s, left_s)
+        return max(least_s, min(left_s, (above.arrived - one.arrived) / (one.rate - above.rate)))
 
     def _has_begun(self, one: _Transfer) -> bool:
-        """True if its source is the learner, or has the version or a part of it."""
+        """True if its source is the learner, or has the version or receives it, which the store's tree orders."""
         source = one.sources[0]
         return source == LEARNER or self._held.get(source) == one.version or self._above(one) is not None
 

@@ -91,16 +91,14 @@ class SimulatedPublisher(MemoryPublisher):
 class Seeding:
     """Partial overlap: samplers on the learner's devices work for the first seconds of each step (`SeedingTime`).
 
-    They join while the step before is trained, and leave with their leases returned when the time is over, or when the
-    claim is complete before. The learner computes groups only when they have left.
+    They join while the step before is trained, and return their leases when the time is over or the claim is complete.
+    The learner computes groups only when they have left.
     """
 
     def __init__(self, run: SimulatedRun, roles: Sequence[str]) -> None:
         self._run, self.roles = run, roles
         self._time, self._changed = SeedingTime(), asyncio.Event()
-        self.seconds = list[float]()  # of each step
-        self._versions = self._claims = self._samples = 0
-        self._waited_s = 0.0
+        self._versions, self._claims, self._samples, self._waited_s = 0, 0, 0, 0.0
         self._left_s: float | None = None  # when they left the step; None while they work
 
     def published(self) -> None:
@@ -124,10 +122,9 @@ class Seeding:
             if step > 1:
                 self._time.end(generated_s, now_s() - start_s, self._waited_s, self._samples)
             start_s, self._left_s = now_s(), None
-            others = [name for name in sampler_names(self._run.config) if name not in self.roles]
-            self.seconds.append(self._time.begin(sum(not self._run.has_left(name) for name in others)))
+            seconds = self._time.begin(self._run.samplers() - len(self.roles))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.seconds[-1]):
+                async with asyncio.timeout(seconds):
                     await self._until(lambda: self._claims >= step)  # noqa: B023
             for role, engine in zip(self.roles, engines, strict=True):
                 await self._run.leave(role, engine)
@@ -135,9 +132,8 @@ class Seeding:
             await self._until(lambda: self._claims >= step)  # noqa: B023
             generated_s = now_s() - start_s
 
-    @property
     def free_s(self) -> float:
-        """When the learner's devices began to be free for training, or now while samplers use them."""
+        """When the learner's devices were free for training, or now while samplers use them."""
         return asyncio.get_running_loop().time() if self._left_s is None else self._left_s
 
     async def _until(self, met: Callable[[], bool]) -> None:
@@ -154,7 +150,7 @@ class SeededTrainer(SimulatedTrainer):
         self._seeding = seeding
 
     def _left_s(self, claim: Claim, train_s: float) -> float:
-        self._free_s = max(self._free_s, self._seeding.free_s)
+        self._free_s = max(self._free_s, self._seeding.free_s())
         left_s = super()._left_s(claim, train_s)
         self._seeding.claimed(sum(len(group.members) for group in claim.groups), train_s - left_s)
         return left_s
@@ -174,7 +170,7 @@ class SimulatedRun(World):
         self._ended_s: dict[int, float] = {}
         self._starting = set[str]()  # samplers that had left and start again
         seeding = sampler_names(config)[config.sampler.count - cluster.learner.samplers :]
-        self._seeding = Seeding(self, seeding) if seeding else None
+        self._seeding, self.local_roles = Seeding(self, seeding) if seeding else None, list(seeding)
 
     def _question(self, index: int) -> str:
         drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config, index))
@@ -188,6 +184,10 @@ class SimulatedRun(World):
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
         return engine
 
+    def samplers(self) -> int:
+        """The number of samplers that run."""
+        return sum(role != "learner" and not job.done() for role, (job, _) in self._alive.items())
+
     async def leave(self, role: str, engine: SimulatedEngine) -> None:
         """End a sampler, which returns its leases with the tokens of its members."""
         job, _ = self._alive[role]
@@ -197,8 +197,8 @@ class SimulatedRun(World):
         await engine.close()
 
     def _make_engine(self, role: str) -> SimulatedEngine:
-        local = self._seeding is not None and role in self._seeding.roles  # its weights are on its devices
-        return SimulatedEngine(self._cluster, self.config, role, Links(TransferCosts()) if local else self.links)
+        links = Links(TransferCosts()) if role in self.local_roles else self.links
+        return SimulatedEngine(self._cluster, self.config, role, links)
 
     def learner(self) -> asyncio.Future[int]:
         """Start the learner; the future is its exit code."""
@@ -240,7 +240,7 @@ class SimulatedRun(World):
     def _start_missing(self, starting: list[asyncio.Task[None]]) -> None:
         """Start samplers again that had left, as many as the run asks for, as a supervisor does."""
         asked = self.store.fleet.missing - len(self._starting) if self.store.fleet else 0
-        spared = {*self._starting, *(() if self._seeding is None else self._seeding.roles)}
+        spared = {*self._starting, *self.local_roles}
         names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in spared]
         for name in names[: max(0, asked)]:
             self._starting.add(name)
@@ -293,8 +293,7 @@ def simulated_rows(
 ) -> list[Mapping[str, Any]]:
     """The metric rows of a simulated run of `config` on `cluster`.
 
-    With `keep`, the log and the metric rows are written into `run_dir`. `report` gets a line of progress every five
-    seconds. InfraError if the run cannot end.
+    With `keep`, log and rows are written into `run_dir`. `report` gets progress. InfraError if the run cannot end.
     """
     config = costs.checked(config)
     _check_roles(config, cluster)
@@ -325,7 +324,7 @@ def simulated_rows(
 
 
 def _check_roles(config: Config, cluster: Cluster) -> None:
-    """Raise ConfigError for a run without samplers, and for a failure of a role that the run does not have."""
+    """Raise ConfigError for a run without samplers, a failure of an unknown role, and samplers that cannot help."""
     if not config.sampler.count:
         raise ConfigError("sampler.count", 0, "no sampler joins a simulated run", "Set it to 1 or more.")
     roles = ["learner", *sampler_names(config)]
@@ -334,17 +333,15 @@ def _check_roles(config: Config, cluster: Cluster) -> None:
             raise ConfigError("failures.role", failure.role, "the run has no such role", f"Known: {', '.join(roles)}.")
     if not (seeding := cluster.learner.samplers):
         return
-    key, none = "learner.samplers", "Set it to 0, or leave it out of the cluster file."
-    _refuse_if(config.schedule.alpha > 0, key, seeding, "they sample for synchronous steps (schedule.alpha=0)", none)
-    few = f"{config.sampler.count} samplers (sampler.count) include these and at least one with devices of its own"
-    _refuse_if(config.sampler.count <= seeding, key, seeding, few, "Raise sampler.count, or lower it.")
     is_lost = {"learner", *roles[len(roles) - seeding :]} & {failure.role for failure in cluster.failures}
-    _refuse_if(bool(is_lost), key, seeding, "a failure of the learner's devices is not simulated with them", none)
-
-
-def _refuse_if(wrong: bool, key: str, value: object, reason: str, remedy: str) -> None:
-    if wrong:
-        raise ConfigError(key, value, reason, remedy)
+    for wrong, reason in (
+        (config.schedule.alpha > 0, "they sample for synchronous steps (schedule.alpha=0)"),
+        (config.sampler.count <= seeding, "sampler.count includes these, and one with devices of its own"),
+        (config.sampler.least_count > 0, "the run plans with sampler.least_count"),
+        (bool(is_lost), "a failure of the learner's devices is not simulated with them"),
+    ):
+        if wrong:
+            raise ConfigError("learner.samplers", seeding, reason, "Set it to 0 in the cluster file.")
 
 
 @contextlib.contextmanager
@@ -447,21 +444,26 @@ def scheduled_on(config: Config, cluster: Cluster, name: str) -> tuple[Config, C
 
     Samplers on the learner's devices belong to `partial_overlap` only: others have so many fewer.
     """
-    found, seeding = scheduled(config, "sync" if name in STREAMED else name), cluster.learner.samplers
-    sampler, learner = found.sampler, replace(cluster.learner, streams=name in STREAMED or cluster.learner.streams)
+    return _streamed(scheduled(config, "sync" if name in STREAMED else name), cluster, name)
+
+
+def _streamed(config: Config, cluster: Cluster, name: str) -> tuple[Config, Cluster]:
+    sampler, seeding = config.sampler, cluster.learner.samplers
+    learner = replace(cluster.learner, streams=name in STREAMED or cluster.learner.streams)
     if name == "partial_overlap":
-        remedy = "Set their number in [learner] of the cluster file; sampler.count includes them."
-        _refuse_if(not seeding, "learner.samplers", 0, "no sampler fits on the learner's devices", remedy)
+        if not seeding:
+            remedy = "Set their number in [learner] of the cluster file; sampler.count includes them."
+            raise ConfigError("learner.samplers", 0, "no sampler fits on the learner's devices", remedy)
         sampler = replace(sampler, flush_tokens=sampler.flush_tokens or FLUSH_TOKENS)
     elif seeding:
         sampler, learner = replace(sampler, count=sampler.count - seeding), replace(learner, samplers=0)
-    return replace(found, sampler=sampler), replace(cluster, learner=learner)
+    return replace(config, sampler=sampler), replace(cluster, learner=learner)
 
 
 def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config, Cluster]]:
     """Config and cluster of all combinations of the sweeps `KEY=VALUE,VALUE,…`, each with its values.
 
-    KEY is a key of the config, or `schedule` for the name of a schedule. ConfigError for what cannot be parsed.
+    KEY is a key of the config, or `schedule`. ConfigError for what cannot be parsed, before the first is returned.
     """
     lists = []
     for text in sweeps:
@@ -469,20 +471,18 @@ def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[t
         if not (key and equals and values):
             raise ConfigError("--sweep", text, "not KEY=VALUE,VALUE", "As in --sweep=schedule.alpha=0,1,2.")
         lists.append([(key, value) for value in values.split(",")])
+    found = []
     for chosen in itertools.product(*lists):
-        values = dict(chosen)
+        values, one = dict(chosen), config
+        if name := values.get(SCHEDULE, ""):
+            fixed = SCHEDULES.get(base := "sync" if name in STREAMED else name, {})
+            for key in {f"schedule.{key}" for key in ("mode", *fixed)} & values.keys():
+                raise ConfigError("--sweep", key, f"schedule={name} fixes it", "Sweep one of the two.")
+            one = scheduled(config, base)
         changes = [f"{key}={value}" for key, value in chosen if key != SCHEDULE]
-        fixed = {
-            f"schedule.{key}"
-            for key in (
-                "mode",
-                *SCHEDULES.get("sync" if values.get(SCHEDULE) in STREAMED else values.get(SCHEDULE, ""), ()),
-            )
-        }
-        for key in fixed & values.keys() if SCHEDULE in values else ():
-            raise ConfigError("--sweep", key, f"schedule={values[SCHEDULE]} fixes it", "Sweep one of the two.")
-        one = configs.parse(configs.override(configs.to_dict(config), changes))
-        yield values, *(scheduled_on(one, cluster, values[SCHEDULE]) if SCHEDULE in values else (one, cluster))
+        one = configs.parse(configs.override(configs.to_dict(one), changes))
+        found.append((values, *(_streamed(one, cluster, name) if name else (one, cluster))))
+    yield from found
 
 
 def lines(found: Figures) -> list[str]:

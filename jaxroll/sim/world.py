@@ -294,7 +294,7 @@ class World:
         self.network, self.store = network or Network(), VirtualStore(config, feed, metrics, keep_bytes)
         self.sessions: dict[str, EngineSession] = {}
         self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
-        self.trained: list[Any] = []  # by learners that ended
+        self.trained, self.local_roles = list[Any](), list[str]()  # by learners that ended; on the learner's devices
         self._jobs: list[asyncio.Future[Any]] = []
         self._alive: dict[str, tuple[asyncio.Future[Any], list[MemoryTransport]]] = {}  # by role
         self._clients: list[StoreClient] = []
@@ -379,7 +379,8 @@ class World:
         """Start a role with `engine`, which is also its thread, proxy and weight receiver."""
         loop, transport = asyncio.get_running_loop(), self.transport(role)
         session = EngineSession(role, self.args, pool or ScoringPool(1), loop, transport)
-        relay = None if self.config.transfer.relay == "none" else msg.RelayState(address=role)
+        relays = self.config.transfer.relay != "none" and role not in self.local_roles
+        relay = msg.RelayState(address=role) if relays else None
         follower = WeightFollower(engine, engine, session.progress, engine.in_force_s, relay)
         session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]
         session.proxy = engine

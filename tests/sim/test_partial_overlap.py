@@ -15,7 +15,7 @@ from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.policy.step_times import FIRST_S, LEAST_S, SeedingTime
 from jaxroll.sim import costs, simulate
-from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, Workload
+from jaxroll.sim.costs import Cluster, Law, LearnerCosts, RoleFailure, SamplerCosts, TransferCosts, Workload
 
 
 class Step:
@@ -115,6 +115,25 @@ def test_the_learners_devices_shorten_the_steps_of_a_streaming_learner_that_they
     hours = 7.0 / 3600  # two samplers and the learner, whose devices are paid once
     for found in (alone, helped):
         assert found["cost_per_million_tokens"] == pytest.approx(hours / found["tokens_per_s"] * 1e6)
+
+
+def test_the_time_is_that_of_the_samplers_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, begin = list[int](), SeedingTime.begin
+    monkeypatch.setattr(SeedingTime, "begin", lambda self, samplers: counts.append(samplers) or begin(self, samplers))
+    lost = (RoleFailure(40.0, "sampler-0", 60.0),)
+    simulate.simulated_rows(config(), replace(CLUSTER, failures=lost), Path(), keep=False)
+    assert counts[0] == counts[-1] == 2 and 1 in counts and set(counts) == {1, 2}
+
+
+def test_samplers_on_the_learners_devices_are_no_relays() -> None:
+    """Weights take 1 s; a receiver that waited for such a relay would wait for 5 s."""
+    sends = TransferCosts(size_bytes=1e9, bytes_per_s=1e9, sender_bytes_per_s=1e9)
+    relayed = replace(config(steps=6), transfer=replace(config().transfer, channel="tcp", relay="tree"))
+    relayed = replace(relayed, sampler=replace(relayed.sampler, count=7))
+    four = replace(CLUSTER, transfer=sends, learner=replace(CLUSTER.learner, samplers=4))
+    found = simulate.simulated_rows(relayed, four, Path(), keep=False)
+    fetches = [row for row in found if row.get("kind") == "span" and row.get("what") == "fetch"]
+    assert max(row["t1"] - row["t0"] for row in fetches) < 2.5
 
 
 @pytest.mark.parametrize(
