@@ -124,6 +124,7 @@ TASKS = {
         changes=(
             "task.args.env=benchmarks.lib.opponents:tictactoe",
             "task.args.max_turns=6",
+            "task.args.forfeit=false",
             "schedule.steps=96",
             "evaluator.every=32",
             *SAMPLED,
@@ -135,8 +136,8 @@ TASKS = {
         changes=(
             f"evaluator.sets={json.dumps({'random': AGAINST_RANDOM})}",
             "task.heldout_items=16",
-            "schedule.steps=96",
-            "evaluator.every=32",
+            "schedule.steps=160",
+            "evaluator.every=40",
             *SAMPLED,
         ),
         judged="random",

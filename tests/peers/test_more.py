@@ -24,6 +24,8 @@ def test_pettingzoo_accepts_the_text_and_turns_earn_the_reward_of_their_player(p
     assert {name: found[name] for name in KEPT} == KEPT
     assert found["reward"] == 1.0 and found["parts"]["player.1"] == -1.0 and found["parts"]["misread"] == 2.0
     assert [found["parts"][f"turn.{turn}"] for turn in range(7)] == [1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0]
+    turns = {"turn.0": 0.0, "turn.1": 0.0, "turn.2": -1.0, "turns": 3.0, "misread": 1.0}
+    assert found["forfeit"] == {"player.0": -1.0, "player.1": 0.0, "reward": -1.0, **turns}
     assert found["numbers"] == " ".join("0" * 18)
     assert found["alone"] == KEPT
 

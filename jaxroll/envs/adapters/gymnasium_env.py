@@ -209,13 +209,16 @@ class AECSettings:
     """Settings of `task.args`.
 
     `env` is the function that makes the game, as `package.module:name`, and `make` its arguments. `observation` is a
-    function `package.module:name` of (env, player) that returns text. `actions` names discrete actions in order.
+    function `package.module:name` of (env, player) that returns text. `actions` names discrete actions in order. With
+    `forfeit` an answer without a legal action ends the game and costs its player 1, as the reward of that turn alone:
+    otherwise a player who is about to lose gains by such answers.
     """
 
     env: str = "pettingzoo.classic.tictactoe_v3:env"
     make: dict = field(default_factory=dict)
     observation: str = "jaxroll.envs.adapters.gymnasium_env:board"
     actions: Sequence[str] = ()
+    forfeit: bool = False
 
 
 def board(env: Any, player: str) -> str:
@@ -331,6 +334,11 @@ class PettingZooGame(Game):
                 self._earned[player] += float(env.rewards.get(agent, 0.0))
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         parts = player_parts(self._turns_of, self._earned) if over else {}
+        if misread and self.settings.forfeit:
+            over, last = True, self._turns_of[-1]
+            parts = player_parts(self._turns_of, self._earned) | {f"turn.{len(self._turns_of) - 1}": -1.0}
+            self._earned[last] -= 1.0
+            parts[f"player.{last}"] = self._earned[last]
         view = "" if over else env.observe(env.agent_selection)["text"]
         return GameView(view, over, self._earned[0], parts, misread)
 

@@ -91,8 +91,8 @@ def textarena() -> dict[str, Any]:
 
 
 def pettingzoo() -> dict[str, Any]:
-    """Also: PettingZoo's own test of the wrapper, the parts of a game with two answers that name no move, and the
-    contract of the game against an opponent that moves at random."""
+    """Also: PettingZoo's own test of the wrapper, the parts of a game with answers that name no move and of one that
+    such an answer ends, and the contract of the game against an opponent that moves at random."""
     from pettingzoo.classic import tictactoe_v3
     from pettingzoo.test import api_test
 
@@ -101,15 +101,17 @@ def pettingzoo() -> dict[str, Any]:
     api_test(text_aec(AECSettings()), num_cycles=300, verbose_progress=False)
     own = tictactoe_v3.env()
     own.reset(seed=0)
-    config = loaded("pettingzoo_tictactoe")
+    config, forfeits = (loaded("pettingzoo_tictactoe", forfeit=forfeit) for forfeit in (False, True))
     task = Candidates(config).at(0).task
     *_, last = played(config, task, ["0", "hm", "0", "3", "1", "4", "2"])
+    *_, lost = played(forfeits, task, ["0", "1", "hm"])
     sys.path.append(str(ROOT))
     return {
         **contract("pettingzoo_tictactoe"),
         "alone": contract("pettingzoo_tictactoe", env="benchmarks.lib.opponents:tictactoe", max_turns=6),
         "parts": last.reward_parts,
         "reward": last.reward,
+        "forfeit": {**lost.reward_parts, "reward": lost.reward},
         "numbers": numbers(own, "player_1"),
     }
 
