@@ -49,8 +49,7 @@ SLOW = "its members take much longer than those of others"
 UNRELIABLE = 0.1  # share of the last members that failed
 BROKEN = 0.3  # share above which DATA failures count too, if other holders do not have them
 _OF_ONE = 0.05  # weight of the newest member in that share
-# Each claim multiplies them, so that a holder without leases is tried again.
-KEPT_BY_CLAIM = 0.99  # of the share
+KEPT_BY_CLAIM = 0.99  # of the share, so that a holder without leases is tried again
 MEAN_KEPT_BY_CLAIM = 0.995  # of the mean duration of a holder without leases: a trial of it delays a claim
 
 
@@ -249,9 +248,8 @@ _KEPT = 0.99  # decay of the past at each claim
 class Pace:
     """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
 
-    It is constant for `hold` claims, because a change has an effect only when groups leased under it are claimed.
-    `step` is the next increment; it doubles while growing does not help.
-    """
+    It is constant for `hold` claims, until groups leased under it are claimed. `step` is the next increment, doubled
+    while growing does not help."""
 
     groups: int = 0
     hold: int = 0
@@ -262,8 +260,7 @@ class Pace:
     @property
     def waiting_share(self) -> float:
         """The share of its recent time that the learner waited for claims."""
-        whole = self.waited_s + self.worked_s
-        return self.waited_s / whole if whole > 0 else 0.0
+        return self.waited_s / whole if (whole := self.waited_s + self.worked_s) > 0 else 0.0
 
 
 def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
@@ -354,12 +351,14 @@ FETCHES_S = 60.0  # one without the newest weights has its share for so long aft
 
 
 class Recent(msgspec.Struct):
-    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim."""
+    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim; and
+    the mean of these and the leases held at the end of each member."""
 
     mean_s: float = 0.0
     count: int = 0
     mean_tokens: float = 0.0
     done: float = 0.0
+    mean_got: float = 0.0
 
     @property
     def per_token_s(self) -> float:
@@ -393,7 +392,7 @@ class HolderIndex:
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
         self._means, self._mean_of = list[tuple[float, str]](), dict[str, float]()
-        self._quick, self._alike = (0.0, 0.0), True  # seconds of a member and per token of the quickest, on the grid
+        self._quick, self._alike = (0.0, 0.0, 0.0), True  # of the quickest: seconds, seconds per token, what it got
         self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
         self._good: dict[str, int] = {}  # name → room, of those that delay no claims
         self._room = self._good_room = 0
@@ -417,9 +416,9 @@ class HolderIndex:
     def is_slow(self, name: str) -> bool:
         """True if the last members of `name`, also at the mean length, took longer than the limit, and much longer than
         the quickest's: equals near the limit would leave all work to one of them."""
-        pace_s, member_s = self._recent_s.get(name, Recent()).per_token_s, self._member_s.get(name, 0.0)
-        own, quick = (pace_s, self._quick[1]) if pace_s else (member_s, self._quick[0])
-        if self._alike and own <= SLOWER * quick:
+        recent, member_s, quick = self._recent_s.get(name, Recent()), self._member_s.get(name, 0.0), self._quick
+        pace_s, more = recent.per_token_s, max(1.0, recent.mean_got / quick[2]) if quick[2] else 1.0
+        if self._alike and (pace_s <= SLOWER * more * quick[1] if pace_s else member_s <= SLOWER * quick[0]):
             return False
         return 0.0 < self._slow_s < min(member_s, pace_s * self._mean_tokens or math.inf)
 
@@ -462,7 +461,8 @@ class HolderIndex:
         while self.dirty:
             self._update(self.dirty.pop())
         mean_s, name = self._means[0] if self._means else (0.0, "")
-        quick = _on_grid(mean_s), _on_grid(self._recent_s.get(name, Recent()).per_token_s)
+        first = self._recent_s.get(name, Recent())
+        quick = (_on_grid(mean_s), _on_grid(first.per_token_s), _on_grid(first.mean_got))
         if quick != self._quick:
             self._quick = quick
             self._sort()

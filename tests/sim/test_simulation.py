@@ -197,6 +197,9 @@ def test_a_sweep_over_a_key_that_the_mode_of_the_config_fixes_changes_it() -> No
     synchronous = configs.parse(configs.override(configs.to_dict(config()), ["schedule.mode=sync"]))
     found = simulate.swept(synchronous, CLUSTER, ["schedule=bounded", "schedule.alpha=1,2"])
     assert [one.schedule.alpha for _, one, _ in found] == [1.0, 2.0]
+    for sweep in ("schedule.alpha=0,1", "schedule=bounded,"):
+        with pytest.raises(ConfigError):
+            list(simulate.swept(synchronous, CLUSTER, [sweep]))
     with pytest.raises(ConfigError, match="schedule=sync fixes it"):
         next(simulate.swept(synchronous, CLUSTER, ["schedule=bounded,sync", "schedule.alpha=1"]))
 
@@ -478,6 +481,14 @@ def test_a_sampler_with_more_members_at_once_is_not_taken_for_a_slow_one() -> No
     """At first one sampler leases 48 members and the other 16, which take a third of the time."""
     sync, bounded = (figures(computing(2, alpha), COMPUTING) for alpha in (0.0, 1.0))
     assert bounded["step_s"] < 0.9 * sync["step_s"]
+
+
+def test_a_sampler_that_got_most_of_the_first_work_is_not_slow_ever_after() -> None:
+    base = computing(4, alpha=2.0)
+    roomy = replace(base, sampler=replace(base.sampler, slots=64))
+    found = simulate.simulated_rows(roomy, COMPUTING, Path(), keep=False)
+    members = Counter(row["role"] for row in found if row.get("kind") == "members" for _ in row["rows"])
+    assert min(members.values()) > max(members.values()) / 2, members
 
 
 def test_a_sampler_that_takes_three_times_as_long_delays_few_steps() -> None:

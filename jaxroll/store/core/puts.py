@@ -333,6 +333,8 @@ def _note_duration(state: State, holder: str, took_s: float, tokens: int, *, is_
         recent.mean_s += (took_s - recent.mean_s) / recent.count
         recent.mean_tokens += (tokens - recent.mean_tokens) / recent.count
         recent.done += 1
+        got = recent.done + len(state.index.leased_to(holder))
+        recent.mean_got += (got - recent.mean_got) / recent.count
         state.recent_s[holder] = recent
         dropped += keep_newest(state.recent_s)
     state.by_holder.dirty |= {holder, *dropped}
