@@ -423,7 +423,8 @@ class Links:
         self._held.pop(name, None)
         for transfer in self._moving.values():
             if name != LEARNER and name in transfer.sources:  # what the learner has published can be fetched after it
-                transfer.until_s = asyncio.get_running_loop().time() + BEGIN_S
+                if name == transfer.sources[0]:
+                    transfer.until_s = asyncio.get_running_loop().time() + BEGIN_S
                 transfer.sources.remove(name)
         self._plan()
 

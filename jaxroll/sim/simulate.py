@@ -474,14 +474,14 @@ def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[t
     found = []
     for chosen in itertools.product(*lists):
         values, one = dict(chosen), config
-        if name := values.get(SCHEDULE, ""):
+        if (name := values.get(SCHEDULE)) is not None:
             fixed = SCHEDULES.get(base := "sync" if name in STREAMED else name, {})
             for key in {f"schedule.{key}" for key in ("mode", *fixed)} & values.keys():
                 raise ConfigError("--sweep", key, f"schedule={name} fixes it", "Sweep one of the two.")
             one = scheduled(config, base)
         changes = [f"{key}={value}" for key, value in chosen if key != SCHEDULE]
-        one = configs.parse(configs.override(configs.to_dict(one), changes))
-        found.append((values, *(_streamed(one, cluster, name) if name else (one, cluster))))
+        one = configs.parse(configs.override(configs.to_dict(one), changes), changes)
+        found.append((values, *((one, cluster) if name is None else _streamed(one, cluster, name))))
     yield from found
 
 
