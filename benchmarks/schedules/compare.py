@@ -299,6 +299,9 @@ that is more than {clearly:.0%} slower with the first seed got no other seeds. T
 and one seed. `stream` is a model of a learner that JaxRoll does not have. With
 `partial overlap` the learner's devices generate for T seconds of each step; then their rollouts go on elsewhere and the
 learner streams. T follows RLBoost's rule ([step_times.py](../../jaxroll/policy/step_times.py)).
+
+Computed before two changes, and not again: the store's rule for slow samplers (ef9db861, f56211de), and T, which since
+e838b1cf follows the samplers that are lost (the spot workload).
 """
 
 
