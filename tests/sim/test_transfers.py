@@ -82,14 +82,14 @@ def test_a_transfer_that_is_shorter_than_the_clock_can_show_ends() -> None:
     """After 10⁶ s the clock shows differences of 10⁻¹⁰ s; a rest of fewer seconds would never arrive."""
     quick = TransferCosts(size_bytes=1e6, bytes_per_s=1e9, sender_bytes_per_s=1e9)
 
-    async def job() -> None:
+    async def job() -> list[Any]:
         await asyncio.sleep(1e6)
         links = Links(quick)
         names = [f"s{number}" for number in range(9)]
         relays = [[], *([names[number // 2]] for number in range(8))]
-        await asyncio.gather(*(links.fetch(name, 1, of) for name, of in zip(names, relays, strict=True)))
+        return await asyncio.gather(*(links.fetch(name, 1, of) for name, of in zip(names, relays, strict=True)))
 
-    network.run(job(), 2e6)
+    assert [one.fetched_bytes for one in network.run(job(), 2e6)] == pytest.approx([1e6] * 9, rel=1e-3)
 
 
 def test_a_learner_that_is_lost_keeps_nobody_waiting() -> None:
