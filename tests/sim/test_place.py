@@ -75,6 +75,23 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert place.simulated(planner, one)["step_s"] == pytest.approx(rows["sync"].step_s, rel=0.05)
 
 
+def predicted(
+    schedule: str, answer_tokens: int, train_s: float, env_s: float = 0.0, **transfer: float
+) -> tuple[float, float]:
+    """The predicted and the simulated seconds of a step of 16 answers at once, 0.1 s a token, on one sampler."""
+    measured = Hardware(
+        sampler=SamplerCosts(step_overhead_s=0.1),
+        learner=LearnerCosts(step_overhead_s=train_s),
+        transfer=TransferCosts(**transfer),
+        workload=Workload(answer_tokens=Law(mean=answer_tokens), env_s=Law(mean=env_s)),
+        devices=(DeviceType("any", 2),),
+        search=Space((schedule,), (1.0,)),
+    )
+    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
+    one, found = place.ranked(planner, "throughput")[0]
+    return found.step_s, place.simulated(planner, one)["step_s"]
+
+
 @pytest.mark.parametrize(
     ("schedule", "step_s"), [("one_step", 5.0), ("bounded", 5.0), ("interval", 6.0), ("pure", 5.0)]
 )
@@ -83,48 +100,19 @@ def test_the_prediction_of_equal_rollouts_is_that_of_the_simulation(schedule: st
 
     With intervals the learner waits, too, until samplers have its weights.
     """
-    measured = Hardware(
-        sampler=SamplerCosts(step_overhead_s=0.1),
-        learner=LearnerCosts(step_overhead_s=3.0),
-        transfer=TransferCosts(publish_s=3.0),
-        workload=Workload(answer_tokens=Law(mean=40)),
-        devices=(DeviceType("any", 2),),
-        search=Space((schedule,), (1.0,)),
-    )
-    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
-    one, found = place.ranked(planner, "throughput")[0]
-    assert found.step_s == pytest.approx(step_s, rel=0.01)
-    assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.05)
+    found, simulated = predicted(schedule, 40, 3.0, publish_s=3.0)
+    assert found == pytest.approx(step_s, rel=0.01) and simulated == pytest.approx(found, rel=0.05)
 
 
 def test_with_intervals_samplers_fetch_between_two_batches() -> None:
-    measured = Hardware(
-        sampler=SamplerCosts(step_overhead_s=0.1),
-        learner=LearnerCosts(step_overhead_s=0.1),
-        transfer=TransferCosts(latency_s=2.0),
-        workload=Workload(answer_tokens=Law(mean=40)),
-        devices=(DeviceType("any", 2),),
-        search=Space(("interval",), (1.0,)),
-    )
-    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
-    one, found = place.ranked(planner, "throughput")[0]
-    assert found.step_s == pytest.approx(6.0, rel=0.05)
-    assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.05)
+    found, simulated = predicted("interval", 40, 0.1, latency_s=2.0)
+    assert found == pytest.approx(6.0, rel=0.05) and simulated == pytest.approx(found, rel=0.05)
 
 
 def test_new_weights_wait_for_running_answers_and_not_for_their_environments() -> None:
     """Answers of 1.6 s, then 6 s of the environment: steps are about (6 + 1.6 + 1.6) / 2 s long, and not 7.6."""
-    measured = Hardware(
-        sampler=SamplerCosts(step_overhead_s=0.1),
-        learner=LearnerCosts(step_overhead_s=0.1),
-        workload=Workload(answer_tokens=Law(mean=16), env_s=Law(mean=6.0)),
-        devices=(DeviceType("any", 2),),
-        search=Space(("one_step",), (1.0,)),
-    )
-    planner = place.Planner(config(steps=16, groups_per_step=4, group_size=4), measured)
-    one, found = place.ranked(planner, "throughput")[0]
-    assert place.simulated(planner, one)["step_s"] == pytest.approx(found.step_s, rel=0.15)
-    assert 3.8 <= found.step_s <= 4.7
+    found, simulated = predicted("one_step", 16, 0.1, env_s=6.0)
+    assert 3.8 <= found <= 4.7 and simulated == pytest.approx(found, rel=0.15)
 
 
 def test_nothing_that_exceeds_the_memory_is_chosen() -> None:
