@@ -67,7 +67,7 @@ def test_a_sampler_that_takes_three_times_as_long_delays_few_steps() -> None:
     slow = replace(COMPUTING, learner=LearnerCosts(step_overhead_s=2.0), sampler=quick,
                    samplers=(quick, replace(quick, step_overhead_s=0.15)))  # fmt: skip
     base = computing(2, alpha=2.0)
-    roomy = replace(base, sampler=replace(base.sampler, slots=64))
+    roomy = replace(base, sampler=replace(base.sampler, slots=64), schedule=replace(base.schedule, steps=16))
     found = simulate.simulated_rows(roomy, slow, Path(), keep=False)
     members = Counter(row["role"] for row in found if row.get("kind") == "members" for _ in row["rows"])
-    assert members["sampler-1"] < members["sampler-0"] / 4
+    assert members["sampler-1"] < members["sampler-0"] / 3
