@@ -292,3 +292,33 @@ class Item(msgspec.Struct, frozen=True):
     env_args: dict[str, Any]
     worked: tuple[Message, ...] = ()
     messages: tuple[Message, ...] = ()
+
+
+# --- Questions: counts of their groups, each of which counts once however often a learner trains on it
+
+QUESTIONS_KEPT = 20_000  # those touched last; the store's table `questions` has all
+
+
+class Question(msgspec.Struct, array_like=True):
+    """Counts of one question: groups issued and trained; members claimed or filtered, their rewards and tokens."""
+
+    issued: int = 0
+    trained: int = 0
+    members: int = 0
+    reward_sum: float = 0.0
+    last_step: int | None = None  # the claim that took it last
+    tokens: int = 0  # sampled by these members
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean reward over all members that were claimed or filtered; None before the first."""
+        return self.reward_sum / self.members if self.members else None
+
+
+def touch(questions: dict[str, Question], question_hash: str) -> Question:
+    """Return the question's row and make it the newest; drop the oldest beyond `QUESTIONS_KEPT`."""
+    row = questions.pop(question_hash, None) or Question()
+    questions[question_hash] = row
+    if len(questions) > QUESTIONS_KEPT:
+        del questions[next(iter(questions))]
+    return row

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -112,36 +113,6 @@ class Health(msgspec.Struct):
     def note_success(self) -> None:
         """Count a put: end the rest, reset the failures and halve the number of rests."""
         self.failures, self.rests, self.rested_at_s = 0, self.rests // 2, None
-
-
-# --- Questions: counts of their groups, each of which counts once however often a learner trains on it
-
-QUESTIONS_KEPT = 20_000  # those touched last; the store's table `questions` has all
-
-
-class Question(msgspec.Struct, array_like=True):
-    """Counts of one question: groups issued and trained; members claimed or filtered, their rewards and tokens."""
-
-    issued: int = 0
-    trained: int = 0
-    members: int = 0
-    reward_sum: float = 0.0
-    last_step: int | None = None  # the claim that took it last
-    tokens: int = 0  # sampled by these members
-
-    @property
-    def reward_mean(self) -> float | None:
-        """Mean reward over all members that were claimed or filtered; None before the first."""
-        return self.reward_sum / self.members if self.members else None
-
-
-def touch(questions: dict[str, Question], question_hash: str) -> Question:
-    """Return the question's row and make it the newest; drop the oldest beyond `QUESTIONS_KEPT`."""
-    row = questions.pop(question_hash, None) or Question()
-    questions[question_hash] = row
-    if len(questions) > QUESTIONS_KEPT:
-        del questions[next(iter(questions))]
-    return row
 
 
 # --- Staleness limiter
@@ -299,35 +270,59 @@ def _settling(groups: int, batch: int) -> int:
 
 # --- shares of scarce work, and the splitting of groups
 #
-#     share = ⌈available · room / (room + the others' room)⌉   members if there is less work than room, otherwise `room`
+#     share = ⌈work · capacity / (capacity + the others')⌉ − held   if there is less work than room, otherwise `room`
 #
-# If members of a group stay `together` on one sampler, their prompt is computed once; `spread` over all with room they
-# finish sooner. `auto` keeps them together unless samplers would be idle or the learner waits for that group. A sampler
-# with room for a part of a group takes it, except with `together`: under load slots become free one by one.
+# Capacity is room and held leases; work is what is available and what they all hold. So a sampler that has its part
+# leaves the rest to one that still fetches the new weights, until it holds less again. If members of a group stay
+# `together` on one sampler, their prompt is computed once; `spread` over all with room they finish sooner. `auto` keeps
+# them together unless samplers would be idle or the learner waits for that group. A sampler with room for a part of a
+# group takes it, except with `together`: under load slots become free one by one.
+
+
+class Rooms(NamedTuple):
+    """Sums over samplers: members for which they have room, leases held, and how many samplers fetch newer weights."""
+
+    room: int = 0
+    held: int = 0
+    fetching: int = 0
+
+    @classmethod
+    def sum(cls, rooms: Iterable[Rooms]) -> Rooms:
+        """The sums of all."""
+        return cls(*map(sum, zip(*rooms, strict=True)))
 
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a sampler with `room`; `others` is the room of all others, `available` the work. Unit: members."""
+    """Share of a sampler with `room` that holds `held` leases; `others` ask too. `available`: work. Unit: members."""
 
     room: int
-    others: int = 0
+    others: Rooms = field(default_factory=Rooms)
     available: int = 0
     replicate: str = "together"
+    held: int = 0
 
     @property
     def is_scarce(self) -> bool:
         """True if there is less work than room."""
-        return self.others > 0 and self.available < self.room + self.others
+        return self.others.room > 0 and self.available < self.room + self.others.room
 
     @property
     def members(self) -> int:
-        """The number of members that the sampler may take; at least one, if there is one."""
-        return max(1, self._part(self.available)) if self.is_scarce else self.room
+        """The number of members that the sampler may take, so that all hold equal parts of their capacity.
+
+        At least one, unless it is left to a sampler that fetches its weights.
+        """
+        if not self.is_scarce:
+            return self.room
+        capacity, held = self.room + self.held, self.held + self.others.held
+        part = -(-(self.available + held) * capacity // (capacity + self.others.room + self.others.held))
+        least = 0 if self.others.fetching and self.available else 1
+        return min(self.room, max(least, part - self.held))
 
     def splits(self, awaited: bool) -> bool:
         """True if the members of a group are split between samplers; `awaited`: the learner waits for that group."""
-        if self.others == 0 or self.replicate == "together":
+        if self.others.room == 0 or self.replicate == "together":
             return False
         return self.replicate == "spread" or self.is_scarce or awaited
 
@@ -341,7 +336,7 @@ class Share:
         return min(free, left if begun else left + self.room - self.members)
 
     def _part(self, members: int) -> int:
-        return -(-members * self.room // (self.room + self.others))
+        return -(-members * self.room // (self.room + self.others.room))
 
 
 # --- durations and room of all holders
@@ -393,12 +388,11 @@ class HolderIndex:
         self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
         self._means, self._mean_of = list[tuple[float, str]](), dict[str, float]()
         self._quick, self._alike = (0.0, 0.0, 0.0), True  # of the quickest: seconds, seconds per token, what it got
-        self._rooms: dict[str, tuple[float, int]] = {}  # name → (asked at, room), in the order of time
-        self._good: dict[str, int] = {}  # name → room, of those that delay no claims
-        self._room = self._good_room = 0
+        self._rooms: dict[str, tuple[float, Rooms]] = {}  # name → (asked at, room), in the order of time
+        self._good, self._good_sums = dict[str, Rooms](), [0, 0, 0]  # those of them that delay no claims
         self.set_failing(failing)
         for name, at_s in sorted({**hungry, **behind}.items(), key=lambda one: one[1]):
-            self.set_room(name, at_s, rooms.get(name, 0))
+            self.set_room(name, at_s, Rooms(rooms.get(name, 0), 0, int(name in behind)))
 
     def set_failing(self, failing: Mapping[str, float]) -> None:
         """Read this table of the shares of failed members from now on."""
@@ -426,12 +420,17 @@ class HolderIndex:
         """True if `name` delays claims because it is slow or fails."""
         return self._failing.get(name, 0.0) > UNRELIABLE or self.is_slow(name)
 
-    def set_room(self, name: str, at_s: float, room: int | None) -> None:
-        """Note that `name` asked at `at_s` with `room` for more members; None: it has no room."""
+    def set_room(self, name: str, at_s: float, rooms: Rooms | None) -> None:
+        """Note that `name` asked at `at_s` with this room; None: it has no room."""
         self._drop(name)
-        if room is not None:
-            self._rooms[name] = at_s, room
-            self._room += room
+        if rooms is not None:
+            self._rooms[name] = at_s, rooms
+            self._place(name)
+
+    def note_published(self) -> None:
+        """Note newer weights, which all that have room lack."""
+        for name, (at_s, rooms) in self._rooms.items():
+            self._rooms[name] = at_s, rooms._replace(fetching=1)
             self._place(name)
 
     def quickest(self) -> Iterator[tuple[float, str]]:
@@ -450,12 +449,12 @@ class HolderIndex:
         self._expire(now_s)
         return (name for name in self._good if name != but and now_s - self._hungry.get(name, -math.inf) <= HUNGRY_S)
 
-    def room_of_others(self, but: str, now_s: float) -> int:
-        """The room of those that compete with `but`, in members: of all, or without it those that delay no claims."""
+    def rooms_of_others(self, but: str, now_s: float) -> Rooms:
+        """The room of those that compete with `but`: of all, or without it those that delay no claims."""
         self._expire(now_s)
         if self.holds_up(but):
-            return self._room - self._rooms.get(but, (0.0, 0))[1]
-        return self._good_room - self._good.get(but, 0)
+            return Rooms.sum(rooms for name, (_, rooms) in self._rooms.items() if name != but)
+        return Rooms(*(whole - own for whole, own in zip(self._good_sums, self._good.get(but, Rooms()), strict=True)))
 
     def _settle(self) -> None:
         while self.dirty:
@@ -486,14 +485,15 @@ class HolderIndex:
             self._drop(next(iter(self._rooms)))
 
     def _drop(self, name: str) -> None:
-        self._room -= self._rooms.pop(name, (0.0, 0))[1]
-        self._good_room -= self._good.pop(name, 0)
+        self._rooms.pop(name, None)
+        self._place(name)
 
     def _place(self, name: str) -> None:
-        self._good_room -= self._good.pop(name, 0)
-        if not self.holds_up(name):
-            self._good[name] = room = self._rooms[name][1]
-            self._good_room += room
+        before = self._good.pop(name, Rooms())
+        after = Rooms() if name not in self._rooms or self.holds_up(name) else self._rooms[name][1]
+        self._good_sums = [old + new - own for old, new, own in zip(self._good_sums, after, before, strict=True)]
+        if after.room:
+            self._good[name] = after
 
     def _sort(self) -> None:
         for name in self._rooms:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.sim import costs, simulate
+from jaxroll.sim import costs, network, simulate
 from jaxroll.sim.costs import Cluster, Law, LearnerCosts, SamplerCosts, Workload
 
 # The time of a token is proportional to the members that are decoded: so loads decide how long a member takes.
@@ -37,14 +41,38 @@ def computing(samplers: int, alpha: float) -> Config:
 
 
 def test_equal_samplers_share_every_step_though_their_members_take_as_long_as_the_learner() -> None:
-    found = simulate.simulated_rows(computing(3, alpha=0.0), COMPUTING, Path(), keep=False)
-    steps = [row for row in found if row.get("kind") == "step"]
-    begun = [
-        (row["role"], start_s) for row in found if row.get("kind") == "members" for _, _, start_s, *_ in row["rows"]
-    ]
-    for before, row in itertools.pairwise(steps):
-        counts = Counter(role for role, start_s in begun if before["t1"] <= start_s < row["t1"])
+    for counts in begun_by_step(simulate.simulated_rows(computing(3, alpha=0.0), COMPUTING, Path(), keep=False)):
         assert sum(counts.values()) == 32 and max(counts.values()) <= 12, counts
+
+
+@pytest.mark.parametrize("placement", ["spread", "auto", "together"])
+def test_a_sampler_that_has_the_weights_first_leaves_the_others_their_part(
+    monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """It asks for more work at once, the others a second later."""
+
+    async def fetch(self: network.Links, receiver: str, version: Any, relays: list[str]) -> Any:
+        await asyncio.sleep(1.0 if receiver != "sampler-0" else 0.0)
+        return await original(self, receiver, version, relays)
+
+    original = network.Links.fetch
+    monkeypatch.setattr(network.Links, "fetch", fetch)
+    config = computing(3, alpha=0.0)
+    config = replace(config, schedule=replace(config.schedule, group_placement=placement))
+    for counts in begun_by_step(simulate.simulated_rows(config, COMPUTING, Path(), keep=False)):
+        assert sum(counts.values()) == 32 and max(counts.values()) <= 12, counts
+
+
+def begun_by_step(rows: list[dict]) -> list[Counter[str]]:
+    """The members that each sampler began between two steps of training."""
+    steps = [row for row in rows if row.get("kind") == "step"]
+    begun = [
+        (row["role"], start_s) for row in rows if row.get("kind") == "members" for _, _, start_s, *_ in row["rows"]
+    ]
+    return [
+        Counter(role for role, start_s in begun if before["t1"] <= start_s < row["t1"])
+        for before, row in itertools.pairwise(steps)
+    ]
 
 
 def test_a_sampler_with_more_members_at_once_is_not_taken_for_a_slow_one() -> None:

@@ -486,5 +486,6 @@ Event = (
     | Extended
 )
 
+LEFT = "the rest is left to samplers that fetch their weights"  # the reason of a NoCredit where a share is used up
 LAGGING = "weights"  # `Hungry.why`, and the reason of a NoCredit, where a sampler needs newer ones
 NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)

@@ -13,10 +13,10 @@ import msgspec
 
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import FETCHES_S, HUNGRY_S, SHORT_S, SLOWER, Health, Question, Share, groups_ahead
+from jaxroll.policy.limiter import FETCHES_S, HUNGRY_S, SHORT_S, SLOWER, Health, Rooms, Share, groups_ahead
 from jaxroll.policy.routing import may_help, serves
 from jaxroll.policy.selection import Curriculum, longest_first, predicted_tokens
-from jaxroll.records import Grant, Task
+from jaxroll.records import Grant, Question, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import (
@@ -110,9 +110,10 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         events, grants, _, _ = _lease_open(settings, state, r, Share(r.max_members), taker, now_s)
         return Decision(events, ev.Leases(tuple(grants), 0))
     taker.groups = lambda group: _serves(settings, state, r.name, group.task)
-    share = share_of(settings, state, r, now_s, taker)
+    share, used = share_of(settings, state, r, now_s, taker), 0
+    if share.members == 0:
+        return _nothing(settings, state, r, ev.LEFT, now_s)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
-    used = 0
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
         events, grants, room = events + more_events, grants + more_grants, room - _members(more_grants)
@@ -120,8 +121,7 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         more_events, more_grants = _lease_of_other_pools(settings, state, r, room, taker, now_s)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
-        unlogged = _seen(state, r, now_s) + _hunger(settings, state, r, refused, now_s)
-        return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
+        return _nothing(settings, state, r, refused, now_s)
     return Decision(events, ev.Leases(tuple(grants), used))
 
 
@@ -324,16 +324,17 @@ def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: in
     return "retention" if is_full or spare_bytes <= 0 else ""
 
 
-def _no_credit(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> StoreRefusal:
-    lag = _published_step(state) - r.version.step
+def _nothing(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> Decision:
+    """A decision that grants nothing, for the reason `refused`."""
+    lag, why = _published_step(state) - r.version.step, refused or "window"
     if refused == "window" and lag > 0:
-        return NoCredit(f"{ev.LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
-    if refused == "window":
-        waiting = outstanding(state)
-        return NoCredit(f"window: {waiting} groups outstanding of {window_in_force(settings, state)}", _ASK_AGAIN_S)
-    if refused == "prompts" and state.data_ended:
-        return NoCredit("end of data: what is leased or resting comes first", _ASK_AGAIN_S)
-    return NoCredit(refused or "window", _ASK_AGAIN_S)
+        why = f"{ev.LAGGING}: {r.version} is {lag} behind"
+    elif refused == "window":
+        why = f"window: {outstanding(state)} groups outstanding of {window_in_force(settings, state)}"
+    elif refused == "prompts" and state.data_ended:
+        why = "end of data: what is leased or resting comes first"
+    unlogged = _seen(state, r, now_s) + _hunger(settings, state, r, refused, now_s)
+    return Decision(unlogged, NoCredit(why, _ASK_AGAIN_S))
 
 
 def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
@@ -363,15 +364,9 @@ def _grants(
     for member, attempt in members:
         by_salt.setdefault(group.slots[member].salt, []).append((member, attempt))
     tokens = dict(resumed)
+    resumed_of = {salt: tuple((m, tokens[m]) for m, _ in some if m in tokens) for salt, some in by_salt.items()}
     return [
-        Grant(
-            group.id,
-            group.task,
-            tuple(some),
-            settings.lease_s,
-            salt,
-            tuple((m, tokens[m]) for m, _ in some if m in tokens),
-        )
+        Grant(group.id, group.task, tuple(some), settings.lease_s, salt, resumed_of[salt])
         for salt, some in by_salt.items()
     ]
 
@@ -382,14 +377,14 @@ def _grants(
 def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker: admission.MemberChooser) -> Share:
     """The caller's share if other samplers have room too; all that it has room for if it is alone."""
     if settings.pools.names:
-        own, asked = state.pools.get(r.name, ""), state.hungry | state.behind
-        others = sum(room for pool, room in _rooms(state, r.name, now_s, asked) if serves(pool, own))
+        own, asked = state.pools.get(r.name, ""), _rooms(state, r.name, now_s, state.hungry | state.behind)
+        others = Rooms.sum(rooms for pool, rooms in asked if serves(pool, own))
     else:
-        others = by_holder(settings, state).room_of_others(r.name, now_s)
-    if others == 0:
+        others = by_holder(settings, state).rooms_of_others(r.name, now_s)
+    if others.room == 0:
         return Share(r.max_members)
-    available = _available(settings, state, r, r.max_members + others, now_s, taker)
-    return Share(r.max_members, others, available, settings.replicate)
+    available = _available(settings, state, r, r.max_members + others.room, now_s, taker)
+    return Share(r.max_members, others, available, settings.replicate, len(state.index.leased_to(r.name)))
 
 
 def _available(
@@ -414,13 +409,18 @@ def _available(
     return found + settings.members_leased * min(new, max(0, -(-(enough - found) // settings.members_leased)))
 
 
-def _rooms(state: State, but: str, now_s: float, asked: Mapping[str, float]) -> list[tuple[str, int]]:
+def _rooms(state: State, but: str, now_s: float, asked: Mapping[str, float]) -> list[tuple[str, Rooms]]:
     """Pool and room of each holder other than `but` that `asked` within `HUNGRY_S`."""
     return [
-        (state.pools.get(name, ""), state.rooms[name])
+        (state.pools.get(name, ""), rooms_of(state, name))
         for name, at_s in asked.items()
         if name != but and now_s - at_s <= HUNGRY_S
     ]
+
+
+def rooms_of(state: State, holder: str) -> Rooms:
+    """The room of a holder that is hungry or behind."""
+    return Rooms(state.rooms[holder], len(state.index.leased_to(holder)), int(holder in state.behind))
 
 
 def _serves(settings: Settings, state: State, name: str, task: Task) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxroll.config.parsing import SOURCE_ITEMS
-from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM, Question, touch
-from jaxroll.records import Cut, Version
+from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM
+from jaxroll.records import Cut, Question, Version, touch
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
 from jaxroll.store.core.admission import FILTERED, RESERVED_S, Settings
@@ -332,6 +332,9 @@ def _published(state: State, e: ev.Published, now_s: float) -> None:
     line = state.lineages[e.ref.version.lineage]
     line.newest = max(e.ref.version.step, -1 if line.newest is None else line.newest)
     state.moved_at_s = now_s
+    for name, at_s in state.hungry.items():
+        state.behind.setdefault(name, at_s)
+    state.by_holder.note_published()
     _forget_batches(state)
 
 
@@ -417,11 +420,11 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
     if e.why == ev.LAGGING:
         state.behind[e.name], state.rooms[e.name] = now_s, e.room
-        state.by_holder.set_room(e.name, now_s, e.room)
+        state.by_holder.set_room(e.name, now_s, leases.rooms_of(state, e.name))
     elif e.why:
         state.behind.pop(e.name, None)
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
-        state.by_holder.set_room(e.name, now_s, e.room)
+        state.by_holder.set_room(e.name, now_s, leases.rooms_of(state, e.name))
         state.idle_s.pop(e.name, None)
         state.idle_s[e.name] = now_s
         keep_newest(state.idle_s)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from jaxroll.policy.limiter import Health, HolderIndex, Pace, Question, Recent
-from jaxroll.records import Cut, Task, Version, VersionRef, VersionRun
+from jaxroll.policy.limiter import Health, HolderIndex, Pace, Recent
+from jaxroll.records import Cut, Question, Task, Version, VersionRef, VersionRun
 
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 Edge = tuple[int, int]  # steps of the oldest and of the newest token of a group

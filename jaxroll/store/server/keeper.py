@@ -195,6 +195,7 @@ class Keeper:
         log.begin(self.core.state)
         self._records, self._bytes = len(known.events), known.log_bytes
         self.tick_due_s = math.inf  # time at which the server's next tick is due
+        self.left_work = False  # a sampler waits for others to take their shares
         self.on_acked: Callable[[], None] = lambda: None
         self.on_closed: Callable[[str], None] = lambda reason: None  # called if a decision, not Close, ends the run
         log.append(schema.rules(msgspec.json.encode(settings).decode()))
@@ -234,6 +235,7 @@ class Keeper:
             for event in decision.events:
                 if isinstance(event, ev.RunClosed):
                     self.on_closed(event.reason)
+        self.left_work |= isinstance(decision.reply, NoCredit) and decision.reply.reason == ev.LEFT
         if decision.ended:
             self.cancellations.add(decision.ended)
             self.wakeups.notify(ENDED)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxroll.policy import limiter, selection
-from jaxroll.policy.limiter import Health, Share
+from jaxroll.policy.limiter import Health, Rooms, Share
 from jaxroll.store.core import admission, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
 from tests.harness.planted_bugs.leases_and_puts import Patch, breaks, wrap
@@ -129,6 +129,20 @@ def samplers_that_fetch_weights_are_passed_over(patch: Patch) -> None:
 
 
 @breaks("9 shares")
+def who_asks_again_gets_the_part_of_those_that_fetch_weights(patch: Patch) -> None:
+    def members(self: Share) -> int:
+        part = -(-self.available * self.room // (self.room + self.others.room))
+        return max(1, part) if self.is_scarce else self.room
+
+    patch.setattr(Share, "members", property(members))
+
+
+@breaks("9 shares")
+def weights_that_nobody_has_yet_are_not_waited_for(patch: Patch) -> None:
+    patch.setattr(limiter.HolderIndex, "note_published", lambda self: None)
+
+
+@breaks("9 shares")
 def who_was_given_work_still_has_room(patch: Patch) -> None:
     def leased(original: Any, now: state.State, e: ev.Leased, now_s: float) -> None:
         hungry, behind, rooms = dict(now.hungry), dict(now.behind), dict(now.rooms)
@@ -137,14 +151,14 @@ def who_was_given_work_still_has_room(patch: Patch) -> None:
         now.behind.update(behind)
         now.rooms.update(rooms)
         for name, room in rooms.items():
-            now.by_holder.set_room(name, (hungry | behind)[name], room)
+            now.by_holder.set_room(name, (hungry | behind)[name], Rooms(room))
 
     wrap(patch, machine._EFFECTS, ev.Leased, leased)
 
 
 @breaks("9 shares")
 def group_kept_together_is_split(patch: Patch) -> None:
-    patch.setattr(Share, "splits", lambda self, awaited: self.others > 0)
+    patch.setattr(Share, "splits", lambda self, awaited: self.others.room > 0)
 
 
 @breaks("9 shares")

@@ -96,8 +96,8 @@ class Books:
         self.published: tuple[int, int, str] | None = None  # lineage, step, address
         self.idle: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
-        self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
-        self.behind: dict[str, tuple[float, int]] = {}  # the same, if it got nothing because its weights are older
+        self.rooms: dict[str, tuple[float, int, int]] = {}  # the same with its room and leases, until it gets something
+        self.behind: dict[str, tuple[float, int, int]] = {}  # the same, if its weights are older
         self.slow: set[str] = set()  # samplers that the store calls slow
         self.proved: set[str] = set()  # holders that have put a member
         self.seen: dict[str, float] = {}  # holder → time of its last call

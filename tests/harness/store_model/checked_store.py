@@ -222,7 +222,9 @@ class Store:
             }
             for asked in (state.hungry, state.hungry | state.behind)
         )
-        if {*index.with_room("", self.now)} != {*hungry} or index.room_of_others("", self.now) != sum(waiting.values()):
+        if {*index.with_room("", self.now)} != {*hungry} or index.rooms_of_others("", self.now).room != sum(
+            waiting.values()
+        ):
             broken("9 shares", f"the index of holders does not find {hungry} and {waiting}")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")

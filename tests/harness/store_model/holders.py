@@ -40,7 +40,7 @@ class Holders(LearnerSide):
     def yields(self, name: str, now: float) -> bool:
         """True if it gets nothing, because one that does better was idle lately."""
         if name in self.slow and any(
-            o != name and not self.holds_up(o) and now - at <= HUNGRY_S for o, (at, _) in self.rooms.items()
+            o != name and not self.holds_up(o) and now - at <= HUNGRY_S for o, (at, *_) in self.rooms.items()
         ):
             return True
         rested = self.health[name]["at"] if self.on_trial(name) else None

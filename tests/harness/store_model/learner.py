@@ -163,7 +163,10 @@ class LearnerSide(Books):
             no.add("StaleClient")
         self.one_of(reply, no or {None}, "versions grow within a lineage")
         if not no:
-            self.published = (version.lineage, version.step, r.ref.address)
+            newest = (version.lineage, version.step, r.ref.address)
+            if newest != self.published:  # all that have room lack it
+                self.behind = self.rooms | self.behind
+            self.published = newest
             self.newest[-1] = version.step
 
     def on_Ack(self, r: ev.Ack, reply: Any, now: float) -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jaxroll.policy.limiter import FETCHES_S
 from jaxroll.store.core import events as ev
-from tests.harness.store_model.books import FREE
+from tests.harness.store_model.books import FREE, LEASED
 from tests.harness.store_model.holders import Holders
 
 ASKS_AGAIN_S = 10.0  # a sampler that was refused within this time still has its room
@@ -53,19 +53,28 @@ class Sharing(Holders):
     def deal(self, r: ev.Lease, now: float) -> Deal:
         """The caller's share, given the samplers that were refused as there was no work, or none for their weights."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
-        others = [
-            space
-            for name, (at, space) in (self.rooms | self.behind).items()
+        asking = {
+            name: (space, held)
+            for name, (at, space, held) in (self.rooms | self.behind).items()
             if name != r.name and now - at <= ASKS_AGAIN_S and (self.holds_up(r.name) or not self.holds_up(name))
-        ]
-        if not sum(others):
+        }
+        others = sum(space for space, _ in asking.values())
+        if not others:
             return Deal(room, room, Fraction(1), False, False, head, True)
-        fraction, there = Fraction(room, room + sum(others)), self.there(r, now)
-        scarce = there < room + sum(others)
-        most = max(1, math.ceil(there * fraction)) if scarce else room
+        there, mine = self.there(r, now), self.leased_to(r.name)
+        scarce = there < room + others
+        work = there + mine + sum(held for _, held in asking.values())
+        part = Fraction(work * (room + mine), room + others + work - there)
+        least = 0 if there and asking.keys() & self.behind.keys() else 1
+        most = min(room, max(least, math.ceil(part) - mine)) if scarce else room
+        fraction = Fraction(room, room + others)
         elsewhere = mode == "spread" or (mode == "auto" and scarce)
         at_head = elsewhere or (mode == "auto" and self.awaited)
         return Deal(room, most, fraction, at_head, elsewhere, head, self.rules.window == "full")
+
+    def leased_to(self, name: str) -> int:
+        """The number of leases that the sampler holds."""
+        return sum(m["status"] == LEASED and m["name"] == name for g in self.open.values() for m in g["members"])
 
     def there(self, r: ev.Lease, now: float) -> int:
         """Members that the window lets a sampler of this version begin."""
@@ -88,10 +97,10 @@ class Sharing(Holders):
             self.behind.pop(r.name, None)
         elif reply.startswith("no credit: weights") and " behind" in reply:
             if now - self.seen.get(r.name, -math.inf) <= FETCHES_S:
-                self.behind[r.name] = (now, r.max_members)
+                self.behind[r.name] = (now, r.max_members, self.leased_to(r.name))
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)
             if reply.startswith("no credit: window"):
-                self.rooms[r.name] = (now, r.max_members)
+                self.rooms[r.name] = (now, r.max_members, self.leased_to(r.name))
                 self.idle[r.name] = now

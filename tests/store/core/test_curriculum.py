@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.limiter import Question
 from jaxroll.policy.selection import Curriculum
-from jaxroll.records import Version
+from jaxroll.records import Question, Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import status
 from jaxroll.store.core.invariants import Known

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxroll import wire
+from jaxroll import records, wire
 from jaxroll.errors import Closed, NoCredit, NotReady, StaleClient
-from jaxroll.policy import limiter
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import checkpoint_wanted, status, waits
@@ -153,7 +152,7 @@ def test_difficulty_survives_a_restart_and_a_compaction() -> None:
 
 
 def test_a_question_that_comes_again_is_one_row_and_the_oldest_of_too_many_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "QUESTIONS_KEPT", 3)
+    monkeypatch.setattr(records, "QUESTIONS_KEPT", 3)
     m = Machine(alpha=0, batch=1, size=1, reissues=5, steps=9)
     m.start()
     m.fill(1)

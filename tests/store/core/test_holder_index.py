@@ -116,7 +116,9 @@ def assert_equal_answers(cluster: Cluster, request: Any) -> None:
         room, shared = (find(settings, state, request.name, now_s) for find in (with_room, competing))
         index = admission.by_holder(settings, state)
         assert set(index.with_room(request.name, now_s)) == room.keys()
-        assert index.room_of_others(request.name, now_s) == sum(shared.values())
+        others_room = index.rooms_of_others(request.name, now_s)
+        assert others_room.room == sum(shared.values())
+        assert others_room.fetching == len(shared.keys() & state.behind.keys())
         for name in names:
             assert set(admission.others(settings, state, name, now_s)) == others(settings, state, name, now_s)
             leased = [s for g in state.open.values() for s in g.slots if s.status == LEASED and s.holder == name]
@@ -173,11 +175,11 @@ def test_a_claim_that_forgives_a_holder_makes_its_room_count() -> None:
     with pytest.raises(NoCredit, match="window"):
         m.lease(3, name="A")
     index = admission.by_holder(m.core.settings, m.state)
-    assert index.room_of_others("B", m.now) == 0, "it fails too often"
+    assert index.rooms_of_others("B", m.now).room == 0, "it fails too often"
     m.claim(0)
     assert m.state.failing["A"] < UNRELIABLE
-    assert index.room_of_others("B", m.now) == 3
-    assert index.room_of_others("B", m.now + HUNGRY_S + 1.0) == 0, "it has not asked again"
+    assert index.rooms_of_others("B", m.now).room == 3
+    assert index.rooms_of_others("B", m.now + HUNGRY_S + 1.0).room == 0, "it has not asked again"
 
 
 def compared(rng: random.Random, holders: int, means_s: tuple[float, float]) -> tuple[State, Slot]:

@@ -113,7 +113,7 @@ def test_groups_that_stay_together_are_leased_whole() -> None:
     m.take(12)
     m.ask(ev.Arrive("T", "T-1"))
     assert m.take(12, name="T") == [], "the window is full: T has room from now on"
-    for group in range(3):
+    for group in range(6):
         m.end(group)
     m.train(0)
     assert m.take(2, Version(0, 1)) == [8, 8], "its share is one member"

@@ -101,6 +101,31 @@ def test_samplers_that_fetch_the_new_weights_for_long_keep_their_part() -> None:
     assert by_group(m.lease(8, V1, name="C")) == {2: 1, 3: 1}
 
 
+def test_a_sampler_that_asks_again_leaves_the_rest_to_those_that_fetch_the_weights() -> None:
+    m = second_step("spread", A=8, B=8)
+    first = m.lease(8, V1, name="A")
+    assert by_group(first) == {2: 2, 3: 2}
+    with pytest.raises(NoCredit, match="left to samplers that fetch"):
+        m.lease(4, V1, name="A")
+    m.put(first[0], V1)
+    assert len(m.lease(5, V1, name="A")) == 1, "it holds three of the eight that there are, and B none"
+    m.now += 11.0
+    assert by_group(m.lease(4, V1, name="A")) == {2: 1, 3: 2}, "B has not asked for long"
+
+
+def test_a_sampler_with_the_new_weights_that_may_take_nothing_holds_nobody_up() -> None:
+    """B has failed the only member that is left, and asks at the newest version."""
+    m = second_step("spread", A=8, B=8)
+    shares = {name: m.lease(8, V1, name=name) for name in ("A", "B")}
+    for key in shares["B"][1:]:
+        m.put(key, V1)
+    m.fail(shares["B"][0], "DATA")
+    m.now += 1.0
+    with pytest.raises(NoCredit, match="window"):
+        m.lease(8, V1, name="B")
+    assert len(m.lease(4, V1, name="A")) == 1
+
+
 def test_a_sampler_that_fetches_weights_without_end_has_no_part() -> None:
     m = second_step("spread", A=8, B=8)
     m.now += 61.0
