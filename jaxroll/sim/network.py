@@ -102,6 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
+        self._clock_resolution = max(1e-9, 2 * math.ulp(self._jumping.now_s))  # or a timer of this time is never due
         return self._jumping.now_s
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:

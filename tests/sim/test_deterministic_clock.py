@@ -89,3 +89,17 @@ def test_errors_of_threads_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(InfraError, match="did not answer"):
         network.run(hangs())
+
+
+def test_the_clock_goes_on_for_years() -> None:
+    """From 2²⁴ s on a float has no room for the nanosecond that asyncio adds, and its loop would spin."""
+
+    async def job() -> list[float]:
+        loop, seen = asyncio.get_running_loop(), []
+        for due_s in (1e6, 2.0**24, 1e8, 1e9):
+            await asyncio.sleep(due_s - loop.time())
+            await asyncio.sleep(1e-12)
+            seen.append(loop.time())
+        return seen
+
+    assert network.run(job(), limit_s=2e9) == pytest.approx([1e6, 2.0**24, 1e8, 1e9], rel=1e-12)
