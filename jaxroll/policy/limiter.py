@@ -427,9 +427,9 @@ class HolderIndex:
             self._rooms[name] = at_s, rooms
             self._place(name)
 
-    def note_published(self) -> None:
-        """Note newer weights, which all that have room lack."""
-        for name, (at_s, rooms) in self._rooms.items():
+    def note_fetching(self, names: Iterable[str]) -> None:
+        """Note that these lack newer weights."""
+        for name, (at_s, rooms) in [(name, self._rooms[name]) for name in names if name in self._rooms]:
             self._rooms[name] = at_s, rooms._replace(fetching=1)
             self._place(name)
 

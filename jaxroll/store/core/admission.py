@@ -25,7 +25,7 @@ from jaxroll.config.derived import (
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.config.section_rules import pools
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import BROKEN, LONGEST_S, UNRELIABLE, AgeLimiter, HolderIndex, Pace, adapted
+from jaxroll.policy.limiter import BROKEN, HUNGRY_S, LONGEST_S, UNRELIABLE, AgeLimiter, HolderIndex, Pace, adapted
 from jaxroll.policy.routing import Pools, serves
 from jaxroll.policy.selection import Curriculum, Filter
 from jaxroll.records import Task, Version
@@ -199,6 +199,11 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
         if are_peers(state, name, other) and not is_unreliable(state, other) and not on_trial(state, other):
             return other
     return ""
+
+
+def leaves_work(state: State, name: str, now_s: float) -> bool:
+    """True if `name` leaves work to samplers that fetch new weights: not for long, compared with its members."""
+    return now_s - state.published_at_s <= min(HUNGRY_S, state.member_s.get(name, math.inf) / 4)
 
 
 def are_peers(state: State, name: str, other: str) -> bool:

@@ -345,14 +345,13 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
 
 
 def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> list[ev.Event]:
-    """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason.
-
-    A sampler that fetches newer weights has room as well, until it has worked at nothing for `FETCHES_S`.
-    """
-    lately = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S
+    """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason. One that
+    fetches newer weights has room as well, until it has worked at nothing for `FETCHES_S`."""
+    goes_on = settings.one_version and admission.has_leases(state, r.name)  # it fetches none before the end of these
+    fetches = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S and not goes_on
     hungry = refused == "window" or bool(settings.pools.names)
     if r.version.step < _published_step(state):
-        return [ev.Hungry(r.name, ev.LAGGING, r.max_members)] if hungry and lately else []
+        return [ev.Hungry(r.name, ev.LAGGING, r.max_members)] if hungry and fetches else []
     return [ev.Hungry(r.name, "window" * hungry, r.max_members)] if hungry or r.name in state.rooms else []
 
 
@@ -384,6 +383,7 @@ def share_of(settings: Settings, state: State, r: ev.Lease, now_s: float, taker:
     if others.room == 0:
         return Share(r.max_members)
     available = _available(settings, state, r, r.max_members + others.room, now_s, taker)
+    others = others if admission.leaves_work(state, r.name, now_s) else others._replace(fetching=0)
     return Share(r.max_members, others, available, settings.replicate, len(state.index.leased_to(r.name)))
 
 

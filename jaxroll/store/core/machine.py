@@ -91,7 +91,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
             slot.reserved_for, slot.leased_at_s = "", None
             if slot.status == LEASED:
                 slot.deadline_s = now_s + lease_s
-    state.moved_at_s = now_s
+    state.moved_at_s = state.published_at_s = now_s
     state.claimed_at_s = state.awaited_at_s = None
     for name in list(state.rooms):
         no_room(state, name)
@@ -328,13 +328,13 @@ def _forget_batches(state: State) -> None:
 
 
 def _published(state: State, e: ev.Published, now_s: float) -> None:
-    state.published = e.ref
+    state.published, state.published_at_s = e.ref, now_s
     line = state.lineages[e.ref.version.lineage]
     line.newest = max(e.ref.version.step, -1 if line.newest is None else line.newest)
     state.moved_at_s = now_s
-    for name, at_s in state.hungry.items():
-        state.behind.setdefault(name, at_s)
-    state.by_holder.note_published()
+    idle = {name: at_s for name, at_s in state.hungry.items() if not state.index.leased_to(name)}
+    state.behind.update(idle | state.behind)
+    state.by_holder.note_fetching(idle)
     _forget_batches(state)
 
 

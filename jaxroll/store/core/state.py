@@ -394,6 +394,7 @@ class State(msgspec.Struct, dict=True):
     failing: dict[str, float] = {}  # holder → share of its last members that failed, with DATA or INFRA
     questions: dict[str, Question] = {}  # by question hash, the newest last
     lengths: Lengths = msgspec.field(default_factory=Lengths)
+    published_at_s: float = 0.0  # time of the newest publication
     claimed_at_s: float | None = None  # time of this learner's newest claim; None after it or the store started
     awaited_at_s: float | None = None  # since when the learner has waited for the next claim
     behind: dict[str, float] = {}  # sampler → when it last had room and lacked newer weights, which it fetches

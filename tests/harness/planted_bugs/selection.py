@@ -139,7 +139,7 @@ def who_asks_again_gets_the_part_of_those_that_fetch_weights(patch: Patch) -> No
 
 @breaks("9 shares")
 def weights_that_nobody_has_yet_are_not_waited_for(patch: Patch) -> None:
-    patch.setattr(limiter.HolderIndex, "note_published", lambda self: None)
+    patch.setattr(limiter.HolderIndex, "note_fetching", lambda self, names: None)
 
 
 @breaks("9 shares")

@@ -98,6 +98,8 @@ class Books:
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
         self.rooms: dict[str, tuple[float, int, int]] = {}  # the same with its room and leases, until it gets something
         self.behind: dict[str, tuple[float, int, int]] = {}  # the same, if its weights are older
+        self.took: dict[str, float] = {}  # holder → how long its members lately took, as the store measures it
+        self.published_at = -math.inf
         self.slow: set[str] = set()  # samplers that the store calls slow
         self.proved: set[str] = set()  # holders that have put a member
         self.seen: dict[str, float] = {}  # holder → time of its last call
@@ -267,11 +269,16 @@ class Books:
                 if member["status"] == LEASED and which(member):
                     member["status"] = FREE
 
+    def leased_to(self, name: str) -> int:
+        """The number of leases that the sampler holds."""
+        return sum(m["status"] == LEASED and m["name"] == name for g in self.open.values() for m in g["members"])
+
     def recovered(self, now: float) -> None:
         """The store came back: every open lease counts from now, rests are over, waits begin again."""
         self.idle.clear()
         self.rooms.clear()
         self.behind.clear()
+        self.published_at = now
         self.seen.clear()
         for health in self.health.values():
             health["at"] = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll import wire
@@ -44,6 +44,7 @@ class Waiting:
     now: float
     branch: int = 0
     slow: frozenset[str] = frozenset()  # the samplers that the core called slow then
+    took: dict[str, float] = field(default_factory=dict)  # how long members of each holder took then
     state: bytes | None = None
 
 
@@ -103,7 +104,7 @@ class Store:
         if self.done % WHOLE_EVERY == 0:
             self.check_pure(request)
         leased = self.ref.leases()
-        self.ref.slow = slow(self.settings, self.core.state)
+        self.ref.slow, self.ref.took = slow(self.settings, self.core.state), dict(self.core.state.member_s)
         decision = self.core.handle(request, self.now)
         logged = [e for e in decision.events if not isinstance(e, ev.NOT_LOGGED)]
         puts = [e for e in logged if isinstance(e, ev.Put)]
@@ -115,6 +116,7 @@ class Store:
         self.answered[answered(request, decision.reply)] += 1
         self.narrowed += 0 < self.core.state.pace.groups < self.ref.window(0)[1]
         entry.branch, entry.slow = self.ref.branch_of[-1], frozenset(self.ref.slow)
+        entry.took = self.ref.took
         self.fed += getattr(decision.reply, "prompts_used", 0)
         if getattr(request, "fork", "") and not isinstance(decision.reply, Exception):
             self.fed = int(self.core.state.cursor or b"0")
@@ -170,7 +172,7 @@ class Store:
         self.ref.__dict__ = pickle.loads(self._copy)
         for entry in (*self._since, *survivors):
             if entry.request is not None:
-                self.ref.slow = set(entry.slow)
+                self.ref.slow, self.ref.took = set(entry.slow), entry.took
                 self.ref.observe(entry.request, entry.reply, entry.facts, entry.now)
         self.now, self.waiting = clock_s, []
         self.core = self.disk.recovered(self.settings, clock_s)

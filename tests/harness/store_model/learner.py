@@ -165,7 +165,8 @@ class LearnerSide(Books):
         if not no:
             newest = (version.lineage, version.step, r.ref.address)
             if newest != self.published:  # all that have room lack it
-                self.behind = self.rooms | self.behind
+                idle = {name: known for name, known in self.rooms.items() if not self.leased_to(name)}
+                self.behind, self.published_at = idle | self.behind, now
             self.published = newest
             self.newest[-1] = version.step
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jaxroll.policy.limiter import FETCHES_S
 from jaxroll.store.core import events as ev
-from tests.harness.store_model.books import FREE, LEASED
+from tests.harness.store_model.books import FREE
 from tests.harness.store_model.holders import Holders
 
 ASKS_AGAIN_S = 10.0  # a sampler that was refused within this time still has its room
@@ -65,16 +65,14 @@ class Sharing(Holders):
         scarce = there < room + others
         work = there + mine + sum(held for _, held in asking.values())
         part = Fraction(work * (room + mine), room + others + work - there)
-        least = 0 if there and asking.keys() & self.behind.keys() else 1
+        patience = min(ASKS_AGAIN_S, self.took.get(r.name, math.inf) / 4)
+        waits = asking.keys() & self.behind.keys() and now - self.published_at <= patience
+        least = 0 if there and waits else 1
         most = min(room, max(least, math.ceil(part) - mine)) if scarce else room
         fraction = Fraction(room, room + others)
         elsewhere = mode == "spread" or (mode == "auto" and scarce)
         at_head = elsewhere or (mode == "auto" and self.awaited)
         return Deal(room, most, fraction, at_head, elsewhere, head, self.rules.window == "full")
-
-    def leased_to(self, name: str) -> int:
-        """The number of leases that the sampler holds."""
-        return sum(m["status"] == LEASED and m["name"] == name for g in self.open.values() for m in g["members"])
 
     def there(self, r: ev.Lease, now: float) -> int:
         """Members that the window lets a sampler of this version begin."""

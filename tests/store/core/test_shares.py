@@ -223,3 +223,26 @@ def test_redundant_members_are_dealt_out_too() -> None:
     m.publish(V1)
     assert by_group(m.lease(8, V1, name="A")) == {1: 2}
     assert by_group(m.lease(8, V1, name="B")) == {1: 2}
+
+
+def test_a_sampler_leaves_work_for_a_quarter_of_the_time_of_its_members_only() -> None:
+    m = second_step("spread", A=8, B=8)
+    m.state.member_s["A"] = 2.0
+    first = m.lease(8, V1, name="A")
+    m.now += 0.4
+    with pytest.raises(NoCredit, match="left to samplers that fetch"):
+        m.lease(4, V1, name="A")
+    m.now += 0.2
+    assert len(first) == 4
+    assert [len(m.lease(4, V1, name="A")) for _ in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_sampler_that_ends_its_trajectories_before_it_fetches_weights_is_not_waited_for() -> None:
+    m = Machine(alpha=1.0, batch=2, size=4, replicate="spread", one_version=True)
+    m.start()
+    m.fill(8)
+    assert by_group(m.lease(8, V0, name="B")) == {2: 4, 3: 4}
+    m.train(0)
+    with pytest.raises(NoCredit, match="1 behind"):
+        m.lease(8, V0, name="B")
+    assert "B" not in m.state.behind and "B" not in m.state.rooms

@@ -56,13 +56,13 @@ def test_a_sampler_that_waits_for_more_gets_it_when_it_holds_less_than_its_share
     tmp_path: Path, small: SimpleNamespace, run
 ) -> None:
     async def job() -> None:
-        async with second_step(tmp_path, small) as (a, _):
-            first = small.keys(await a.lease(V1, 8, WAIT_S))
+        async with second_step(tmp_path, small) as (_, b):  # how long the members of b take is not known yet
+            first = small.keys(await b.lease(V1, 8, WAIT_S))
             with pytest.raises(NoCredit, match="left to samplers that fetch"):
-                await a.lease(V1, 4)
-            waiting = asyncio.ensure_future(a.lease(V1, 4, 2 * WAIT_S))
+                await b.lease(V1, 4)
+            waiting = asyncio.ensure_future(b.lease(V1, 4, 2 * WAIT_S))
             await asyncio.sleep(0)
-            await a.put(small.finished(*first[0], (V1, 3)))
+            await b.put(small.finished(*first[0], (V1, 3)))
             assert len(small.keys(await asyncio.wait_for(waiting, WAIT_S))) == 1
 
     run(job())
