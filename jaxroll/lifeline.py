@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxroll.clock import unix_s
 from jaxroll.errors import EXIT_FAILURE, ConfigError
 
 PARENT_ENV = "JAXROLL_PARENT"
+ENDED_ENV = "JAXROLL_ENDED"  # how the process before this one ended: its exit code, or words
 CONNECTION = "connection"  # value of PARENT_ENV: the process lives as long as the connection at its standard input
 POLL_S = 0.5
 DISCONNECTED_S = 20.0  # after its connection broke a process may work on this long, to stop in order
@@ -206,6 +208,21 @@ def _end(code: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"ended without waiting for the threads {', '.join(left)}", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def restarts(role: str, environ: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
+    """The `restart` row of a role that a script or Kubernetes has started again; empty at its first start.
+
+    Where a supervisor starts it again, that reports the row.
+    """
+    ended = environ.get(ENDED_ENV, "")
+    if not ended:
+        return []
+    row: dict[str, Any] = {"t": unix_s(), "role": role, "kind": "restart", "process": role}
+    if not ended.isdecimal():
+        return [row | {"cause": ended[:200]}]
+    code = int(ended)  # a shell reports signal n as 128 + n
+    return [row | {"code": 128 - code if code > 128 else code}]
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

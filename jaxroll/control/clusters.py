@@ -20,6 +20,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import actor_names, has_evaluator, has_warm_start, learner_names, sampler_names
 from jaxroll.control.child import FORGIVEN_AFTER_S
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, ConfigError
+from jaxroll.lifeline import ENDED_ENV
 from jaxroll.rpc.protocol import TOKEN_VARIABLE
 from jaxroll.rpc.tls import TLS_VARIABLE
 from jaxroll.run_paths import RunPaths
@@ -27,6 +28,7 @@ from jaxroll.run_paths import RunPaths
 # Variables that each launcher sets before the command; FIRST is the first host of a sampler on several.
 STORE, LEARNER, HOST, INDEX = "${STORE_HOST}", "${LEARNER_HOST}", "${HOST_NAME}", "${ROLE_INDEX}"
 FIRST = "${FIRST_HOST}"
+POD_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 GROUP_INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"  # the copy of a role whose copies are jobs
 SECRETS = "/etc/jaxroll"  # where pods see token and certificates
 CERTIFICATES = ("ca.pem", "cert.pem", "key.pem", "client-cert.pem", "client-key.pem")
@@ -156,8 +158,8 @@ def _yaml(value: object) -> str:
 END_JOBS = 'set -m\nend_jobs() { for job in $(jobs -p); do kill -TERM -- "-$job" 2>/dev/null; done; wait; }'
 
 
-# As the supervisor does: earlier failures do not count after a long run.
-COUNT_FAILURE = f"[ $((SECONDS - began)) -lt {FORGIVEN_AFTER_S:.0f} ] || tries=0; tries=$((tries + 1))"
+# As the supervisor does: earlier failures do not count after a long run. The next process reports how this one ended.
+COUNT_FAILURE = f"[ $((SECONDS-began)) -lt {FORGIVEN_AFTER_S:.0f} ] || tries=0; ((tries++)); export {ENDED_ENV}=$code"
 
 
 # --- Slurm: one heterogeneous job, a component for each role
@@ -249,6 +251,8 @@ def _replicated_job(program: Program, role: Role, request: LaunchOptions) -> dic
     pods, in_groups = role.hosts if role.hosts > 1 else role.count, role.name == "sampler" and role.hosts > 1
     limits, selector = _pod_devices(role, request)
     secret = f"{program.name}-secrets"
+    mark = f"{shlex.quote(request.run)}/{role.name}-$ROLE_INDEX.started"  # on the pod's volume
+    noted = f"[ ! -e {mark} ] || export {ENDED_ENV}='its container ended'; touch {mark}"
     more: list[dict] = [] if request.insecure else [{"name": TLS_VARIABLE, "value": SECRETS}]
     if in_groups:
         first = f"{program.name}-{role.name}-$(GROUP_INDEX)-0.{program.name}"
@@ -258,17 +262,12 @@ def _replicated_job(program: Program, role: Role, request: LaunchOptions) -> dic
         "name": role.name,
         "image": request.image,
         **({"workingDir": request.workdir} if request.workdir != "." else {}),
-        "command": ["bash", "-c", role.line()],
+        "command": ["bash", "-c", f"{noted}; {role.line()}"],
         "env": [
             {"name": "STORE_HOST", "value": pod_host(program.name, "store")},
             {"name": "LEARNER_HOST", "value": pod_host(program.name, "learner")},
             {"name": "HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {
-                "name": "ROLE_INDEX",
-                "valueFrom": {
-                    "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
-                },
-            },
+            {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": {"fieldPath": POD_INDEX}}},
             {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}},
             *more,
         ],
@@ -343,8 +342,8 @@ def skypilot(program: Program, request: LaunchOptions) -> dict[str, str]:
         ),
     ]
     script = ["set -u", *addresses, "case $SKYPILOT_NODE_RANK in", *cases, "esac", *_restarts("run", program.restarts)]
-    main = _task(program.name, request, max(fixed, key=lambda role: role.devices).devices, False, "\n".join(script))
-    main["num_nodes"] = len(nodes)
+    devices = max(role.devices for role in fixed)
+    main = _task(program.name, request, devices, False, "\n".join(script)) | {"num_nodes": len(nodes)}
     join = ["set -u", "HOST_NAME=$(hostname -I | cut -d' ' -f1)", f"run() {{ {line(sampler.command)}; }}"]
     script = [*join, *_restarts("run", program.restarts)]
     one_sampler = _task(f"{program.name}-sampler", request, sampler.devices, sampler.spot, "\n".join(script))
@@ -458,7 +457,7 @@ on_vm() {{
   acquire "$name" "$@"; local failed=$?; echo $SECONDS > "$mark"; [ $failed -eq 0 ] || return 1
   address=$(vm describe "$name" --format='value(networkEndpoints[0].ipAddress)')
   command="export STORE_HOST=$STORE_HOST LEARNER_HOST=$address HOST_NAME=$address; $command"
-  vm ssh "$name" --worker=all --command="$command"
+  vm ssh "$name" --worker=all --command="export JAXROLL_ENDED=${{JAXROLL_ENDED:-}}; $command"
 }}
 
 here() {{ STORE_HOST=$STORE_HOST HOST_NAME=$STORE_HOST bash -c "$2"; }}

@@ -19,7 +19,7 @@ from jaxroll import metrics
 from jaxroll.errors import ConfigError
 from jaxroll.report import activity, trajectory
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
-from jaxroll.report.record import best_checkpoint, store_pid
+from jaxroll.report.record import best_checkpoint, restart_words, store_pid
 from jaxroll.report.summary import counts_by_reason, environment_faults, evaluation_failures, trained_steps
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import pool_facts, resting, unreliable, waits
@@ -294,11 +294,7 @@ def _joins_and_leaves(rows: Sequence[Mapping[str, Any]], now: float) -> list[Fac
         if row.get("kind") == "event" and row.get("what") in ("join", "leave", "plan"):
             found.append({"name": row["role"], "what": row["text"], "ago_s": now - row["t"]})
         elif row.get("kind") == "restart":
-            text = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
-            cause, error = row.get("cause") or "", row.get("error") or ""
-            text += f" ({cause})" if cause else ""
-            text += f"; its last error: {error}" if error and error not in cause else ""
-            found.append({"name": row["process"], "what": text, "ago_s": now - row["t"]})
+            found.append({"name": row["process"], "what": restart_words(row), "ago_s": now - row["t"]})
     return found[: -JOINS - 1 : -1]
 
 

@@ -396,3 +396,11 @@ def supervisor_pid(run_dir: Path) -> int | None:
     """The supervisor of the run on this machine; None if there is none, or if its roles were started one by one."""
     pid = disk.lock_holder(RunPaths(run_dir).lock)
     return None if pid == store_pid(run_dir) else pid
+
+
+def restart_words(row: Mapping[str, Any]) -> str:
+    """The end of the process of a `restart` row in words, as far as it is known."""
+    text = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
+    cause, error = row.get("cause") or "", row.get("error") or ""
+    text += f" ({cause})" if cause else ""
+    return text + (f"; its last error: {error}" if error and error not in cause else "")

@@ -10,7 +10,7 @@ from jaxroll import config as configs
 from jaxroll.report import plots
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
 from jaxroll.report.plots import NOTHING, Markup, PlottedRun, card, figures_row, legend, raw, tag
-from jaxroll.report.record import Check, Run, checks
+from jaxroll.report.record import Check, Run, checks, restart_words
 from jaxroll.report.summary import of_kind, state_of
 
 
@@ -249,7 +249,9 @@ def _event_table(view: PlottedRun, rows: Sequence[tuple[float, str, str]]) -> Ma
 
 
 EVENT_WORDS: Mapping[str, Callable[[Row], str]] = {
-    "restart": lambda row: f"{row.get('process')} (pid {row.get('pid')}) ended with {row.get('code')}; started again",
+    "restart": lambda row: (
+        f"{row.get('process')}{f' (pid {pid})' if (pid := row.get('pid')) else ''} {restart_words(row)}"
+    ),
     "event": lambda row: str(row.get("text", "")),
     "compile": lambda row: f"{row.get('what')}: {duration(row['seconds'])}" if known(row.get("seconds")) else "",
 }

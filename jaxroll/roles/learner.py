@@ -235,6 +235,8 @@ class LearnerSession:
         self._end = FINISHED  # the reason with which this process closes the run
         self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
         self._reporting = asyncio.ensure_future(self._report())
+        for row in lifeline.restarts("learner"):
+            self._add_row(row)
         self.progress = RoleLog("learner", self._add_row)
         self.profiler = Profiler("learner", args.paths.profiles, self._add_row)
         store.on_profile = self.profiler.ask

@@ -74,7 +74,7 @@ class Session:
         self._store_at, self._threads = transport or args.store_address or args.paths.store_address, threads
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping, self._stopped, self._drain_s = asyncio.Event(), asyncio.Event(), args.drain_s
-        self._rows: list[dict] = []
+        self._rows = lifeline.restarts(role)
         self.store: StoreClient
         self.executors: Executors
         self._agents: Agents | None = None

@@ -351,11 +351,26 @@ def test_failures_before_a_long_run_do_not_count(
         loop = re.search(rf"^{named}\(\) {{.*?^}}$", text, re.M | re.S)[0] + f"\n{call}; exit $?"  # type: ignore[index]
     stand_ins = [
         "SECONDS=0; calls=0; POLL_S=0; sleep() { :; }; sed() { cat; }; trap 'echo starts $calls' EXIT; set -o pipefail",
-        f"run() {{ calls=$((calls + 1)); SECONDS=$((SECONDS + {uptime_s})); [ $calls -ge 25 ] || return 7; }}",
+        'run() { echo "after ${JAXROLL_ENDED:-nothing}"; again; return $?; }',
+        f"again() {{ calls=$((calls + 1)); SECONDS=$((SECONDS + {uptime_s})); [ $calls -ge 25 ] || return 7; }}",
         "srun() { run; }",
     ]
     if launcher == "tpu_vm":  # its command runs in a pipe, whose variables are lost
         loop = loop.replace('"$@" 2>&1 | sed -u "s/^/$2: /"; code=${PIPESTATUS[0]}', "run; code=$?")
     script = "\n".join([*stand_ins, loop])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.stdout.splitlines()[-1], done.returncode) == (f"starts {starts}", code), done.stderr
+    said = done.stdout.splitlines()
+    assert (said[-1], done.returncode) == (f"starts {starts}", code), done.stderr
+    assert said[:-1] == ["after nothing", *["after 7"] * (starts - 1)], "each start knows how the last process ended"
+
+
+def test_a_container_that_starts_again_knows_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "python3", 'echo "$JAXROLL_ENDED" >> "$NOTES"')
+    words = [word for word in CASES["jobset"] if not word.startswith("--run=")]
+    manifest = yaml.safe_load(files(launched(capsys, *words, f"--run={tmp_path}"))["jobset.yaml"])
+    jobs = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]}
+    command = jobs["sampler"]["containers"][0]["command"]
+    for index in ("0", "0", "1"):
+        env = engine_env(tmp_path) | {"ROLE_INDEX": index, "STORE_HOST": "s", "HOST_NAME": "h"}
+        subprocess.run(command, env=env, timeout=30, check=True)
+    assert (tmp_path / "calls").read_text().splitlines() == ["", "its container ended", ""]

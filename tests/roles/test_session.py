@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import RestartRequired, Unauthorized
 from jaxroll.loop_thread import LoopThread
@@ -97,6 +98,17 @@ def test_a_role_whose_environments_occupy_all_threads_ends(store: Store, tmp_pat
 
     asyncio.run(asyncio.wait_for(job(), 20))
     assert gone == ["returned its leases"] and store.calls[-1] == "closed"
+
+
+@pytest.mark.parametrize("role", ["sampler-0", "actor-1", "evaluator"])
+def test_a_role_that_a_script_has_started_again_reports_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv(lifeline.ENDED_ENV, "139")
+    loop = asyncio.new_event_loop()
+    (row,) = sessions.Session(role, RoleArgs(Config(), tmp_path), ScoringPool(1), loop).take_rows()
+    loop.close()
+    assert (row["kind"], row["process"], row["code"]) == ("restart", role, -11)
 
 
 def test_a_session_that_cannot_connect_raises_that_error_alone(

@@ -148,13 +148,13 @@ class Audit:
 
 # --- metric rows: each role may write only its own kinds
 
-_ALL = frozenset({"span", "compile", "devices", "warm", "event", "profile"})
+_ALL = frozenset({"span", "compile", "devices", "warm", "event", "profile", "restart"})
 # Right of the caller → kinds that it may report. The store and the supervisor write theirs without a call.
 KINDS: Mapping[str, frozenset[str]] = {
     "learner": _ALL | {"step"},
     "sampler": _ALL | {"stats", "members"},
     "observer": _ALL | {"eval"},
-    "admin": _ALL | {"step", "stats", "members", "eval", "restart"},
+    "admin": _ALL | {"step", "stats", "members", "eval"},
 }
 KNOWN = frozenset().union(*KINDS.values()) | {"store"}
 _ROLES: Mapping[str, frozenset[str]] = {  # right of the caller → roles that a row may name; admin: any
@@ -189,6 +189,8 @@ def _row(line: bytes, place: int, right: str) -> dict[str, Any]:
         raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write {kind} rows")
     if role is not None and right in _ROLES and str(role).partition("-")[0] not in _ROLES[right]:
         raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write as {role!r:.40}")
+    if kind == "restart" and right in _ROLES and row.get("process") != role:
+        raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write of others")
     return row
 
 

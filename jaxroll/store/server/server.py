@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxroll import disk
+from jaxroll import disk, lifeline
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.config.derived import (
@@ -176,6 +176,8 @@ class _Store:
             room=Room(*room_of_sampler(config)),
         )
         self._row_at_s = self._named_at_s = keeper.now_s()
+        for row in lifeline.restarts("store"):
+            metrics.log(row)
         self._paused_at_s = -math.inf
 
     async def run(self) -> None:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxroll import lifeline
 from jaxroll.errors import StoreRefusal
 from jaxroll.metrics import KINDS, dumps
+from jaxroll.report import record
 from jaxroll.store import messages as msg
 from jaxroll.store.log import schema
 
@@ -50,7 +52,7 @@ def rows_in(run_dir: Path) -> list[dict]:
         ("sampler", EVENT | {"role": "store"}),
         ("sampler", {"t": 1.0, "role": "sampler-0", "kind": "store"}),
         ("learner", STATS),
-        ("learner", {"t": 1.0, "role": "learner", "kind": "restart", "process": "learner"}),
+        ("learner", {"t": 1.0, "role": "learner", "kind": "restart", "process": "sampler-0"}),
     ],
 )
 def test_a_caller_writes_rows_of_its_own_kinds_and_role_only(
@@ -65,6 +67,35 @@ def test_a_caller_writes_rows_of_its_own_kinds_and_role_only(
 
     run(talk())
     assert rows_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "fact", "words"),
+    [
+        ("137", {"code": -9}, "ended with -9, started again"),
+        ("7", {"code": 7}, "ended with 7, started again"),
+        ("its container ended", {"cause": "its container ended"}, "started again (its container ended)"),
+    ],
+)
+def test_roles_that_a_script_has_started_again_report_why(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch, ended: str, fact: dict, words: str
+) -> None:
+    config = small.configured()
+    monkeypatch.setenv(lifeline.ENDED_ENV, ended)
+
+    async def talk() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.report(lifeline.restarts("learner"))
+
+    run(talk())
+    monkeypatch.delenv(lifeline.ENDED_ENV)
+    assert lifeline.restarts("learner") == []
+    rows = rows_in(tmp_path)
+    of_all = {"kind": "restart"} | fact
+    assert [{key: row[key] for key in row if key != "t"} for row in rows] == [
+        of_all | {"role": role, "process": role} for role in ("store", "learner")
+    ]
+    assert [record.restart_words(row) for row in rows] == [words] * 2
 
 
 def test_malformed_rows_are_left_out_and_noted_and_the_caller_goes_on(
