@@ -280,7 +280,7 @@ def _settling(groups: int, batch: int) -> int:
 
 
 class Rooms(NamedTuple):
-    """Sums over samplers: members for which they have room, leases held, and how many samplers fetch newer weights."""
+    """Sums over samplers: members for which they have room, leases held, and idle samplers that fetch newer weights."""
 
     room: int = 0
     held: int = 0

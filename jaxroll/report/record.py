@@ -399,7 +399,7 @@ def supervisor_pid(run_dir: Path) -> int | None:
 
 
 def restart_words(row: Mapping[str, Any]) -> str:
-    """The end of the process of a `restart` row in words, as far as it is known."""
+    """The end of the process of a `restart` row as text, as far as it is known."""
     text = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
     cause, error = row.get("cause") or "", row.get("error") or ""
     text += f" ({cause})" if cause else ""

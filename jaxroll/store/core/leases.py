@@ -347,8 +347,7 @@ def _seen(state: State, r: ev.Lease, now_s: float) -> list[ev.Event]:
 def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: float) -> list[ev.Event]:
     """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason. One that
     fetches newer weights has room as well, until it has worked at nothing for `FETCHES_S`."""
-    goes_on = settings.one_version and admission.has_leases(state, r.name)  # it fetches none before the end of these
-    fetches = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S and not goes_on
+    fetches = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S
     hungry = refused == "window" or bool(settings.pools.names)
     if r.version.step < _published_step(state):
         return [ev.Hungry(r.name, ev.LAGGING, r.max_members)] if hungry and fetches else []
@@ -420,7 +419,8 @@ def _rooms(state: State, but: str, now_s: float, asked: Mapping[str, float]) -> 
 
 def rooms_of(state: State, holder: str) -> Rooms:
     """The room of a holder that is hungry or behind."""
-    return Rooms(state.rooms[holder], len(state.index.leased_to(holder)), int(holder in state.behind))
+    held = len(state.index.leased_to(holder))
+    return Rooms(state.rooms[holder], held, int(holder in state.behind and not held))
 
 
 def _serves(settings: Settings, state: State, name: str, task: Task) -> bool:

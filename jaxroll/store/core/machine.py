@@ -80,6 +80,10 @@ class Core:
             apply(self.state, event, now_s)
         return decision
 
+    def fetching(self, now_s: float) -> int:
+        """The number of idle samplers that fetch newer weights and have asked for work lately."""
+        return self.state.by_holder.rooms_of_others("", now_s).fetching
+
 
 def rebased(state: State, now_s: float, lease_s: float) -> State:
     """Move `state` to a clock that shows `now_s` and return it: leases get their full time, rests and waits end."""

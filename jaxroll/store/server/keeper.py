@@ -193,9 +193,8 @@ class Keeper:
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
         self.wakeups, self.cancellations = Wakeups(), CancellationInbox()
         log.begin(self.core.state)
-        self._records, self._bytes = len(known.events), known.log_bytes
+        self._records, self._bytes, self._left_work = len(known.events), known.log_bytes, False
         self.tick_due_s = math.inf  # time at which the server's next tick is due
-        self.left_work = False  # a sampler waits for others to take their shares
         self.on_acked: Callable[[], None] = lambda: None
         self.on_closed: Callable[[str], None] = lambda reason: None  # called if a decision, not Close, ends the run
         log.append(schema.rules(msgspec.json.encode(settings).decode()))
@@ -235,7 +234,11 @@ class Keeper:
             for event in decision.events:
                 if isinstance(event, ev.RunClosed):
                     self.on_closed(event.reason)
-        self.left_work |= isinstance(decision.reply, NoCredit) and decision.reply.reason == ev.LEFT
+        if isinstance(decision.reply, NoCredit) and decision.reply.reason == ev.LEFT:
+            self._left_work = True  # until others have taken their shares, or a tick
+        elif self._left_work and (isinstance(request, ev.Tick) or not self.core.fetching(self._clock.now_s())):
+            self._left_work = False
+            self.wakeups.notify(LEASE)
         if decision.ended:
             self.cancellations.add(decision.ended)
             self.wakeups.notify(ENDED)

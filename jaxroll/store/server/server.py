@@ -226,14 +226,12 @@ class _Store:
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
-        """Wake calls that wait for a point in time: the end of a rest of a member or holder, a straggler deadline; and
-        those that left work to other samplers, for which these have some time only."""
+        """Wake calls that wait for a point in time: the end of a rest of a member or holder, a straggler deadline."""
         state, settings = self._keeper.state, self._keeper.settings
         if any(last_s < s.rests_until_s <= now_s for g in state.index.with_free() for s in g.slots):
             self._keeper.wakeups.notify(LEASE)
         over = (h.rested_at_s + h.rest_s for h in state.holders.values() if h.rested_at_s is not None)
-        if any(last_s < at_s <= now_s for at_s in over) or self._keeper.left_work:
-            self._keeper.left_work = False
+        if any(last_s < at_s <= now_s for at_s in over):
             self._keeper.wakeups.notify(LEASE)
         if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
             self._keeper.wakeups.notify(CLAIM)

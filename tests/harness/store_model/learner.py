@@ -165,8 +165,10 @@ class LearnerSide(Books):
         if not no:
             newest = (version.lineage, version.step, r.ref.address)
             if newest != self.published:  # all that have room lack it
-                idle = {name: known for name, known in self.rooms.items() if not self.leased_to(name)}
-                self.behind, self.published_at = idle | self.behind, now
+                idle = [name for name in self.rooms if not self.leased_to(name)]
+                known = self.rooms | self.behind
+                self.behind |= {name: (*known[name][:3], 1) for name in idle}
+                self.published_at = now
             self.published = newest
             self.newest[-1] = version.step
 

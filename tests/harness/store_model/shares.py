@@ -54,19 +54,19 @@ class Sharing(Holders):
         """The caller's share, given the samplers that were refused as there was no work, or none for their weights."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         asking = {
-            name: (space, held)
-            for name, (at, space, held) in (self.rooms | self.behind).items()
+            name: (space, held, fetches)
+            for name, (at, space, held, fetches) in (self.rooms | self.behind).items()
             if name != r.name and now - at <= ASKS_AGAIN_S and (self.holds_up(r.name) or not self.holds_up(name))
         }
-        others = sum(space for space, _ in asking.values())
+        others = sum(space for space, *_ in asking.values())
         if not others:
             return Deal(room, room, Fraction(1), False, False, head, True)
         there, mine = self.there(r, now), self.leased_to(r.name)
         scarce = there < room + others
-        work = there + mine + sum(held for _, held in asking.values())
+        work = there + mine + sum(held for _, held, _ in asking.values())
         part = Fraction(work * (room + mine), room + others + work - there)
         patience = min(ASKS_AGAIN_S, self.took.get(r.name, math.inf) / 4)
-        waits = asking.keys() & self.behind.keys() and now - self.published_at <= patience
+        waits = any(fetches for *_, fetches in asking.values()) and now - self.published_at <= patience
         least = 0 if there and waits else 1
         most = min(room, max(least, math.ceil(part) - mine)) if scarce else room
         fraction = Fraction(room, room + others)
@@ -95,10 +95,11 @@ class Sharing(Holders):
             self.behind.pop(r.name, None)
         elif reply.startswith("no credit: weights") and " behind" in reply:
             if now - self.seen.get(r.name, -math.inf) <= FETCHES_S:
-                self.behind[r.name] = (now, r.max_members, self.leased_to(r.name))
+                held = self.leased_to(r.name)
+                self.behind[r.name] = (now, r.max_members, held, int(held == 0))
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)
             if reply.startswith("no credit: window"):
-                self.rooms[r.name] = (now, r.max_members, self.leased_to(r.name))
+                self.rooms[r.name] = (now, r.max_members, self.leased_to(r.name), 0)
                 self.idle[r.name] = now

@@ -9,6 +9,7 @@ import pytest
 from jaxroll.errors import NoCredit
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.admission import by_holder
 from tests.harness.store.machine import V0, Machine
 
 V1 = Version(0, 1)
@@ -245,4 +246,11 @@ def test_a_sampler_that_ends_its_trajectories_before_it_fetches_weights_is_not_w
     m.train(0)
     with pytest.raises(NoCredit, match="1 behind"):
         m.lease(8, V0, name="B")
-    assert "B" not in m.state.behind and "B" not in m.state.rooms
+    for key in m.lease(8, Version(0, 1), name="A"):
+        m.put(key, Version(0, 1))
+    m.now += 1.0
+    with pytest.raises(NoCredit, match="1 behind"):
+        m.lease(8, V0, name="B")
+    assert (
+        m.state.behind.keys() == {"B"} and not by_holder(m.core.settings, m.state).rooms_of_others("A", m.now).fetching
+    )
