@@ -107,6 +107,18 @@ def gymnasium_text(**settings: Any) -> Any:
     return gymnasium_env.text_env(gymnasium_env.Settings(**settings))
 
 
+@pytest.mark.parametrize(("answers", "rewards"), [(["x"] * 8, [0.0] * 8), (["0"], [0.0, 1.0])], ids=["unread", "stick"])
+def test_a_goal_of_zero_is_not_reached_by_answers_that_are_no_action(answers: list[str], rewards: list[float]) -> None:
+    config = loaded("gymnasium_blackjack")
+    task = dataclasses.replace(config.task, args={**config.task.args, "goal": 0.0})
+    config = dataclasses.replace(config, task=task)
+    candidates, found = Candidates(config), set[float]()
+    for index in range(12):
+        *_, last = played(config, candidates.at(index).task, answers)
+        found.add(last.reward)
+    assert sorted(found) == sorted(set(rewards))
+
+
 @pytest.mark.parametrize("settings", [
     {"id": "Blackjack-v1"},
     {"id": "FrozenLake-v1", "observation": "ansi", "actions": ["left", "down", "right", "up"]},

@@ -42,9 +42,9 @@ class Settings:
 
     `id` and `make` are the arguments of `gymnasium.make`. `observation` is "numbers", "ansi" (the rendered text;
     colored characters are put into brackets) or `package.module:function` of (observation, env). `actions` names
-    discrete actions in order. The reward is the sum of the environment's rewards or, with `goal`, 1 if it is at least
-    that, else 0. `rules` precedes the first observation in full prompts; `hidden` says that different seeds can begin
-    with the same observation.
+    discrete actions in order. The reward is the sum of the environment's rewards or, with `goal`, 1 if the episode ends
+    with at least that, else 0. `rules` precedes the first observation in full prompts; `hidden` says that different
+    seeds can begin with the same observation.
     """
 
     id: str = "Blackjack-v1"
@@ -173,9 +173,9 @@ class GymnasiumGame(Game):
     def play(self, answer: str) -> GameView:
         text, reward, terminated, truncated, info = self._env.step(answer)
         self._sum += reward
-        goal = self.settings.goal
-        total = self._sum if goal is None else float(self._sum >= goal)
-        return GameView(text, terminated or truncated, total, {"return": self._sum}, info["misread"])
+        goal, ended = self.settings.goal, terminated or truncated
+        total = self._sum if goal is None else float(ended and self._sum >= goal)
+        return GameView(text, ended, total, {"return": self._sum}, info["misread"])
 
     def choices(self) -> Sequence[str]:
         return self._env.labels
