@@ -222,7 +222,7 @@ def restarts(role: str, environ: Mapping[str, str] = os.environ) -> list[dict[st
     if not ended.isdecimal():
         return [row | {"cause": ended[:200]}]
     code = int(ended)  # a shell reports signal n as 128 + n
-    return [row | {"code": 128 - code if code > 128 else code}]
+    return [row | {"code": 128 - code if 128 < code <= 192 else code}]
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

@@ -322,3 +322,24 @@ def touch(questions: dict[str, Question], question_hash: str) -> Question:
     if len(questions) > QUESTIONS_KEPT:
         del questions[next(iter(questions))]
     return row
+
+
+class Recent(msgspec.Struct):
+    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim; and
+    the mean of these and the leases held at the end of each member."""
+
+    mean_s: float = 0.0
+    count: int = 0
+    mean_tokens: float = 0.0
+    done: float = 0.0
+    mean_got: float = 0.0
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds per token; 0 if tokens are unknown."""
+        return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
+
+
+def recent_mean_s(before_s: float, now_s: float) -> float:
+    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
+    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s

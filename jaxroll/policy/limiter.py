@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 
 from jaxroll.errors import ConfigError
+from jaxroll.records import Recent
 
 # --- Circuit breaker for lease holders whose members keep failing. Pure functions from durations to a rest
 #
@@ -345,22 +346,6 @@ HUNGRY_S = 10.0  # a sampler with room asks again within this time
 FETCHES_S = 60.0  # one without the newest weights has its share for so long after it worked
 
 
-class Recent(msgspec.Struct):
-    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim; and
-    the mean of these and the leases held at the end of each member."""
-
-    mean_s: float = 0.0
-    count: int = 0
-    mean_tokens: float = 0.0
-    done: float = 0.0
-    mean_got: float = 0.0
-
-    @property
-    def per_token_s(self) -> float:
-        """Seconds per token; 0 if tokens are unknown."""
-        return self.mean_s / self.mean_tokens if self.mean_tokens else 0.0
-
-
 def _on_grid(value: float) -> float:
     """The nearest power of 2^(1/8), so that small changes change nothing; 0 for 0."""
     return 2.0 ** (round(8 * math.log2(value)) / 8) if value > 0 else 0.0
@@ -382,17 +367,19 @@ class HolderIndex:
         rooms: Mapping[str, int],
         failing: Mapping[str, float],
         behind: Mapping[str, float],
+        leases: Callable[[str], int] = lambda name: 0,
     ) -> None:
         self._member_s, self._recent_s, self._hungry = member_s, recent_s, hungry
         self.dirty = set(recent_s)  # holders whose durations or failures changed
         self._slow_s = self._mean_tokens = 0.0  # members that take longer delay claims; 0: none
         self._means, self._mean_of = list[tuple[float, str]](), dict[str, float]()
         self._quick, self._alike = (0.0, 0.0, 0.0), True  # of the quickest: seconds, seconds per token, what it got
-        self._rooms: dict[str, tuple[float, Rooms]] = {}  # name → (asked at, room), in the order of time
+        self._leases, self._idle = leases, set[str]()  # number of leases held; those that have none and fetch weights
+        self._rooms: dict[str, tuple[float, int, bool]] = {}  # name → asked at, room, fetches weights; in order of time
         self._good, self._good_sums = dict[str, Rooms](), [0, 0, 0]  # those of them that delay no claims
         self.set_failing(failing)
         for name, at_s in sorted({**hungry, **behind}.items(), key=lambda one: one[1]):
-            self.set_room(name, at_s, Rooms(rooms.get(name, 0), 0, int(name in behind)))
+            self.set_room(name, at_s, rooms.get(name, 0), fetches=name in behind)
 
     def set_failing(self, failing: Mapping[str, float]) -> None:
         """Read this table of the shares of failed members from now on."""
@@ -420,18 +407,27 @@ class HolderIndex:
         """True if `name` delays claims because it is slow or fails."""
         return self._failing.get(name, 0.0) > UNRELIABLE or self.is_slow(name)
 
-    def set_room(self, name: str, at_s: float, rooms: Rooms | None) -> None:
-        """Note that `name` asked at `at_s` with this room; None: it has no room."""
-        self._drop(name)
-        if rooms is not None:
-            self._rooms[name] = at_s, rooms
+    def set_room(self, name: str, at_s: float, room: int, *, fetches: bool = False) -> None:
+        """Note that `name` asked at `at_s` with `room` for more members; `fetches`: it has the weights but one."""
+        self.drop(name)
+        self._rooms[name] = at_s, room, fetches
+        self._place(name)
+
+    def note_published(self, fetching: Collection[str]) -> None:
+        """Note newer weights: of those with room, these had the newest weights before and fetch the new ones."""
+        for name, (at_s, room, _) in self._rooms.items():
+            self._rooms[name] = at_s, room, name in fetching
             self._place(name)
 
-    def note_fetching(self, names: Iterable[str]) -> None:
-        """Note that these lack newer weights."""
-        for name, (at_s, rooms) in [(name, self._rooms[name]) for name in names if name in self._rooms]:
-            self._rooms[name] = at_s, rooms._replace(fetching=1)
-            self._place(name)
+    def fetching(self) -> bool:
+        """True if a holder without leases fetches weights, as far as known at the last question."""
+        return bool(self._idle)
+
+    def rooms_of(self, name: str) -> Rooms:
+        """The room of one."""
+        held = self._leases(name)
+        _, room, fetches = self._rooms.get(name, (0.0, 0, False))
+        return Rooms(room, held, int(fetches and not held))
 
     def quickest(self) -> Iterator[tuple[float, str]]:
         """The means of holders with at least `TRIP` members and their names, the shortest first."""
@@ -453,7 +449,7 @@ class HolderIndex:
         """The room of those that compete with `but`: of all, or without it those that delay no claims."""
         self._expire(now_s)
         if self.holds_up(but):
-            return Rooms.sum(rooms for name, (_, rooms) in self._rooms.items() if name != but)
+            return Rooms.sum(self.rooms_of(name) for name in self._rooms if name != but)
         return Rooms(*(whole - own for whole, own in zip(self._good_sums, self._good.get(but, Rooms()), strict=True)))
 
     def _settle(self) -> None:
@@ -482,17 +478,19 @@ class HolderIndex:
         self._settle()
         # Time does not go back, so that an entry that is too old now is never needed again.
         while self._rooms and now_s - next(iter(self._rooms.values()))[0] > HUNGRY_S:
-            self._drop(next(iter(self._rooms)))
+            self.drop(next(iter(self._rooms)))
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
+        """Note that `name` has no room."""
         self._rooms.pop(name, None)
         self._place(name)
 
     def _place(self, name: str) -> None:
-        before = self._good.pop(name, Rooms())
-        after = Rooms() if name not in self._rooms or self.holds_up(name) else self._rooms[name][1]
+        before, rooms = self._good.pop(name, Rooms()), self.rooms_of(name) if name in self._rooms else Rooms()
+        (self._idle.add if rooms.fetching else self._idle.discard)(name)
+        after = Rooms() if self.holds_up(name) else rooms
         self._good_sums = [old + new - own for old, new, own in zip(self._good_sums, after, before, strict=True)]
-        if after.room:
+        if after != Rooms():
             self._good[name] = after
 
     def _sort(self) -> None:

@@ -401,6 +401,10 @@ def supervisor_pid(run_dir: Path) -> int | None:
 def restart_words(row: Mapping[str, Any]) -> str:
     """The end of the process of a `restart` row as text, as far as it is known."""
     text = f"ended with {row['code']}, started again" if row.get("code") is not None else "started again"
+    if (
+        row.get("code") is not None and row.get("role") == row["process"]
+    ):  # it says so itself, and may have another name now
+        text = f"was started for a process that ended with {row['code']}"
     cause, error = row.get("cause") or "", row.get("error") or ""
     text += f" ({cause})" if cause else ""
     return text + (f"; its last error: {error}" if error and error not in cause else "")

@@ -437,6 +437,7 @@ class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
     name: str
     why: str  # "window": it is full; "weights": those of the sampler are not the newest
     room: int = 0
+    fetches: bool = False  # it has the newest weights but one, so that it will have them soon
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):

@@ -111,9 +111,9 @@ def lease(settings: Settings, state: State, r: ev.Lease, now_s: float) -> Decisi
         return Decision(events, ev.Leases(tuple(grants), 0))
     taker.groups = lambda group: _serves(settings, state, r.name, group.task)
     share, used = share_of(settings, state, r, now_s, taker), 0
-    if share.members == 0:
-        return _nothing(settings, state, r, ev.LEFT, now_s)
-    events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
+    events, grants, room, refused = list[ev.Event](), list[Grant](), r.max_members, ev.LEFT
+    if share.members:
+        events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
         events, grants, room = events + more_events, grants + more_grants, room - _members(more_grants)
@@ -348,9 +348,9 @@ def _hunger(settings: Settings, state: State, r: ev.Lease, refused: str, now_s: 
     """Note if the full window is the only reason why this sampler gets no lease; with pools for any reason. One that
     fetches newer weights has room as well, until it has worked at nothing for `FETCHES_S`."""
     fetches = now_s - state.seen_s.get(r.name, -math.inf) <= FETCHES_S
-    hungry = refused == "window" or bool(settings.pools.names)
-    if r.version.step < _published_step(state):
-        return [ev.Hungry(r.name, ev.LAGGING, r.max_members)] if hungry and fetches else []
+    hungry = refused == "window" or (bool(settings.pools.names) and refused != ev.LEFT)
+    if lag := _published_step(state) - r.version.step:
+        return [ev.Hungry(r.name, ev.LAGGING, r.max_members, lag == 1)] if hungry and fetches else []
     return [ev.Hungry(r.name, "window" * hungry, r.max_members)] if hungry or r.name in state.rooms else []
 
 
@@ -411,16 +411,10 @@ def _available(
 def _rooms(state: State, but: str, now_s: float, asked: Mapping[str, float]) -> list[tuple[str, Rooms]]:
     """Pool and room of each holder other than `but` that `asked` within `HUNGRY_S`."""
     return [
-        (state.pools.get(name, ""), rooms_of(state, name))
+        (state.pools.get(name, ""), state.by_holder.rooms_of(name))
         for name, at_s in asked.items()
         if name != but and now_s - at_s <= HUNGRY_S
     ]
-
-
-def rooms_of(state: State, holder: str) -> Rooms:
-    """The room of a holder that is hungry or behind."""
-    held = len(state.index.leased_to(holder))
-    return Rooms(state.rooms[holder], held, int(holder in state.behind and not held))
 
 
 def _serves(settings: Settings, state: State, name: str, task: Task) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.policy.limiter import KEPT_BY_CLAIM, MEAN_KEPT_BY_CLAIM
-from jaxroll.records import Cut, Question, Version, touch
+from jaxroll.records import Cut, Question, Version, recent_mean_s, touch
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import leases, puts, training
 from jaxroll.store.core.admission import FILTERED, RESERVED_S, Settings
@@ -31,7 +31,6 @@ from jaxroll.store.core.state import (
     keep_newest,
     no_room,
     note_seen,
-    recent_mean_s,
 )
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
@@ -79,10 +78,6 @@ class Core:
             decision.ended += ended_by(self.state, event)
             apply(self.state, event, now_s)
         return decision
-
-    def fetching(self, now_s: float) -> int:
-        """The number of idle samplers that fetch newer weights and have asked for work lately."""
-        return self.state.by_holder.rooms_of_others("", now_s).fetching
 
 
 def rebased(state: State, now_s: float, lease_s: float) -> State:
@@ -332,13 +327,16 @@ def _forget_batches(state: State) -> None:
 
 
 def _published(state: State, e: ev.Published, now_s: float) -> None:
-    state.published, state.published_at_s = e.ref, now_s
+    is_newer = state.published is None or state.published.version != e.ref.version
+    state.published = e.ref
     line = state.lineages[e.ref.version.lineage]
     line.newest = max(e.ref.version.step, -1 if line.newest is None else line.newest)
     state.moved_at_s = now_s
-    idle = {name: at_s for name, at_s in state.hungry.items() if not state.index.leased_to(name)}
-    state.behind.update(idle | state.behind)
-    state.by_holder.note_fetching(idle)
+    if is_newer:  # those that were refused at the version before begin to fetch; others have not even that one
+        state.published_at_s = now_s
+        fetching = {name: at_s for name, at_s in state.hungry.items() if name not in state.behind}
+        state.behind.update(fetching)
+        state.by_holder.note_published(fetching)
     _forget_batches(state)
 
 
@@ -424,11 +422,11 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
     if e.why == ev.LAGGING:
         state.behind[e.name], state.rooms[e.name] = now_s, e.room
-        state.by_holder.set_room(e.name, now_s, leases.rooms_of(state, e.name))
+        state.by_holder.set_room(e.name, now_s, e.room, fetches=e.fetches)
     elif e.why:
         state.behind.pop(e.name, None)
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
-        state.by_holder.set_room(e.name, now_s, leases.rooms_of(state, e.name))
+        state.by_holder.set_room(e.name, now_s, e.room)
         state.idle_s.pop(e.name, None)
         state.idle_s[e.name] = now_s
         keep_newest(state.idle_s)

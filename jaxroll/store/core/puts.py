@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
-from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, Recent, failing_share
-from jaxroll.records import Version, VersionRun
+from jaxroll.policy.limiter import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
+from jaxroll.records import Recent, Version, VersionRun, recent_mean_s
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import FILTERED, Settings
@@ -30,7 +30,6 @@ from jaxroll.store.core.state import (
     no_room,
     note_seen,
     on_line,
-    recent_mean_s,
     slot_of,
 )
 

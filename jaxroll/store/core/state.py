@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from jaxroll.policy.limiter import Health, HolderIndex, Pace, Recent
-from jaxroll.records import Cut, Question, Task, Version, VersionRef, VersionRun
+from jaxroll.policy.limiter import Health, HolderIndex, Pace
+from jaxroll.records import Cut, Question, Recent, Task, Version, VersionRef, VersionRun
 
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 Edge = tuple[int, int]  # steps of the oldest and of the newest token of a group
@@ -148,17 +148,15 @@ class Index:
     """
 
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
-        self.lacking: dict[int, Group] = {}
-        self.begun: dict[int, Group] = {}
+        self.lacking, self.begun = dict[int, Group](), dict[int, Group]()
         self.pending = self.leased = self.put_bytes = 0
         self.edges: dict[int, Edge] = {}  # by open group with tokens
         self.by_edge: dict[Edge, int] = {}  # number of these groups
+        self.moved = set[str]()  # holders whose leases changed
         self._leased_to: dict[str, dict[tuple[int, int], Slot]] = {}
         self._holders: dict[int, list[tuple[str, int]]] = {}  # group → (holder, member) of its leases
-        self._free: dict[int, Group] = {}
-        self._free_order: list[int] = []
-        self._order: list[int] = []
-        self._lacking_order: list[int] = []
+        self._free, self._free_order = dict[int, Group](), list[int]()
+        self._order, self._lacking_order = list[int](), list[int]()
         self._shares: dict[int, tuple[int, int, int]] = {}  # group → what it adds to `pending`, `leased`, `put_bytes`
         for group in open_.values():
             self.add(group)
@@ -167,7 +165,11 @@ class Index:
             self._count(group, is_open=False)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Index) and vars(self) == vars(other) and [*self.lacking] == [*other.lacking]
+        return (
+            isinstance(other, Index)
+            and vars(self) | {"moved": 0} == vars(other) | {"moved": 0}
+            and [*self.lacking] == [*other.lacking]
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -266,7 +268,9 @@ class Index:
             self.by_edge[edge] = self.by_edge.get(edge, 0) + 1
 
     def _note_leases(self, group: Group, held: list[tuple[str, int]]) -> None:
-        for holder, member in self._holders.pop(group.id, ()):
+        before = self._holders.pop(group.id, ())
+        self.moved.update(holder for holder, _ in (*before, *held))
+        for holder, member in before:
             leases = self._leased_to[holder]
             del leases[group.id, member]
             if not leases:
@@ -401,7 +405,9 @@ class State(msgspec.Struct, dict=True):
 
     def __post_init__(self) -> None:
         self.index = Index(self.open, self.held)
-        self.by_holder = HolderIndex(self.member_s, self.recent_s, self.hungry, self.rooms, self.failing, self.behind)
+        tables = self.member_s, self.recent_s, self.hungry, self.rooms, self.failing, self.behind
+        self.by_holder = HolderIndex(*tables, lambda name: len(self.index.leased_to(name)))
+        self.index.moved = self.by_holder.dirty
 
     @property
     def lineage(self) -> int:
@@ -475,7 +481,7 @@ def no_room(state: State, holder: str) -> None:
     """Forget that the holder had room."""
     for known in (state.hungry, state.behind, state.rooms):
         known.pop(holder, None)
-    state.by_holder.set_room(holder, 0.0, None)
+    state.by_holder.drop(holder)
 
 
 def note_seen(state: State, holder: str, now_s: float) -> None:
@@ -483,11 +489,6 @@ def note_seen(state: State, holder: str, now_s: float) -> None:
     state.seen_s.pop(holder, None)
     state.seen_s[holder] = now_s
     keep_newest(state.seen_s)
-
-
-def recent_mean_s(before_s: float, now_s: float) -> float:
-    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
-    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
 
 def keep_newest(table: dict) -> list[str]:

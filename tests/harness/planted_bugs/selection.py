@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxroll.policy import limiter, selection
-from jaxroll.policy.limiter import Health, Rooms, Share
+from jaxroll.policy.limiter import Health, Share
 from jaxroll.store.core import admission, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
 from tests.harness.planted_bugs.leases_and_puts import Patch, breaks, wrap
@@ -139,7 +139,7 @@ def who_asks_again_gets_the_part_of_those_that_fetch_weights(patch: Patch) -> No
 
 @breaks("9 shares")
 def weights_that_nobody_has_yet_are_not_waited_for(patch: Patch) -> None:
-    patch.setattr(limiter.HolderIndex, "note_fetching", lambda self, names: None)
+    patch.setattr(limiter.HolderIndex, "note_published", lambda self, names: None)
 
 
 @breaks("9 shares")
@@ -151,7 +151,7 @@ def who_was_given_work_still_has_room(patch: Patch) -> None:
         now.behind.update(behind)
         now.rooms.update(rooms)
         for name, room in rooms.items():
-            now.by_holder.set_room(name, (hungry | behind)[name], Rooms(room))
+            now.by_holder.set_room(name, (hungry | behind)[name], room)
 
     wrap(patch, machine._EFFECTS, ev.Leased, leased)
 

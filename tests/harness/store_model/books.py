@@ -96,9 +96,9 @@ class Books:
         self.published: tuple[int, int, str] | None = None  # lineage, step, address
         self.idle: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
-        # the same with its room, its leases, and 1 if it is idle and fetches weights, until it gets something
-        self.rooms: dict[str, tuple[float, int, int, int]] = {}
-        self.behind: dict[str, tuple[float, int, int, int]] = {}  # the same, if its weights are older
+        # the same with its room, and whether it has all weights but the newest, until it gets something
+        self.rooms: dict[str, tuple[float, int, bool]] = {}
+        self.behind: dict[str, tuple[float, int, bool]] = {}  # the same, if its weights are older
         self.took: dict[str, float] = {}  # holder → how long its members lately took, as the store measures it
         self.published_at = -math.inf
         self.slow: set[str] = set()  # samplers that the store calls slow

@@ -164,10 +164,9 @@ class LearnerSide(Books):
         self.one_of(reply, no or {None}, "versions grow within a lineage")
         if not no:
             newest = (version.lineage, version.step, r.ref.address)
-            if newest != self.published:  # all that have room lack it
-                idle = [name for name in self.rooms if not self.leased_to(name)]
-                known = self.rooms | self.behind
-                self.behind |= {name: (*known[name][:3], 1) for name in idle}
+            if self.published is None or newest[:2] != self.published[:2]:  # all that have room lack it
+                others = {name: (*known[:2], False) for name, known in self.behind.items()}
+                self.behind = {name: (*known[:2], True) for name, known in self.rooms.items()} | others
                 self.published_at = now
             self.published = newest
             self.newest[-1] = version.step

@@ -54,8 +54,8 @@ class Sharing(Holders):
         """The caller's share, given the samplers that were refused as there was no work, or none for their weights."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         asking = {
-            name: (space, held, fetches)
-            for name, (at, space, held, fetches) in (self.rooms | self.behind).items()
+            name: (space, held := self.leased_to(name), fetches and not held)
+            for name, (at, space, fetches) in (self.rooms | self.behind).items()
             if name != r.name and now - at <= ASKS_AGAIN_S and (self.holds_up(r.name) or not self.holds_up(name))
         }
         others = sum(space for space, *_ in asking.values())
@@ -95,11 +95,10 @@ class Sharing(Holders):
             self.behind.pop(r.name, None)
         elif reply.startswith("no credit: weights") and " behind" in reply:
             if now - self.seen.get(r.name, -math.inf) <= FETCHES_S:
-                held = self.leased_to(r.name)
-                self.behind[r.name] = (now, r.max_members, held, int(held == 0))
+                self.behind[r.name] = (now, r.max_members, self.base() - r.version.step == 1)
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)
             if reply.startswith("no credit: window"):
-                self.rooms[r.name] = (now, r.max_members, self.leased_to(r.name), 0)
+                self.rooms[r.name] = (now, r.max_members, False)
                 self.idle[r.name] = now

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import NoCredit
-from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, AgeLimiter, Health, Recent
-from jaxroll.records import Task
+from jaxroll.policy.limiter import HUNGRY_S, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, AgeLimiter, Health
+from jaxroll.records import Recent, Task
 from jaxroll.store.core import admission, puts, training
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
@@ -118,7 +118,9 @@ def assert_equal_answers(cluster: Cluster, request: Any) -> None:
         assert set(index.with_room(request.name, now_s)) == room.keys()
         others_room = index.rooms_of_others(request.name, now_s)
         assert others_room.room == sum(shared.values())
-        assert others_room.fetching <= len(shared.keys() & state.behind.keys())
+        held = {other: len(state.index.leased_to(other)) for other in shared}
+        assert others_room.held == sum(held.values())
+        assert others_room.fetching <= sum(not held[other] for other in shared.keys() & state.behind.keys())
         for name in names:
             assert set(admission.others(settings, state, name, now_s)) == others(settings, state, name, now_s)
             leased = [s for g in state.open.values() for s in g.slots if s.status == LEASED and s.holder == name]

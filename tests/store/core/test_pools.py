@@ -126,3 +126,15 @@ def test_pools_survive_a_restart_of_the_store_and_end_when_a_sampler_leaves() ->
     m.ask(ev.Leave("X2", "X2-1"))
     m.ask(ev.Arrive("Y", "Y-1", "x"))  # a process that joined says its pool after its first request
     assert m.state.pools == {"X": "x", "Y": "x"}
+
+
+def test_a_sampler_that_leaves_work_of_its_pool_to_others_helps_another_pool_meanwhile() -> None:
+    """X2 fetches the new weights. X holds half of the work of x, and there is a prompt for y, whose sampler is full."""
+    m = Pooled(stream=(1, 0, 0, 0, 0), alpha=0.0, batch=5, replicate="spread")
+    for group in m.take("X", 4) + m.take("Y", 1):
+        m.put((group, 0, 1))
+    m.claim(0)
+    assert m.take("X", 4) == m.take("X2", 4) == [], "both have room"
+    m.publish(Version(0, 1))
+    assert m.take("X", 4, version=Version(0, 1)) == [6, 7]
+    assert m.take("X", 2, version=Version(0, 1)) == [5], "the rest of x is left to X2"

@@ -254,3 +254,36 @@ def test_a_sampler_that_ends_its_trajectories_before_it_fetches_weights_is_not_w
     assert (
         m.state.behind.keys() == {"B"} and not by_holder(m.core.settings, m.state).rooms_of_others("A", m.now).fetching
     )
+
+
+def test_a_sampler_that_has_missed_two_versions_is_not_waited_for() -> None:
+    m = second_step("spread", A=8, B=8)
+    m.now += 11.0
+    for key in m.lease(8, V1, name="A"):
+        m.put(key, V1)
+    m.claim(1)
+    hungry(m, V1, A=8)
+    with pytest.raises(NoCredit, match="1 behind"):
+        m.lease(8, V0, name="B")
+    m.publish(Version(0, 2))
+    with pytest.raises(NoCredit, match="2 behind"):
+        m.lease(8, V0, name="B")
+    first = m.lease(8, Version(0, 2), name="A")
+    assert len(first) == 4 and len(m.lease(4, Version(0, 2), name="A")) == 1
+
+
+def test_a_sampler_whose_last_members_end_while_it_fetches_is_waited_for() -> None:
+    m = Machine(alpha=1.0, batch=2, size=4, replicate="spread")
+    m.start()
+    m.fill(8)
+    kept = m.lease(8, V0, name="B")
+    m.train(0)
+    with pytest.raises(NoCredit, match="1 behind"):
+        m.lease(8, V0, name="B")
+    assert not m.state.by_holder.fetching()
+    for key in kept:
+        m.put(key)
+    first = m.lease(8, V1, name="A")
+    assert len(first) == 4 and m.state.by_holder.fetching()
+    with pytest.raises(NoCredit, match="left to samplers that fetch"):
+        m.lease(4, V1, name="A")

@@ -72,8 +72,8 @@ def test_a_caller_writes_rows_of_its_own_kinds_and_role_only(
 @pytest.mark.parametrize(
     ("ended", "fact", "words"),
     [
-        ("137", {"code": -9}, "ended with -9, started again"),
-        ("7", {"code": 7}, "ended with 7, started again"),
+        ("137", {"code": -9}, "was started for a process that ended with -9"),
+        ("7", {"code": 7}, "was started for a process that ended with 7"),
         ("its container ended", {"cause": "its container ended"}, "started again (its container ended)"),
     ],
 )
