@@ -454,11 +454,11 @@ acquire() {{
 # Runs a command on its VM; this shell shows the output.
 on_vm() {{
   local name="$1" command="$2" address; shift 2
-  acquire "$name" "$@"; local failed=$? ended=""; echo $SECONDS > "$mark"; [ $failed -eq 0 ] || return 1
-  [ ! -e "$mark.ran" ] || ended=${{JAXROLL_ENDED:-}}; touch "$mark.ran"
+  acquire "$name" "$@"; local failed=$?; echo $SECONDS > "$mark"; [ $failed -eq 0 ] || return 1
   address=$(vm describe "$name" --format='value(networkEndpoints[0].ipAddress)')
   command="export STORE_HOST=$STORE_HOST LEARNER_HOST=$address HOST_NAME=$address; $command"
-  vm ssh "$name" --worker=all --command="export JAXROLL_ENDED=$ended; $command"
+  vm ssh "$name" --worker=all --command="export JAXROLL_ENDED=$(cat "$mark.ran" 2> /dev/null); $command"
+  echo $? > "$mark.ran"; return "$(cat "$mark.ran")"
 }}
 
 here() {{ STORE_HOST=$STORE_HOST HOST_NAME=$STORE_HOST bash -c "$2"; }}

@@ -420,7 +420,8 @@ class HolderIndex:
             self._place(name)
 
     def fetching(self) -> bool:
-        """True if a holder without leases fetches weights, as far as known at the last question."""
+        """True if a holder without leases fetches weights; its time is not looked at."""
+        self._settle()
         return bool(self._idle)
 
     def rooms_of(self, name: str) -> Rooms:

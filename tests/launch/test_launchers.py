@@ -286,7 +286,8 @@ def test_a_preempted_tpu_vm_is_created_again_and_all_are_deleted_at_the_end(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     stand_in(tmp_path / "bin", "gcloud", GCLOUD)
-    stand_in(tmp_path / "bin", "python3", f"{ROLE}; case $3 in learner | sft) exit 0 ;; esac; exec sleep 30")
+    ended = 'echo "$3 after ${JAXROLL_ENDED:-nothing}" >> "$NOTES.ended"'
+    stand_in(tmp_path / "bin", "python3", f"{ROLE}; {ended}; case $3 in learner | sft) exit 0 ;; esac; exec sleep 30")
     run = tmp_path / "run"
     run.mkdir()
     (run / "token").write_text("secret-of-the-run\n")
@@ -301,6 +302,8 @@ def test_a_preempted_tpu_vm_is_created_again_and_all_are_deleted_at_the_end(
     assert [calls.count(f"delete spell-{role}-0") for role in ("learner", "sampler")] == [2, 1]
     (sampler,) = (line for line in calls.splitlines() if "create spell-sampler-0" in line)
     assert sampler.endswith("--spot --zone=us-central2-b")
+    ends = (tmp_path / "calls.ended").read_text().splitlines()
+    assert "learner after 255" in ends and "sampler after nothing" in ends
     token = tmp_path / "calls.home.spell-learner-0" / ".jaxroll" / "spell" / "token"
     assert token.read_text() == "secret-of-the-run\n" and stat.S_IMODE(token.stat().st_mode) == 0o600
 

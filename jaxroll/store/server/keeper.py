@@ -236,7 +236,7 @@ class Keeper:
                     self.on_closed(event.reason)
         if isinstance(decision.reply, NoCredit) and decision.reply.reason == ev.LEFT:
             self._left_work = True  # until others have taken their shares, or a tick
-        elif self._left_work and (isinstance(request, ev.Tick) or not self.state.by_holder.fetching()):
+        elif self._left_work and (isinstance(request, (ev.Tick, ev.PutMember)) or not self.state.by_holder.fetching()):
             self._left_work = False
             self.wakeups.notify(LEASE)
         if decision.ended:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll import wire
-from jaxroll.policy.limiter import HUNGRY_S
+from jaxroll.policy.limiter import HUNGRY_S, Rooms
 from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import state as st
@@ -224,9 +224,8 @@ class Store:
             }
             for asked in (state.hungry, state.hungry | state.behind)
         )
-        if {*index.with_room("", self.now)} != {*hungry} or index.rooms_of_others("", self.now).room != sum(
-            waiting.values()
-        ):
+        sums = Rooms.sum(index.rooms_of(name) for name in waiting)
+        if {*index.with_room("", self.now)} != {*hungry} or index.rooms_of_others("", self.now) != sums:
             broken("9 shares", f"the index of holders does not find {hungry} and {waiting}")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")

@@ -136,5 +136,7 @@ def test_a_sampler_that_leaves_work_of_its_pool_to_others_helps_another_pool_mea
     m.claim(0)
     assert m.take("X", 4) == m.take("X2", 4) == [], "both have room"
     m.publish(Version(0, 1))
+    m.state.member_s["X"] = 60.0
+    m.now += 0.5
     assert m.take("X", 4, version=Version(0, 1)) == [6, 7]
     assert m.take("X", 2, version=Version(0, 1)) == [5], "the rest of x is left to X2"
