@@ -72,6 +72,7 @@ TASKS = {
             "task.args.items=2",
             "task.args.max_turns=6",
             "sft.steps=60",
+            "learner.learning_rate=1e-4",
             "schedule.steps=200",
             "evaluator.every=50",
         ),
