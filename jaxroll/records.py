@@ -1,4 +1,5 @@
-"""Immutable records that all processes of a run exchange (docs/glossary.md): tasks, groups, segments, versions.
+"""Immutable records that all processes of a run exchange (docs/glossary.md): tasks, groups, segments, versions; and
+statistics of the store.
 
 Array fields are numpy arrays; `jaxroll.wire` serializes them as raw little-endian buffers with dtype and shape.
 T is the number of tokens of a segment. Records that a store holds by the thousand are excluded from garbage collection
@@ -294,7 +295,9 @@ class Item(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...] = ()
 
 
-# --- Questions: counts of their groups, each of which counts once however often a learner trains on it
+# --- Statistics that the store keeps, which change: of questions, and of the holders of leases
+#
+# Each group of a question counts once, however often a learner trains on it.
 
 QUESTIONS_KEPT = 20_000  # those touched last; the store's table `questions` has all
 
@@ -325,8 +328,9 @@ def touch(questions: dict[str, Question], question_hash: str) -> Question:
 
 
 class Recent(msgspec.Struct):
-    """Means of the last `_RECENT` members of a holder, newer ones weigh more; members put, halved at each claim; and
-    the mean of these and the leases held at the end of each member."""
+    """Means of the last members of a holder, of which newer ones weigh more: duration, tokens, and `mean_got`, the
+    members put lately and leases held when a member ended. `count`: members in them; `done`: put, halved at each claim.
+    """
 
     mean_s: float = 0.0
     count: int = 0
