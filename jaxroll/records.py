@@ -220,7 +220,10 @@ class LogStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The batch of step `step`; repeated requests return the same groups in the same order."""
+    """The batch of step `step`; repeated requests return the same groups in the same order.
+
+    Not `whole`: groups of the batch that are finished before the others. Only the whole batch is claimed.
+    """
 
     step: int
     lineage: int
@@ -229,6 +232,7 @@ class Claim(msgspec.Struct, frozen=True):
     replayed: bool
     checkpoint_wanted: bool = False
     after: LogStart | None = None  # for a checkpoint after this step
+    whole: bool = True
 
 
 class VersionRef(msgspec.Struct, frozen=True):

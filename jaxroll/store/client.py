@@ -194,11 +194,19 @@ class StoreClient:
         return await self._call("Repack", call, msg.RepackReply, wait_s)
 
     async def claim(
-        self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None, *, ahead: bool = False
+        self,
+        lineage: int,
+        step: int,
+        wait_s: float = 0.0,
+        rows: range | None = None,
+        *,
+        ahead: bool = False,
+        known: Sequence[int] | None = None,
     ) -> Claim:
         """The batch of `step`. Raises NotReady if it is not complete within `wait_s`.
 
-        With `ahead` the wait does not count as an idle learner (which widens the in-flight window).
+        With `ahead` the wait does not count as an idle learner (which widens the in-flight window). With `known`, the
+        groups that the caller has already, the reply may be other finished groups of a batch that is not complete.
 
         With `rows` only these members, counted over the groups in order: the share of one of the learner's hosts. The
         first and the last group may then be incomplete.
@@ -206,15 +214,16 @@ class StoreClient:
         start, stop = (rows.start, rows.stop) if rows is not None else (0, None)
 
         async def ask(left_s: float) -> msg.ClaimPage:
-            call = msg.ClaimCall(lineage, step, left_s, start, stop, ahead)
+            call = msg.ClaimCall(lineage, step, left_s, start, stop, ahead, known if known is None else tuple(known))
             return await self._call("Claim", call, msg.ClaimPage, left_s)
 
         first = page = await _until(ask, wait_s, NotReady)
         parts = list(page.parts)
         while page.next_start is not None:
-            page = await self._call("Claim", msg.ClaimCall(lineage, step, 0.0, page.next_start, stop), msg.ClaimPage)
+            call = msg.ClaimCall(lineage, step, 0.0, page.next_start, stop, early=first.early)
+            page = await self._call("Claim", call, msg.ClaimPage)
             parts += page.parts
-        rest = (first.shuffle_seed, first.replayed, first.checkpoint_wanted, first.after)
+        rest = (first.shuffle_seed, first.replayed, first.checkpoint_wanted, first.after, not first.early)
         return Claim(first.step, first.lineage, _joined(parts), *rest)
 
     async def begin(self, durable: Version | None, fork: str = "", log: LogStart | None = None) -> Version:

@@ -199,7 +199,9 @@ class Done(msgspec.Struct, frozen=True):
 class ClaimCall(msgspec.Struct, frozen=True):
     """Request for the batch of a step: members `start` up to (not including) `stop`; None means to the last.
 
-    `ahead`: the learner prefetches this batch while it still computes the step before.
+    `ahead`: the learner prefetches this batch while it still computes the step before. With `known`, the groups that it
+    has already, the answer to a batch that is not complete is its other finished groups, `ClaimPage.early`; further
+    pages of that answer are asked for with the same `early`.
     """
 
     lineage: Count
@@ -208,6 +210,8 @@ class ClaimCall(msgspec.Struct, frozen=True):
     start: Count = 0
     stop: Count | None = None
     ahead: bool = False
+    known: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] | None = None
+    early: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
 
 
 class ClaimPart(msgspec.Struct, frozen=True):
@@ -229,6 +233,7 @@ class ClaimPage(msgspec.Struct, frozen=True):
     parts: tuple[ClaimPart, ...]
     next_start: int | None
     after: LogStart | None = None  # on the first page
+    early: tuple[int, ...] = ()  # all groups of this answer, if the batch is not complete
 
 
 class BeginCall(msgspec.Struct, frozen=True):

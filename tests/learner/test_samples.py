@@ -9,7 +9,7 @@ from jaxroll import wire
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch
 from jaxroll.records import UNMARKED, Failed, Finished, Member, Segment, Version, VersionRun
-from jaxroll.store.server import service
+from jaxroll.store.server import puts
 from jaxroll.tools import sft
 
 
@@ -20,7 +20,7 @@ def segment(tokens, mask, logprobs, sampled=UNMARKED):
 
 def as_claimed(one, trained_at, max_age):
     """`one` as a learner gets it from a store that masks stale tokens."""
-    return wire.decode(service.masked(wire.encode(one), trained_at.step, max_age), Member)
+    return wire.decode(puts.masked(wire.encode(one), trained_at.step, max_age), Member)
 
 
 def member(segments, runs, finish="stop"):

@@ -302,6 +302,18 @@ def note_ready(state: State, group: Group) -> None:
         state.ready_places += 1
 
 
+def finished_early(settings: Settings, state: State, known: Sequence[int]) -> tuple[int, ...]:
+    """The finished groups of the next claim, which is not complete, beyond the `known` ones.
+
+    The claim will contain each of them, unless it expires before. With `freshest_first` this is true of no group.
+    """
+    if settings.order == "freshest_first":
+        return ()
+    head = settings.limiter.batch_groups + settings.limiter.redundant_groups
+    first = itertools.islice(state.open.values(), head if settings.order == "lease_order" else None)
+    return tuple(group.id for group in first if group.ready and group.id not in known)
+
+
 def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
     """Free the failed member, which rests, and update the statistics of its holder."""
     group = state.open[e.group]

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.config.rules import MAX_MEMBER_MB
-from jaxroll.errors import DataError, StaleClient, StoreRefusal
+from jaxroll.errors import DataError, NotReady, StaleClient, StoreRefusal
 from jaxroll.protocols import Supports
 from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Partial, Segment, ages
 from jaxroll.rpc.protocol import refusal_of
@@ -297,7 +297,46 @@ def _check_room(segments: Sequence[Segment], key: tuple[int, int, int], row_toke
         )
 
 
-# --- masking of stale tokens in claims
+# --- claims: their pages, and masking of stale tokens in them
+
+
+async def page(
+    keeper: Keeper, call: msg.ClaimCall, groups: Sequence[int], most_bytes: int
+) -> tuple[tuple[msg.ClaimPart, ...], int | None]:
+    """The members of `groups` that `call` asks for, up to `most_bytes` (at least one), and the first of the next page.
+
+    NotReady if a group has ended, which can happen before its batch is claimed.
+    """
+    masks, limiter = keeper.settings.on_stale == "mask", keeper.settings.limiter
+    parts: list[msg.ClaimPart] = []
+    position, size, next_start = 0, 0, None
+    for gid in groups:
+        if (group := keeper.state.find(gid)) is None:
+            raise NotReady(f"group {gid} has ended")
+        numbers = [m for m, _ in group.done()]
+        if call.stop is not None and position >= call.stop:
+            break
+        if position + len(numbers) <= call.start:
+            position += len(numbers)
+            continue
+        bodies = await keeper.log.payloads(gid)
+        if keeper.state.find(gid) is None:  # it ended while they were read
+            raise NotReady(f"group {gid} has ended")
+        taken: list[bytes] = []
+        for number in numbers:
+            data = bodies[number]
+            if call.start <= position and (call.stop is None or position < call.stop) and next_start is None:
+                if size and size + len(data) > most_bytes:
+                    next_start = position
+                else:
+                    taken.append(masked(data, call.step, limiter.max_age) if masks else data)
+                    size += len(data)
+            position += 1
+        if taken:
+            parts.append(msg.ClaimPart(gid, group.task, tuple(taken)))
+        if next_start is not None:
+            break
+    return tuple(parts), next_start
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:

@@ -24,6 +24,7 @@ from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import checkpoint_wanted, over, status
+from jaxroll.store.core.puts import finished_early
 from jaxroll.store.core.state import Batch
 from jaxroll.store.log.schema import Audit, rows_of
 from jaxroll.store.server.keeper import (
@@ -40,7 +41,7 @@ from jaxroll.store.server.keeper import (
     RecentMap,
     Workers,
 )
-from jaxroll.store.server.puts import PutPipeline, masked
+from jaxroll.store.server.puts import PutPipeline, page
 
 # --- prompts that no group has used yet
 
@@ -318,47 +319,27 @@ class StoreService:
         def ask() -> Any:
             if self._intervals.are_late(call.step, {name: self.holders.get(name) for name in self._workers.sessions}):
                 return NotReady(f"a sampler has not the weights of version {call.step} yet")
-            return self._keeper.decide(request)
+            answer = self._keeper.decide(request)
+            if call.known is None or not isinstance(answer, NotReady):
+                return answer
+            return finished_early(self._keeper.settings, self._keeper.state, call.known) or answer
 
-        batch = await self._keeper.answer_when_ready(ask, CLAIM, self._wait_s(caller, call.wait_s))
-        return await self._page(call, batch)
+        answer = call.early or await self._keeper.answer_when_ready(ask, CLAIM, self._wait_s(caller, call.wait_s))
+        if isinstance(answer, Batch):
+            return await self._page(call, answer)
+        return await self._page(call, Batch(call.step, answer, self._keeper.settings.shuffle_seed(call.step)), answer)
 
-    async def _page(self, call: msg.ClaimCall, batch: Batch) -> msg.ClaimPage:
+    async def _page(self, call: msg.ClaimCall, batch: Batch, early: tuple[int, ...] = ()) -> msg.ClaimPage:
         state, settings = self._keeper.state, self._keeper.settings
-        mask = settings.on_stale == "mask"
-        groups = [state.held[gid] for gid in batch.groups]
-        parts: list[msg.ClaimPart] = []
-        position, size, next_start = 0, 0, None
-        for group in groups:
-            numbers = [m for m, _ in group.done()]
-            if call.stop is not None and position >= call.stop:
-                break
-            if position + len(numbers) <= call.start:
-                position += len(numbers)
-                continue
-            bodies = await self._keeper.log.payloads(group.id)
-            taken: list[bytes] = []
-            for number in numbers:
-                data = bodies[number]
-                if call.start <= position and (call.stop is None or position < call.stop) and next_start is None:
-                    if size and size + len(data) > self._page_bytes:
-                        next_start = position
-                    else:
-                        taken.append(masked(data, batch.step, settings.limiter.max_age) if mask else data)
-                        size += len(data)
-                position += 1
-            if taken:
-                parts.append(msg.ClaimPart(group.id, group.task, tuple(taken)))
-            if next_start is not None:
-                break
+        parts, next_start = await page(self._keeper, call, batch.groups, self._page_bytes)
         if self._checkpoint_at == _NEXT and call.start == 0:  # the learner reads it on a claim's first page
             self._checkpoint_at = batch.step
         wanted = checkpoint_wanted(settings, state) or self._checkpoint_at == batch.step
         after, cut = None, state.claim_cuts.get(batch.step)
         if cut is not None and call.start == 0:
             after = LogStart(cut, tuple((line.parent, line.fork_step) for line in state.lineages))
-        rest = (batch.shuffle_seed, batch.step < state.replay_until, wanted, tuple(parts), next_start, after)
-        return msg.ClaimPage(batch.step, call.lineage, *rest)
+        rest = (batch.shuffle_seed, batch.step < state.replay_until, wanted, parts, next_start, after)
+        return msg.ClaimPage(batch.step, call.lineage, *rest, early)
 
     async def _begin(self, caller: Caller, body: bytes) -> msg.VersionCall:
         call = wire.decode(body, msg.BeginCall)

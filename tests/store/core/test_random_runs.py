@@ -26,6 +26,7 @@ from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
+from jaxroll.store.core.puts import finished_early
 from jaxroll.store.core.state import DONE, Index, State, conservation_residual, counts, on_line, outstanding
 
 REMEMBERED = ("pace", "questions", "lengths", "cuts", "claim_cuts", "stream", "next_ordinal", "passed", "cursor")
@@ -78,7 +79,8 @@ class World:
         self.batches: dict[int, tuple[int, ...]] = {}
         self.put: dict[tuple[int, int], tuple[int, str]] = {}  # acknowledged: (attempt, digest)
         self.lost_replies = self.store_deaths = self.rewinds = 0
-        self.age_max = 0
+        self.early: dict[int, set[int]] = {}  # by step, groups that were finished while it was not
+        self.age_max = self.early_groups = 0
         self.requests = 0
 
     # --- the store, with its deaths
@@ -244,6 +246,8 @@ class World:
         try:
             batch = self.ask(ev.ClaimStep(learner.session, learner.version.lineage, learner.version.step))
         except (NotReady, Closed):
+            early = finished_early(self.rules, self.core.state, ())
+            self.early.setdefault(learner.version.step, set()).update(early)
             return
         self.see(batch)
         self.claim_ahead()
@@ -271,6 +275,10 @@ class World:
         known = self.batches.setdefault(batch.step, batch.groups)
         assert known == batch.groups, "another batch for the same step"
         state = self.core.state
+        early = self.early.pop(batch.step, set())
+        lost = [gid for gid in early - {*batch.groups} if state.find(gid) is not None]
+        assert not lost, "a group that was finished early is alive, and not in its batch"
+        self.early_groups += len(early & {*batch.groups})
         for gid in batch.groups:
             group = state.held[gid]
             done = dict(group.done())
@@ -422,9 +430,12 @@ def test_faults_do_happen_in_these_worlds() -> None:
     assert sum(w.core.state.trimmed for w in worlds) > 100
     assert sum(w.core.state.dead for w in worlds) > 10
     assert max(w.age_max for w in worlds) == 2
+    assert sum(w.early_groups for w in worlds) > 100
     greedy = [play(seed, rules(1.0, order="ready_first", redundant_groups=1)) for seed in range(4)]
     assert sum(w.core.state.expired.get("stale", 0) for w in greedy) > 0
     assert sum(w.core.state.expired.get("surplus", 0) for w in greedy) > 0
+    fresh = [play(seed, rules(1.0, order="freshest_first")) for seed in range(4)]
+    assert sum(w.early_groups for w in fresh) == 0, "any group may be left out"
     short = [play(seed, rules(1.0, straggler_deadline_s=2.0)) for seed in range(4)]
     assert sum(w.core.state.shrunk for w in short) > 0
 

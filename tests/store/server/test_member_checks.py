@@ -24,7 +24,7 @@ from jaxroll.learner import minibatch
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.store import messages as msg
 from jaxroll.store.core import machine
-from jaxroll.store.server import keeper, puts, service
+from jaxroll.store.server import keeper, puts
 from tests.harness.store.machine import V0
 
 SHOWN_ONCE = np.array([0, 1, 1], np.uint8)
@@ -99,7 +99,7 @@ def test_stale_tokens_of_a_truncated_member_are_masked_and_keep_their_supports()
         np.array([9, 5, 7], np.int32), SHOWN_ONCE, np.zeros(3, np.float32), support=np.array([3, 1, 4, 2], np.uint8)
     )
     body = wire.encode(Member(0, 0, 1, Finished((said,), "stop", 1.0, {}, runs)))
-    kept = wire.decode(service.masked(body, 4, 2), Member)
+    kept = wire.decode(puts.masked(body, 4, 2), Member)
     sample = minibatch.of_member(kept, Version(0, 4))
     assert sample.mask.tolist() == [False, False, True]
     assert [row.tolist() for row in sample.supports.rows(3)] == [[-1, -1, -1], [5, 4, 7], [7, -1, -1]]

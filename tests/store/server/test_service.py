@@ -244,9 +244,9 @@ def test_a_batch_larger_than_a_message_comes_in_pages(
     pages = []
     page = service.StoreService._page
 
-    async def counting(self, call, batch):
+    async def counting(self, call, *batch):
         pages.append(call.start)
-        return await page(self, call, batch)
+        return await page(self, call, *batch)
 
     monkeypatch.setattr(service.StoreService, "_page", counting)
 
