@@ -28,26 +28,27 @@ from jaxroll.config import LearnerConfig
 KINDS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
 
 
-def sequence_weights(trained_tokens: np.ndarray, kind: str, length: int = 1) -> np.ndarray:
+def sequence_weights(trained_tokens: np.ndarray, kind: str, length: int = 1, count: float | None = None) -> np.ndarray:
     """float32 [N]: the weight of each trained token of a sequence; `trained_tokens` (int [N]) counts them.
 
-    `length` is the L of `constant_length`; other kinds ignore it. A sequence without trained tokens gets 0 and does not
-    count. ValueError for an unknown kind.
+    `length` is the L of `constant_length`; other kinds ignore it. `count` takes the place of `denominator`. A sequence
+    without trained tokens gets 0 and does not count. ValueError for an unknown kind.
     """
     counts = np.asarray(trained_tokens, np.float64)
-    trained = counts > 0
-    sequences, tokens = max(int(trained.sum()), 1), max(counts.sum(), 1.0)
-    if kind == "token_mean":
-        weights = np.full_like(counts, 1.0 / tokens)
-    elif kind == "seq_mean_token_mean":
-        weights = 1.0 / (sequences * np.maximum(counts, 1.0))
-    elif kind == "seq_mean_token_sum":
-        weights = np.full_like(counts, 1.0 / sequences)
-    elif kind == "constant_length":
-        weights = np.full_like(counts, 1.0 / (sequences * length))
+    count = denominator(counts, kind) if count is None else count
+    if kind == "seq_mean_token_mean":
+        weights = 1.0 / (count * np.maximum(counts, 1.0))
     else:
+        weights = np.full_like(counts, 1.0 / (count * (length if kind == "constant_length" else 1)))
+    return np.where(counts > 0, weights, 0.0).astype(np.float32)
+
+
+def denominator(trained_tokens: np.ndarray, kind: str) -> float:
+    """The number by which a step divides: Σᵢ|i| over its sequences for `token_mean`, N for the others; at least 1."""
+    if kind not in KINDS:
         raise ValueError(f"aggregation {kind!r} is not one of {', '.join(KINDS)}")
-    return np.where(trained, weights, 0.0).astype(np.float32)
+    counts = np.asarray(trained_tokens, np.float64)
+    return max(float(counts.sum() if kind == "token_mean" else (counts > 0).sum()), 1.0)
 
 
 # --- sums over the samples of a packed row, for losses on whole sequences; T tokens of a row, any leading axes

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from jaxroll.config.schema import Config, TaskConfig, ValueRange
 from jaxroll.errors import ConfigError
+from jaxroll.records import Message
 from jaxroll.run_paths import RENAMED
 
 T = TypeVar("T")
@@ -427,3 +428,42 @@ def about(part: TaskPart) -> Iterator[None]:
             raise ConfigError(f"{part.key}.{key}", error.value, reason, error.remedy) from error
         alone = f" Or set {part.key}.{name} for this source alone." if name in PLAY_KEYS else ""
         raise ConfigError(error.key, error.value, reason, error.remedy + alone) from error
+
+
+# --- messages before every question
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def opening_messages(task: TaskConfig) -> tuple[Message, ...]:
+    """The messages before the question: `task.system_prompt`, then `task.few_shot`. ConfigError for malformed ones."""
+    system = (Message("system", task.system_prompt),) if task.system_prompt else ()
+    return system + few_shot(task)
+
+
+def few_shot(task: TaskConfig) -> tuple[Message, ...]:
+    """The messages of `task.few_shot`: objects with role and content, or pairs of a question and its answer."""
+    found: list[Message] = []
+    for number, entry in enumerate(task.few_shot):
+        key = f"task.few_shot[{number}]"
+        if isinstance(entry, list):
+            if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+                raise ConfigError(key, entry, "not a pair of texts", 'Write ["question", "answer"].')
+            found += (Message("user", entry[0]), Message("assistant", entry[1]))
+        else:
+            found.append(_message(entry, key))
+    if found and found[-1].role != "assistant":
+        last, reason = f"task.few_shot[{len(task.few_shot) - 1}]", "the last message before the question is no answer"
+        raise ConfigError(last, found[-1].role, reason, "End with a message of the assistant, or use pairs.")
+    return tuple(found)
+
+
+def _message(entry: Any, key: str) -> Message:
+    remedy = 'Write {"role": "user", "content": "…"}, or a pair ["question", "answer"].'
+    if not isinstance(entry, Mapping) or set(entry) != {"role", "content"}:
+        raise ConfigError(key, entry, "not a message with role and content", remedy)
+    role, content = entry["role"], entry["content"]
+    if role not in ROLES or role == "system" or not isinstance(content, str):
+        reason = "a system message belongs into task.system_prompt" if role == "system" else "role or content is wrong"
+        raise ConfigError(key, entry, reason, f"Roles are user, assistant and tool. {remedy}")
+    return Message(role, content)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxroll.config.schema_system import (
+    EvaluatorConfig,
     ItemIndex,
+    MeshConfig,
     NonNegativeFloat,
     NonNegativeInt,
     PlacementConfig,
@@ -66,32 +68,6 @@ class RunConfig:
     metric_names: Literal["jaxroll", "verl", "prime-rl", "nemo-rl"] = "jaxroll"
     # Run all roles in one process on a virtual clock: equal seeds give equal bits at any α (docs/simulation.md).
     deterministic: bool = False
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """Device mesh of a role. The product of the axes is the number of devices that the role uses."""
-
-    # Devices along the data-parallel axis.
-    data: PositiveInt = 1
-    # Devices along the fully sharded data-parallel axis.
-    fsdp: PositiveInt = 1
-    # Devices along the tensor-parallel axis.
-    tensor: PositiveInt = 1
-    # Devices that divide the experts of each layer. For other parameters and for rows, part of the fsdp axis.
-    expert: PositiveInt = 1
-    # Devices that divide the tokens of each row, in the learner's mesh only. For parameters, part of the fsdp axis.
-    sequence: PositiveInt = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices in the mesh."""
-        return self.shards * self.sequence * self.tensor
-
-    @property
-    def shards(self) -> int:
-        """Number of parts into which the mesh divides the rows of a batch, or the slots of an engine."""
-        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)
@@ -436,6 +412,8 @@ class LearnerConfig:
     max_grad_norm: PositiveFloat = 1.0
     # Optimizer steps per claim.
     minibatches: PositiveInt = 1
+    # Compute the gradients of groups as soon as they are finished, before their batch is complete (docs/scheduling.md).
+    streaming: bool = False
     # Rows of a packed micro-batch.
     micro_batch_rows: PositiveInt = 8
     # Tokens of a packed row, excluding shared prompts.
@@ -460,24 +438,6 @@ class LearnerConfig:
     keep_best: str = ""
     # Control experiment: permute rewards inside each group, so that nothing can be learned.
     shuffle_rewards: bool = False
-
-
-@dataclass(frozen=True)
-class EvaluatorConfig:
-    """Held-out evaluation of published versions."""
-
-    # Steps between two evaluations. 0: no evaluator.
-    every: NonNegativeInt = 20
-    # Mesh of the evaluator.
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    # Sequences decoded at the same time.
-    slots: PositiveInt = 64
-    # Answers to each held-out item. With several, accuracy is the mean over them (docs/prompts.md).
-    samples: PositiveInt = 1
-    # Temperature of these answers. 0: greedy.
-    temperature: NonNegativeFloat = 0.0
-    # More held-out sets by name: dicts of items, samples and keys of a source (docs/prompts.md).
-    sets: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

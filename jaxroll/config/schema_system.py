@@ -1,4 +1,4 @@
-"""Schema of the sections about processes and machines: store, transfer, placement, supervisor; bounds of values."""
+"""Schema of meshes and of sections about processes and machines: evaluator, store, transfer, and others; bounds."""
 
 from __future__ import annotations
 
@@ -29,6 +29,50 @@ Seconds = Annotated[float, ValueRange(least=1)]
 
 
 # --- Schema of the sections about processes and machines
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Device mesh of a role. The product of the axes is the number of devices that the role uses."""
+
+    # Devices along the data-parallel axis.
+    data: PositiveInt = 1
+    # Devices along the fully sharded data-parallel axis.
+    fsdp: PositiveInt = 1
+    # Devices along the tensor-parallel axis.
+    tensor: PositiveInt = 1
+    # Devices that divide the experts of each layer. For other parameters and for rows, part of the fsdp axis.
+    expert: PositiveInt = 1
+    # Devices that divide the tokens of each row, in the learner's mesh only. For parameters, part of the fsdp axis.
+    sequence: PositiveInt = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the mesh."""
+        return self.shards * self.sequence * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Number of parts into which the mesh divides the rows of a batch, or the slots of an engine."""
+        return self.data * self.fsdp * self.expert
+
+
+@dataclass(frozen=True)
+class EvaluatorConfig:
+    """Held-out evaluation of published versions."""
+
+    # Steps between two evaluations. 0: no evaluator.
+    every: NonNegativeInt = 20
+    # Mesh of the evaluator.
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    # Sequences decoded at the same time.
+    slots: PositiveInt = 64
+    # Answers to each held-out item. With several, accuracy is the mean over them (docs/prompts.md).
+    samples: PositiveInt = 1
+    # Temperature of these answers. 0: greedy.
+    temperature: NonNegativeFloat = 0.0
+    # More held-out sets by name: dicts of items, samples and keys of a source (docs/prompts.md).
+    sets: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

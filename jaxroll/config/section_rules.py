@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, episode_tokens, is_custom, preset, settled
 from jaxroll.config.parsing import (
@@ -15,15 +14,15 @@ from jaxroll.config.parsing import (
     evaluation_set,
     every_part,
     nearest,
+    opening_messages,
     samples_of,
     task_parts,
 )
 from jaxroll.config.rewards import REMOTE, terms
-from jaxroll.config.schema import Config, LearnerConfig, TaskConfig
+from jaxroll.config.schema import Config, LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy import selection
 from jaxroll.policy.routing import Pools
-from jaxroll.records import Message
 
 _KL_REASONS = {
     ("loss", "k1"): "its gradient is zero in expectation, so it would only add noise",
@@ -189,6 +188,7 @@ def check_algorithm(config: Config) -> None:
     _check_correction(learner)
     _check_reference(learner, row)
     _check_critic(learner)
+    _check_streaming(config, learner, row)
     _check_rewards(config)
     _check_best(config)
     _check_agent(config)
@@ -331,6 +331,27 @@ def _check_reference(learner: LearnerConfig, row: Preset) -> None:
         raise ConfigError("learner.kl_estimator", learner.kl_estimator, reason, f"Set it to {right}.")
 
 
+def _check_streaming(config: Config, learner: LearnerConfig, row: Preset) -> None:
+    """Refuse to stream where a gradient needs the whole batch, or no devices would be idle."""
+    if not learner.streaming:
+        return
+    penalty = learner.kl_coef > 0 and learner.kl_in == "loss"
+    of_batch = learner.advantage in ("batch_std", "group_mean_batch_std")
+    remedy = "Set it to false."
+    _refuse("learner.streaming", True, (
+        (is_custom(learner.algorithm), "an algorithm of your own may compare the groups of a batch", remedy),
+        (of_batch, f"advantage {learner.advantage!r} compares the groups of a batch", remedy),
+        (learner.critic != "none", "a critic's advantages are standardized over the batch", remedy),
+        (learner.kl_coef > 0 and not penalty, "a KL in the reward is computed for the whole batch", remedy),
+        (penalty and row.credited_only, "the weight of the KL in the loss depends on the whole batch", remedy),
+        (learner.router_loss > 0, "the loss of the routers is weighted by the tokens of the batch", remedy),
+        (learner.minibatches > 1, "the batch decides which groups a minibatch has", "Set learner.minibatches to 1."),
+        (config.schedule.order == "freshest_first", "a group may still be left out of the batch",
+         "Use another schedule.order, or set it to false."),
+        (config.placement.colocated, "samplers use the learner's devices, so none are idle", remedy),
+    ))  # fmt: skip
+
+
 def _check_critic(learner: LearnerConfig) -> None:
     if learner.advantage == "gae" and learner.critic == "none":
         raise ConfigError("learner.critic", "none", "advantage 'gae' needs the values of a critic", "Set it to 'init'.")
@@ -384,45 +405,10 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError("learner.shuffle_rewards", True, reason, remedy)
 
 
-# --- Prompts as the config describes them: messages before every question, tools, pools; their checks
+# --- Prompts as the config describes them: tools, pools; their checks
 
-ROLES = ("system", "user", "assistant", "tool")
 # Variables of a chat template that JaxRoll sets itself.
 RESERVED = ("messages", "tools", "add_generation_prompt")
-
-
-def opening_messages(task: TaskConfig) -> tuple[Message, ...]:
-    """The messages before the question: `task.system_prompt`, then `task.few_shot`. ConfigError for malformed ones."""
-    system = (Message("system", task.system_prompt),) if task.system_prompt else ()
-    return system + few_shot(task)
-
-
-def few_shot(task: TaskConfig) -> tuple[Message, ...]:
-    """The messages of `task.few_shot`: objects with role and content, or pairs of a question and its answer."""
-    found: list[Message] = []
-    for number, entry in enumerate(task.few_shot):
-        key = f"task.few_shot[{number}]"
-        if isinstance(entry, list):
-            if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
-                raise ConfigError(key, entry, "not a pair of texts", 'Write ["question", "answer"].')
-            found += (Message("user", entry[0]), Message("assistant", entry[1]))
-        else:
-            found.append(_message(entry, key))
-    if found and found[-1].role != "assistant":
-        last, reason = f"task.few_shot[{len(task.few_shot) - 1}]", "the last message before the question is no answer"
-        raise ConfigError(last, found[-1].role, reason, "End with a message of the assistant, or use pairs.")
-    return tuple(found)
-
-
-def _message(entry: Any, key: str) -> Message:
-    remedy = 'Write {"role": "user", "content": "…"}, or a pair ["question", "answer"].'
-    if not isinstance(entry, Mapping) or set(entry) != {"role", "content"}:
-        raise ConfigError(key, entry, "not a message with role and content", remedy)
-    role, content = entry["role"], entry["content"]
-    if role not in ROLES or role == "system" or not isinstance(content, str):
-        reason = "a system message belongs into task.system_prompt" if role == "system" else "role or content is wrong"
-        raise ConfigError(key, entry, reason, f"Roles are user, assistant and tool. {remedy}")
-    return Message(role, content)
 
 
 def pools(config: Config) -> Pools:

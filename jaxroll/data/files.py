@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxroll import disk
 from jaxroll.config import TaskConfig
-from jaxroll.config.section_rules import ROLES
+from jaxroll.config.parsing import ROLES
 from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Item, Message
 

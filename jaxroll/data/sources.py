@@ -14,8 +14,7 @@ from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.derived import is_compact
-from jaxroll.config.parsing import UNGRADED_ENVS, nearest, task_parts
-from jaxroll.config.section_rules import opening_messages
+from jaxroll.config.parsing import UNGRADED_ENVS, nearest, opening_messages, task_parts
 from jaxroll.data.files import DatasetSource, JsonlSource, ParquetSource
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Source

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxroll.config import Config, TaskConfig
+from jaxroll.config import Config, TaskConfig, parsing
 from jaxroll.config.parsing import HELDOUT, PLAY_KEYS, SOURCE_ITEMS, TaskPart, evaluation_set, task_parts
 from jaxroll.config.rewards import without_changeable
-from jaxroll.config.section_rules import opening_messages
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Source, Tokenizer
@@ -26,7 +25,6 @@ from jaxroll.text import tokenizers
 
 if TYPE_CHECKING:  # grain imports JAX, which only the process that draws prompts needs
     import grain
-
 
 MAX_SKIPPED_IN_A_ROW = 10_000
 
@@ -171,7 +169,9 @@ def _opened(config: Config, part: TaskPart, first: int) -> Part:
         source = open_source(part.task)
     own = of(dataclasses.replace(config, task=part.task), source.size)
     ranges = Ranges(*(range(r.start + first, r.stop + first, r.step) for r in (own.train, own.heldout, own.sft)))
-    return Part(part.label, part.weight, part.task, source, ranges, first, part.env, opening_messages(part.task))
+    return Part(
+        part.label, part.weight, part.task, source, ranges, first, part.env, parsing.opening_messages(part.task)
+    )
 
 
 # --- held-out tasks
@@ -480,7 +480,7 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
     parts = (candidates.identity, candidates.run_seed)
     for part in candidates.parts:
         parts += (repr(part.ranges.train), repr(part.ranges.heldout), part.config.heldout_items)
-    parts += (task.prompt_style, task.max_prompt_tokens)
+    parts += task.prompt_style, task.max_prompt_tokens
     # Only if they are set, so that runs of earlier versions resume.
     parts += tuple(
         (name, value)

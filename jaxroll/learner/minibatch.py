@@ -247,10 +247,14 @@ Groups = list[list[Sample]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """`groups` as claimed, with unshaped rewards; `minibatches`: the weighted samples of each optimizer step."""
+    """`groups` as claimed, with unshaped rewards; `minibatches`: the weighted samples of each optimizer step.
+
+    With `learner.streaming`, weights lack the step's denominator; `counted` is the part of these samples in it.
+    """
 
     groups: Groups
     minibatches: list[list[Sample]]
+    counted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -321,8 +325,10 @@ def prepare(
             for group, of_group in zip(groups, advantages, strict=True)
         ]
     parts = divided(credited, learner.minibatches, claim.shuffle_seed)
-    with_weights = [weighted(part, learner.aggregation, algorithm, length) for part in parts]
-    return Prepared(groups, [[each for sample in part for each in conversations(sample)] for part in with_weights])
+    count, counted = (1.0, _counted(parts[0], learner.aggregation, algorithm)) if learner.streaming else (None, 0.0)
+    with_weights = [weighted(part, learner.aggregation, algorithm, length, count) for part in parts]
+    pieces = [[each for sample in part for each in conversations(sample)] for part in with_weights]
+    return Prepared(groups, pieces, counted)
 
 
 def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:
@@ -342,30 +348,39 @@ def divided(groups: Groups, minibatches: int, shuffle_seed: int) -> list[list[Sa
     return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, minibatches)]
 
 
-def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, length: int = 1) -> list[Sample]:
+def weighted(
+    samples: list[Sample], aggregation: str, algorithm: Algorithm, length: int = 1, count: float | None = None
+) -> list[Sample]:
     """The samples that contribute a gradient, with the per-token weight of `aggregation`.
 
     If the loss is a multiple of the advantage, a sample with advantage 0 has no gradient and is not computed. It still
     counts in the denominators, unless the algorithm counts only samples with an advantage. So a group whose members
     all earned the same reward costs no computation. With a KL penalty in the loss, or with a critic, every sample is
     computed and counts in those denominators; `_rescaled` then corrects the denominators of the policy loss.
+    `count` takes the place of the step's denominator.
     """
     samples = [sample for sample in samples if sample.mask.any()]
     credited = [sample for sample in samples if sample.credited]
     skips = algorithm.multiple_of_advantage
     needs_all = algorithm.penalised or any(sample.target is not None for sample in samples)
     if algorithm.credited_only and not (needs_all and skips):
-        return _with_weights(credited, aggregation, length)
-    with_weights = _with_weights(samples, aggregation, length)
+        return _with_weights(credited, aggregation, length, count)
+    with_weights = _with_weights(samples, aggregation, length, count)
     if algorithm.credited_only:
-        return _rescaled(with_weights, _with_weights(credited, aggregation, length))
+        return _rescaled(with_weights, _with_weights(credited, aggregation, length, count))
     return [sample for sample in with_weights if sample.credited or not skips or needs_all]
 
 
-def _with_weights(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
-    """`samples` with weights whose denominators count exactly these samples."""
+def _counted(samples: Sequence[Sample], aggregation: str, algorithm: Algorithm) -> float:
+    """The part of `samples` in a step's denominator; 0 if they have no token that counts."""
+    counts = [sample.trained_tokens for sample in samples if sample.credited or not algorithm.credited_only]
+    return estimators.denominator(np.array(counts), aggregation) if any(counts) else 0.0
+
+
+def _with_weights(samples: list[Sample], aggregation: str, length: int, count: float | None) -> list[Sample]:
+    """`samples` with weights whose denominators count exactly these samples, unless there is a `count`."""
     counts = np.array([sample.trained_tokens for sample in samples])
-    weights = estimators.sequence_weights(counts, aggregation, length)
+    weights = estimators.sequence_weights(counts, aggregation, length, count)
     return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
 
 

@@ -393,6 +393,11 @@ class LeadingTrainer(Trainer):
         self._send(Command("prepare", body=wire.encode(claim)))
         return super().prepare(claim)
 
+    def stream(self, part: Claim) -> None:
+        """See Trainer."""
+        self._send(Command("stream", body=wire.encode(part)))
+        super().stream(part)
+
     def dispatch_step(self, ready: Ready) -> Running:
         """See Trainer. The followers dispatch the claim that they prepared last."""
         self._send(Command("dispatch_step"))
@@ -448,28 +453,26 @@ def run_follower_steps(
 
     `start` loads the run's initial parameters; the `ends.Publisher` serves this process's part.
     """
-    ready: Any = None
-    running: Any = None
-    params: Any = None  # to publish
+    last: dict[str, Any] = {}  # results of the calls; `params` are to be published
     publishing: Future[Any] | None = None
     for command in leader.commands():
         if publishing is not None and publishing.done():
             publishing.result()  # its error ends all processes
         match command.what:
             case "prepare":
-                ready = trainer.prepare(wire.decode(command.body, Claim))
+                last["ready"] = trainer.prepare(wire.decode(command.body, Claim))
+            case "stream":
+                trainer.stream(wire.decode(command.body, Claim))
             case "dispatch_step":
-                running = trainer.dispatch_step(ready)
+                last["running"] = trainer.dispatch_step(last["ready"])
             case "await_step":
-                trainer.await_step(running)
-            case "publishable_params":
-                params = trainer.publishable_params()
-            case "base_params":
-                params = trainer.base_params()
+                trainer.await_step(last["running"])
+            case "publishable_params" | "base_params" as what:
+                last["params"] = getattr(trainer, what)()
             case "publish":
-                publishing, params = publisher.start(_version(command), params), None
+                publishing = publisher.start(_version(command), last.pop("params"))
             case "freeze":
-                publisher.freeze(_version(command), params)
+                publisher.freeze(_version(command), last["params"])
             case "write":
                 checkpoints.write(_version(command), command.position, trainer.state, command.text)
             case "read":
@@ -478,10 +481,8 @@ def run_follower_steps(
             case "warmup":
                 _meet()
                 trainer.warmup()
-            case "set_params":
-                trainer.set_params(start())
-            case "set_reference":
-                trainer.set_reference(start())
+            case "set_params" | "set_reference" as what:
+                getattr(trainer, what)(start())
             case "end":
                 return command.code
             case what:

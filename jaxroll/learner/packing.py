@@ -11,13 +11,14 @@ assign samples to shards and pack each shard's rows (`shards_first`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.learner.minibatch import Sample
+from jaxroll.learner.minibatch import Prepared, Sample
+from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec, active_parameter_count
 from jaxroll.protocols import Supports
 
@@ -48,6 +49,31 @@ class MicroBatch:
     def rows(self) -> int:
         """R."""
         return self.streams["tokens"].shape[0]
+
+
+@dataclass
+class Streamed:
+    """Groups of a batch that may not be complete (`learner.streaming`), by their number, as claimed.
+
+    Weights of `samples` lack the step's denominator, to which they add `counted`. `packed` are the micro-batches whose
+    gradients are queued, of the first `early` groups; `waiting` samples do not fill one yet.
+    """
+
+    lineage: int
+    step: int
+    groups: dict[int, list[Sample]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    waiting: list[Sample] = field(default_factory=list)
+    packed: list[MicroBatch] = field(default_factory=list)
+    counted: float = 0.0
+    early: int = 0
+
+    def add(self, numbers: Sequence[int], prepared: Prepared) -> None:
+        """Add groups, of which none is there yet."""
+        self.groups |= zip(numbers, prepared.groups, strict=True)
+        self.samples += prepared.minibatches[0]
+        self.waiting += prepared.minibatches[0]
+        self.counted += prepared.counted
 
 
 # Every array is [R, T]. `weight` is 0 where `mask` is False, so the loss of a step is Σ weight · token loss.
@@ -310,18 +336,25 @@ def spread_experts(batch: MicroBatch, samples: Sequence[Sample], width: int, dty
     return rows
 
 
-def token_shares(batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-    """float32 [R, T] of each micro-batch: 1 / (number of real tokens in all of them), and 0 in the padding."""
+def token_shares(batches: Sequence[MicroBatch], *, of_all: bool = True) -> list[np.ndarray]:
+    """float32 [R, T] of each micro-batch: 1 / (number of real tokens in all of them), and 0 in the padding.
+
+    Without `of_all`, which needs all micro-batches of a step, it is 1 instead.
+    """
     real = [batch.streams["segment_ids"] > 0 for batch in batches]
-    total = max(sum(int(of.sum()) for of in real), 1)
+    total = max(real_tokens(batches), 1) if of_all else 1
     return [of.astype(np.float32) / np.float32(total) for of in real]
 
 
 def padding_waste(batches: Sequence[MicroBatch]) -> float:
     """1 − real tokens / (rows · row tokens): the fraction of row tokens that are padding; 0 for no batches."""
     cells = sum(batch.streams["segment_ids"].size for batch in batches)
-    real = sum(int((batch.streams["segment_ids"] > 0).sum()) for batch in batches)
-    return 1.0 - real / cells if cells else 0.0
+    return 1.0 - real_tokens(batches) / cells if cells else 0.0
+
+
+def real_tokens(batches: Sequence[MicroBatch]) -> int:
+    """The number of tokens that are not padding."""
+    return sum(int((batch.streams["segment_ids"] > 0).sum()) for batch in batches)
 
 
 def shared_tokens(batches: Sequence[MicroBatch]) -> float:
@@ -398,3 +431,17 @@ def write(streams: dict[str, np.ndarray], place: Placement, sample: Sample, segm
     streams["weight"][at] = np.where(mask, sample.weight, 0.0)
     if SUPPORT in streams and sample.supports is not None:
         streams[SUPPORT][at] = sample.supports.rows(streams[SUPPORT].shape[2])[of]
+
+
+# --- streams of models with experts
+
+
+def add_routing(
+    batches: Sequence[MicroBatch], samples: Sequence[Sample], spec: ModelSpec, *, replay: bool, of_all: bool
+) -> None:
+    """Add the stream SHARE (see `token_shares`) to the micro-batches of `samples`, and with `replay` EXPERTS."""
+    for batch, shares in zip(batches, token_shares(batches, of_all=of_all), strict=True):
+        batch.streams[SHARE] = shares
+        if replay:
+            width, dtype = moe.recorded_width(spec), moe.recorded_dtype(spec)
+            batch.streams[EXPERTS] = spread_experts(batch, samples, width, dtype)

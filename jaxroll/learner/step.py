@@ -146,6 +146,7 @@ class Recipe:
     rows: SharedRows | None = None  # layout of a row that shares prompts
     support: int = 0  # K of the stream SUPPORT; 0: samples are not truncated
     routers: Routers | None = None  # of a model with experts
+    streaming: bool = False  # gradients are divided by the step's denominator at its end
 
     @classmethod
     def of(cls, config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
@@ -171,6 +172,7 @@ class Recipe:
             rows=rows,
             support=support_tokens(config.sampling),
             routers=_routers(config.learner, spec) if spec.experts else None,
+            streaming=config.learner.streaming,
         )
 
     @property

@@ -224,6 +224,13 @@ def of_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def divided(report: Mapping[str, Any], counted: float, tokens: int) -> dict[str, Any]:
+    """The report of a step whose weights lacked their denominator, which is `counted`; `tokens` were real ones."""
+    of = dict(report["statistics"])
+    of |= {"loss": of["loss"] / max(counted, 1.0), "balance": of["balance"] / max(tokens, 1)}
+    return dict(report) | {"statistics": of}
+
+
 def check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim, rate: str) -> None:
     """Raise JaxRollError if a gradient norm is not finite; `rate` is the config key of the learning rate to lower."""
     for number, report in enumerate(reports):

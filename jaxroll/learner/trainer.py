@@ -17,18 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layouts
 from jaxroll.config import Config
+from jaxroll.config.derived import micro_batch_tokens
 from jaxroll.config.parsing import labels
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step, step_metrics
 from jaxroll.learner import state as states
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.minibatch import Sample
-from jaxroll.learner.packing import EXPERTS, SUPPORT, MicroBatch
+from jaxroll.learner.packing import EXPERTS, SUPPORT, MicroBatch, Streamed
 from jaxroll.learner.state import Accumulator, Params, Reference, TrainState
 from jaxroll.learner.step import PROXIMAL, REFERENCE, AheadOfTime, CompileCounter, Recipe
 from jaxroll.models import moe
@@ -51,6 +53,7 @@ class Ready:
     prepared: minibatch.Prepared
     packed: list[list[MicroBatch]]
     placed: list[list[Streams]]
+    early: int = 0  # groups whose gradients are queued already; they are not in `placed`
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,10 @@ class Trainer:
         self.buckets = packing.learner_buckets(config.learner, config.learner.shared_prompt_rows)
         self._settings = minibatch.Settings.of(config)
         self.algorithm = self._settings.algorithm
-        self._rows = step.shared_rows(config.learner)
-        if self._rows and self.algorithm.together > 1:
-            raise ConfigError(
-                "learner.shared_prompt_tokens",
-                config.learner.shared_prompt_tokens,
-                "this algorithm compares adjacent samples of a row, which must not share a prompt",
-                "Set it to 0: every sample then has its own copy of its prompt.",
-            )
+        if config.learner.shared_prompt_tokens and self.algorithm.together > 1:
+            reason = "this algorithm compares adjacent samples of a row, which must not share a prompt"
+            remedy = "Set it to 0: every sample then has its own copy of its prompt."
+            raise ConfigError("learner.shared_prompt_tokens", config.learner.shared_prompt_tokens, reason, remedy)
         self.programs = TrainingPrograms(Recipe.of(config, spec, self.layout, self.algorithm))
         self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
@@ -100,6 +99,7 @@ class Trainer:
         self.state: TrainState = self._fresh(params)
         self._compiles = CompileCounter()
         self._accumulator: Accumulator | None = None
+        self._streamed: Streamed | None = None
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `state`, for restoring a checkpoint."""
@@ -163,20 +163,56 @@ class Trainer:
 
     def prepare(self, claim: Claim) -> Ready:
         """`claim` packed and on the devices; KL costs and critic values are computed with the current parameters."""
+        if self.config.learner.streaming:
+            return self._prepare_rest(claim)
+        prepared = self._prepared(claim)
+        packed = [self.packed(samples, self.algorithm.together) for samples in prepared.minibatches]
+        return Ready(claim, prepared, packed, [self._placed(batches) for batches in packed])
+
+    def _prepared(self, claim: Claim) -> minibatch.Prepared:
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
-        prepared = minibatch.prepare(claim, self.config, settings=self._settings, costs=costs, values=values)
-        packed = [self.packed(samples, self.algorithm.together) for samples in prepared.minibatches]
-        return Ready(
-            claim, prepared, packed, [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
-        )
+        return minibatch.prepare(claim, self.config, settings=self._settings, costs=costs, values=values)
+
+    def stream(self, part: Claim) -> None:
+        """Queue the gradients of `part`, finished groups of the next claim, once they fill a micro-batch.
+
+        `prepare` takes the other groups of that claim. If it lacks one of these, it starts again without them.
+        """
+        streamed = self._streamed_of(part)
+        streamed.add([group.group for group in part.groups], self._prepared(part))
+        if sum(len(sample.tokens) for sample in streamed.waiting) >= micro_batch_tokens(self.config.learner):
+            batches = self.packed(streamed.waiting, self.algorithm.together)
+            self._accumulate(self._with_added([self._placed(batches)])[0])
+            streamed.packed += batches
+            streamed.waiting, streamed.early = [], len(streamed.groups)
+
+    def _prepare_rest(self, claim: Claim) -> Ready:
+        streamed = self._streamed_of(claim)
+        if not streamed.groups.keys() <= {group.group for group in claim.groups}:
+            streamed = self._streamed_of(claim, again=True)
+        rest = tuple(group for group in claim.groups if group.group not in streamed.groups)
+        prepared = self._prepared(msgspec.structs.replace(claim, groups=rest))
+        streamed.add([group.group for group in rest], prepared)
+        batches = self.packed(streamed.waiting, self.algorithm.together)
+        groups = [streamed.groups[group.group] for group in claim.groups]
+        prepared = minibatch.Prepared(groups, [streamed.samples], streamed.counted)
+        return Ready(claim, prepared, [[*streamed.packed, *batches]], [self._placed(batches)], streamed.early)
+
+    def _streamed_of(self, claim: Claim, *, again: bool = False) -> Streamed:
+        """The groups of this claim so far; none if it is another claim than before, or with `again`."""
+        found = self._streamed
+        if again or found is None or (found.lineage, found.step) != (claim.lineage, claim.step):
+            if found is not None and found.packed:
+                self._accumulator = None
+            found = self._streamed = Streamed(claim.lineage, claim.step)
+        return found
 
     def dispatch_step(self, ready: Ready) -> Running:
         """Queue the step on `ready`; from here on `state` and `params()` are those after it."""
-        placed = ready.placed
-        for name in self.programs.recipe.added:
-            placed = self._with_logprobs(placed, name)
-        reports = [self._train_minibatch(batches) for batches in placed]
+        placed = self._with_added(ready.placed)
+        reports = [self._train_minibatch(batches, ready.prepared.counted) for batches in placed]
+        self._streamed = None
         return Running(ready, reports, self._train_critic(ready.prepared.minibatches, ready.packed, placed))
 
     def await_step(self, running: Running) -> Metrics:
@@ -186,6 +222,9 @@ class Trainer:
         """
         prepared, packed, claim = running.ready.prepared, running.ready.packed, running.ready.claim
         reports, of_critic = layouts.fetched((running.reports, running.of_critic))
+        if self.config.learner.streaming:
+            tokens = packing.real_tokens(packed[0])
+            reports = [step_metrics.divided(report, prepared.counted, tokens) for report in reports]
         step_metrics.check_finite(reports, claim, "learner.learning_rate")
         step_metrics.check_finite(of_critic, claim, "learner.critic_learning_rate")
         batches = [batch for of_minibatch in packed for batch in of_minibatch]
@@ -205,6 +244,7 @@ class Trainer:
                 "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
                 "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
                 "micro_batches": len(batches),
+                "groups_early": running.ready.early,
                 "compiles": self._compiles.count,
             }
         )
@@ -222,32 +262,25 @@ class Trainer:
 
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         """The micro-batches of `samples` under this config."""
-        if self._rows:
-            batches = shared_prompts.pack(
-                samples,
-                self._rows,
-                self.buckets,
-                shards=self._shards,
-                quadratic=self._quadratic,
-                support=self.programs.recipe.support,
-            )
+        recipe = self.programs.recipe
+        of: dict[str, Any] = {"shards": self._shards, "quadratic": self._quadratic, "support": recipe.support}
+        if recipe.rows:
+            batches = shared_prompts.pack(samples, recipe.rows, self.buckets, **of)
         else:
-            batches = packing.pack(
-                samples,
-                self.config.learner.row_tokens,
-                self.buckets,
-                shards=self._shards,
-                quadratic=self._quadratic,
-                together=together,
-                support=self.programs.recipe.support,
-            )
-        if routers := self.programs.recipe.routers:
-            for batch, shares in zip(batches, packing.token_shares(batches), strict=True):
-                batch.streams[packing.SHARE] = shares
-                if routers.replay:
-                    width, dtype = moe.recorded_width(self.spec), moe.recorded_dtype(self.spec)
-                    batch.streams[EXPERTS] = packing.spread_experts(batch, samples, width, dtype)
+            batches = packing.pack(samples, recipe.row_tokens, self.buckets, together=together, **of)
+        if recipe.routers:
+            of_all = not recipe.streaming
+            packing.add_routing(batches, samples, self.spec, replay=recipe.routers.replay, of_all=of_all)
         return batches
+
+    def _placed(self, batches: Sequence[MicroBatch]) -> list[Streams]:
+        return [self.programs.placed(batch.streams) for batch in batches]
+
+    def _with_added(self, placed: list[list[Streams]]) -> list[list[Streams]]:
+        """The micro-batches of all minibatches with the streams that the recipe adds."""
+        for name in self.programs.recipe.added:
+            placed = self._with_logprobs(placed, name)
+        return placed
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
         """The micro-batches of all minibatches with the added stream `name`: log π under the model of that name."""
@@ -290,12 +323,19 @@ class Trainer:
         self.state = dataclasses.replace(self.state, critic=critic_state)
         return reports
 
-    def _train_minibatch(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
-        """Dispatch one optimizer step over all of `batches`; the report stays on the device."""
-        accumulator = self._accumulator or self.programs.zeros()
+    def _accumulate(self, batches: Sequence[Streams]) -> Accumulator:
+        """Queue the gradients of `batches`, which are added to those that wait for an optimizer step."""
+        self._accumulator = self._accumulator or self.programs.zeros()
         with jax.transfer_guard("disallow"):  # an array on the host would be copied in every step
             for streams in batches:
-                accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
+                self._accumulator = self.programs.accumulate(self.state.params, self._accumulator, streams, self.base)
+        return self._accumulator
+
+    def _train_minibatch(self, batches: Sequence[Streams], counted: float) -> dict[str, Any]:
+        """Dispatch one optimizer step: gradients of `batches` and those queued, over `counted` unless it is 0."""
+        accumulator = self._accumulate(batches)
+        if counted:
+            accumulator = self.programs.divided(accumulator, counted)
         policy = dataclasses.replace(self.state, critic=None)
         policy, self._accumulator, report = self.programs.apply(policy, accumulator)
         self.state = dataclasses.replace(policy, critic=self.state.critic)
@@ -306,11 +346,16 @@ def _kl_in_reward(config: Config) -> bool:
     return config.learner.kl_coef > 0 and config.learner.kl_in == "reward"
 
 
+def _divided(accumulator: Accumulator, count: jax.Array) -> Accumulator:
+    return Accumulator({name: grad / count for name, grad in accumulator.grads.items()}, accumulator.statistics)
+
+
 class TrainingPrograms:
     """The programs of one recipe, compiled ahead of time; calls only look them up.
 
         accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
         logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
+        divided     (accumulator, number) → accumulator                  one, with `learner.streaming`; donated
         apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
     With layers in a loop, the programs of `state.ByLayer` replace `apply`. After `compile` nothing compiles again, for
@@ -346,6 +391,8 @@ class TrainingPrograms:
             self._compiled.compile(name, 0, progress)
         if self.recipe.lora:
             self._compiled.compile("merge", 0, progress)
+        if self.recipe.streaming:
+            self._compiled.compile("divided", 0, progress)
         for rows in buckets:
             self._compiled.compile("accumulate", rows, progress)
             if self.recipe.added or logprobs:
@@ -369,6 +416,11 @@ class TrainingPrograms:
     ) -> Accumulator:
         """`accumulator` (donated) plus one micro-batch; `base` holds the frozen parameters under adapters."""
         return self._compiled["accumulate", streams["tokens"].shape[0]](params, accumulator, dict(streams), base or {})
+
+    def divided(self, accumulator: Accumulator, count: float) -> Accumulator:
+        """`accumulator` (donated) with all gradients divided by `count`."""
+        number = layouts.placed_once(np.array(count, np.float32), self._everywhere)
+        return self._compiled["divided", 0](accumulator, number)
 
     def merge(self, params: Params, base: Params) -> Params:
         """`base` merged with the adapters `params`."""
@@ -400,6 +452,10 @@ class TrainingPrograms:
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
             return jax.jit(lambda: layouts.zeroed(accumulator), out_shardings=layouts.shardings_of(accumulator)).lower()
+        if name == "divided":
+            number = jax.ShapeDtypeStruct((), np.float32, sharding=self._everywhere)
+            divide = jax.jit(_divided, donate_argnums=0, out_shardings=layouts.shardings_of(accumulator))
+            return divide.lower(accumulator, number)
         if name == "merge":
             given = [dict(state.params), dict(self.base)]
             if self._by_layer is not None:  # a program for each layer

@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -427,3 +427,28 @@ class SeedingTime:
         samplers_wait_s = max(0.0, step_s - generated_s)
         changed = min(self.seconds, generated_s) + SHARE * (waited_s - samplers_wait_s)
         self.seconds = max(self._least_s, changed)
+
+
+# --- gradients that are computed before a claim is complete (`learner.streaming`)
+
+
+@dataclass
+class Streamed:
+    """The groups of a claim so far, their tokens, and those that are `waiting` for a full micro-batch.
+
+    `queue` has when `batches` were queued, of the first `early` groups, and their seconds.
+    """
+
+    step: int = -1
+    groups: set[int] = field(default_factory=set)
+    queue: list[tuple[float, float]] = field(default_factory=list)
+    tokens: int = 0
+    waiting: int = 0
+    batches: int = 0
+    early: int = 0
+
+    def ends_s(self, free_s: float) -> float:
+        """When the queue ends on devices that are free from `free_s` on."""
+        for queued_s, seconds in self.queue:
+            free_s = max(free_s, queued_s) + seconds
+        return free_s

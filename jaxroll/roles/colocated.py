@@ -115,6 +115,11 @@ class LockedTrainer(Trainer):
         with self._lock:
             return super().prepare(claim)
 
+    def stream(self, part: Claim) -> None:
+        """See Trainer."""
+        with self._lock:
+            super().stream(part)
+
     def dispatch_step(self, ready: Ready) -> Running:
         """See Trainer."""
         with self._lock:

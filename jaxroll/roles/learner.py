@@ -73,8 +73,7 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
 
 CLAIM_WAIT_S = 2.0
 AHEAD_WAIT_S = 3600.0  # longer than a step: the step's end ends this wait
-DEVICE_POLL_S = 0.005  # between two checks whether the devices have finished, while a claim is awaited
-HOLDER_POLL_S = 0.2
+DEVICE_POLL_S, HOLDER_POLL_S = 0.005, 0.2  # between two checks: of devices while a claim is awaited, of the evaluator
 LAST_ROWS_S = 2.0  # for progress rows that are not sent yet at the end
 FINISHED = "finished"
 
@@ -384,11 +383,11 @@ class LearnerSession:
         return ConfigError("checkpoint", damaged, reason, remedy)
 
     async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
-        """The batch of this step; None after the last step, after a stop request, and at the end of the data."""
-        began = self._loop.time()
+        """The batch of this step; None after the last step, a stop request, and the end of the data."""
+        began, known = self._loop.time(), [] if self.config.learner.streaming else None
         while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
-                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
+                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S, known=known)
             except NotReady:
                 self.background.check()  # without new weights no batch for this step can come
                 continue
@@ -397,8 +396,11 @@ class LearnerSession:
                     raise
                 self._end = END_OF_DATA
                 break
-            wait_s, t0 = self._loop.time() - began, unix_s()
-            return PackedClaim(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
+            if claim.whole:
+                wait_s, t0 = self._loop.time() - began, unix_s()
+                return PackedClaim(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
+            known = [*(known or ()), *(group.group for group in claim.groups)]
+            await self._on_device(lambda claim=claim: trainer.stream(claim))
         return None
 
     async def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:

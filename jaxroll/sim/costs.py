@@ -112,8 +112,8 @@ class SamplerCosts:
 class LearnerCosts:
     """The learner, and the price of its devices. `jitter` is a factor of the time of each step.
 
-    With `streams` it computes each group as soon as it is finished, and the claim adds what is left and the step's
-    overhead (StreamRL, FlexMARL); JaxRoll's learner does not. `samplers` fit on its devices (`partial_overlap`).
+    With `learner.streaming`, the overhead of a step comes after the claim. `samplers` fit on its devices
+    (`partial_overlap`).
     """
 
     step_overhead_s: NotNegative = 0.0
@@ -122,7 +122,6 @@ class LearnerCosts:
     flops: Positive = math.inf
     price_per_hour: NotNegative = 0.0
     jitter: Law = Law(mean=1.0)
-    streams: bool = False
     samplers: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
 
     def train_s(self, tokens: int, micro_batches: int) -> float:

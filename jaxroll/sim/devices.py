@@ -13,7 +13,7 @@ import functools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs import registry
+from jaxroll.policy.step_times import Streamed
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Relay, Task, Version, VersionRef, VersionRun
 from jaxroll.sim.costs import Cluster
@@ -381,34 +382,16 @@ class SimulatedTrainer:
 
     lora = reference = state = spec = None
     sends_adapters, prepares_ahead = False, True
+    warmup = release = set_params = abstract_state = staticmethod(lambda *_: None)
+    base_digest, publishable_params = staticmethod(str), staticmethod(dict)
 
-    def __init__(self, cluster: Cluster, config: Config, ended_s: Mapping[int, float]) -> None:
+    def __init__(self, cluster: Cluster, config: Config) -> None:
         self._costs, self._config, self.trained = cluster.learner, config, list[TrainedStep]()
-        self._ended_s, self._free_s = ended_s, 0.0  # `ended_s`: the end of the last episode of each prompt
+        self._size, self.streamed, self.free_s = micro_batch_tokens(config.learner), Streamed(), 0.0
         device = SimpleNamespace(platform="cpu", device_kind="simulated")
         mesh = SimpleNamespace(size=1, shape={}, devices=np.array([device]))
         self.layout = SimpleNamespace(mesh=mesh)
         self.programs = SimpleNamespace(recipe=SimpleNamespace(attention="none"))
-
-    def warmup(self, progress: object) -> None:
-        """Do nothing: there is nothing to compile."""
-
-    def abstract_state(self) -> None:
-        """No state."""
-
-    def release(self) -> None:
-        """Do nothing: there is no state."""
-
-    def base_digest(self) -> str:
-        """No adapters."""
-        return ""
-
-    def set_params(self, params: object) -> None:
-        """Do nothing: there are no parameters."""
-
-    def publishable_params(self) -> dict[str, Any]:
-        """No parameters."""
-        return {}
 
     def prepare(self, claim: Claim) -> Any:
         """The claim and the figures of its data."""
@@ -417,35 +400,46 @@ class SimulatedTrainer:
         for outcome in done:
             for run in outcome.versions:
                 ages[claim.step - run.version.step] += run.count
-        tokens = sum(ages.values())
-        # A group whose rewards are equal has no advantages: it is not computed.
-        computed = [outcomes for outcomes in map(_finished, claim.groups) if len({o.reward for o in outcomes}) > 1]
-        learner = self._config.learner
-        lengths = [self._row_tokens(outcome) for outcomes in computed for outcome in outcomes]
-        batches = math.ceil(sum(lengths) / micro_batch_tokens(learner))
-        padded = batches * micro_batch_tokens(learner)
-        rewards = [outcome.reward for outcome in done]
+        if not self.streamed.groups <= {group.group for group in claim.groups}:  # some were computed in vain
+            self.free_s, self.streamed = self.streamed.ends_s(self.free_s), Streamed()
+        tokens, streamed, rewards = sum(ages.values()), self._added(claim), [outcome.reward for outcome in done]
+        batches = math.ceil(streamed.waiting / self._size)
+        every = streamed.batches + batches
         row = {
-            "samples": len(done), "tokens_trained": tokens, "tokens_computed": tokens, "micro_batches": batches,
+            "samples": len(done), "tokens_trained": tokens, "tokens_computed": tokens, "micro_batches": every,
             "age_mean": sum(age * count for age, count in ages.items()) / max(tokens, 1),
             "age_max": max(ages, default=0), "age_hist": {str(age): ages[age] for age in sorted(ages)},
             "reward_mean": float(np.mean(rewards)) if rewards else 0.0, "masked_tokens": 0, "compiles": 0,
-            "padding_waste": 1 - sum(lengths) / padded if padded else 0.0,
+            "padding_waste": 1 - streamed.tokens / (every * self._size) if every else 0.0,
+            "groups_early": streamed.early,
         }  # fmt: skip
-        factor = self._costs.jitter.draw(chance("step", self._config, claim.step))
-        train_s = factor * self._costs.train_s(padded, batches)
-        if self._costs.streams:
-            train_s = self._left_s(claim, train_s)
-        return SimpleNamespace(claim=claim, row=row, train_s=train_s)
+        return SimpleNamespace(claim=claim, row=row, train_s=self._train_s(claim.step, batches))
 
-    def _left_s(self, claim: Claim, train_s: float) -> float:
-        """The seconds of a step that are left now if each group's share was computed once the group had ended."""
-        now_s, overhead_s = asyncio.get_running_loop().time(), min(self._costs.step_overhead_s, train_s)
-        share_s = (train_s - overhead_s) / len(claim.groups)
-        for ended_s in sorted(self._ended_s.get(group.task.index, now_s) for group in claim.groups):
-            self._free_s = max(self._free_s, ended_s) + share_s
-        self._free_s = max(self._free_s, now_s) + overhead_s
-        return self._free_s - now_s
+    def stream(self, part: Claim) -> None:
+        """Queue the micro-batches that the groups of `part` fill, as `Trainer.stream` does."""
+        if (streamed := self._added(part)).waiting >= self._size:
+            batches = math.ceil(streamed.waiting / self._size)
+            seconds = self._train_s(part.step, batches) - self._train_s(part.step, 0)
+            streamed.queue.append((asyncio.get_running_loop().time(), seconds))
+            streamed.batches, streamed.waiting = streamed.batches + batches, 0
+            streamed.early = len(streamed.groups)
+
+    def _added(self, claim: Claim) -> Streamed:
+        """All groups of its step so far, with those of `claim`. Groups whose rewards are equal are not computed."""
+        if self.streamed.step != claim.step:
+            self.streamed = Streamed(claim.step)
+        for group in claim.groups:
+            outcomes = _finished(group)
+            if group.group not in self.streamed.groups and len({outcome.reward for outcome in outcomes}) > 1:
+                tokens = sum(self._row_tokens(outcome) for outcome in outcomes)
+                self.streamed.tokens += tokens
+                self.streamed.waiting += tokens
+            self.streamed.groups.add(group.group)
+        return self.streamed
+
+    def _train_s(self, step: int, batches: int) -> float:
+        factor = self._costs.jitter.draw(chance("step", self._config, step))
+        return factor * self._costs.train_s(batches * self._size, batches)
 
     def _row_tokens(self, outcome: Finished) -> int:
         """The tokens of a rollout in the learner's rows: without its prompt, if that is shared."""
@@ -454,10 +448,11 @@ class SimulatedTrainer:
         return sum(len(segment.tokens) for segment in outcome.segments) - shared
 
     def dispatch_step(self, ready: Any) -> Any:
-        """The step under way."""
+        """The step under way, after all that was streamed."""
         loop, claim = asyncio.get_running_loop(), ready.claim
         self.trained.append(TrainedStep(claim.step, tuple(group.group for group in claim.groups), loop.time()))
-        end_s = loop.time() + ready.train_s
+        end_s = self.free_s = max(self.streamed.ends_s(self.free_s), loop.time()) + ready.train_s
+        self.streamed = Streamed()
         return SimpleNamespace(is_done=lambda: loop.time() >= end_s, end_s=end_s, row=ready.row)
 
     async def await_step(self, running: Any) -> dict[str, Any]:
@@ -491,7 +486,6 @@ class Simulated:
         await asyncio.sleep(max(0.0, self._workload.env_s.draw(self._chance)))
         self._left -= 1
         if not self._left:
-            self._pool.ended_s[self._index] = asyncio.get_running_loop().time()
             return StepResult(done=True, reward=float(self._chance.random() < self._rewarded))
         length = max(1, round(self._workload.reply_tokens.draw(self._chance)))
         return StepResult(messages=(Message("user", "a" * length),), done=False)

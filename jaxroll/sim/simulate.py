@@ -42,8 +42,7 @@ EPOCH_S = 1.767e9  # of simulated records (December 2025): the same in every sim
 SETTLING = 0.1  # share of the steps that the figures leave out at the start
 POLLS = 50  # looks at the devices in a step of the learner
 LIMIT_S = 365 * 86400.0
-STARTED_S = 2.0  # the store counts a sampler that has started
-REPORT_EVERY_S = 5.0  # of the real clock
+STARTED_S, REPORT_EVERY_S = 2.0, 5.0  # the store counts a sampler that has started; of the real clock
 
 Figures = dict[str, Any]
 
@@ -54,9 +53,9 @@ class SimulatedPool(ScoringPool):
     Each episode has random numbers of its own: members of a group have equal tasks and seeds.
     """
 
-    def __init__(self, workload: Workload, config: Config, role: str, ended_s: dict[int, float]) -> None:
+    def __init__(self, workload: Workload, config: Config, role: str) -> None:
         super().__init__(1)
-        self.workload, self.config, self._role, self.ended_s = workload, config, role, ended_s
+        self.workload, self.config, self._role = workload, config, role
         self._episodes = Counter[int]()  # begun here, by prompt
 
     def episode(self, index: int) -> random.Random:
@@ -92,7 +91,6 @@ class Seeding:
     """Partial overlap: samplers on the learner's devices work for the first seconds of each step (`SeedingTime`).
 
     They join while the step before is trained, and return their leases when the time is over or the claim is complete.
-    The learner computes groups only when they have left.
     """
 
     def __init__(self, run: SimulatedRun, roles: Sequence[str]) -> None:
@@ -149,11 +147,13 @@ class SeededTrainer(SimulatedTrainer):
         super().__init__(*given)
         self._seeding = seeding
 
-    def _left_s(self, claim: Claim, train_s: float) -> float:
-        self._free_s = max(self._free_s, self._seeding.free_s())
-        left_s = super()._left_s(claim, train_s)
-        self._seeding.claimed(sum(len(group.members) for group in claim.groups), train_s - left_s)
-        return left_s
+    def prepare(self, claim: Claim) -> Any:
+        """The claim; what was streamed is computed once the samplers have left."""
+        self.free_s, now_s = max(self.free_s, self._seeding.free_s()), asyncio.get_running_loop().time()
+        left_s = max(0.0, self.streamed.ends_s(self.free_s) - now_s)
+        computed_s = sum(seconds for _, seconds in self.streamed.queue) - left_s
+        self._seeding.claimed(sum(len(group.members) for group in claim.groups), computed_s)
+        return super().prepare(claim)
 
 
 class SimulatedRun(World):
@@ -161,13 +161,12 @@ class SimulatedRun(World):
 
     def __init__(self, config: Config, cluster: Cluster, run_dir: Path, metrics: Any = None) -> None:
         if cluster.learner.samplers:
-            cluster = replace(cluster, learner=replace(cluster.learner, streams=True))
+            config = replace(config, learner=replace(config.learner, streaming=True))
         self._cluster = cluster
         network = Network(cluster.rpc_s, cluster.rpc_bytes_per_s)
         super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
         self.links = Links(cluster.transfer)
         self.engines: list[SimulatedEngine] = []
-        self._ended_s: dict[int, float] = {}
         self._starting = set[str]()  # samplers that had left and start again
         seeding = sampler_names(config)[config.sampler.count - cluster.learner.samplers :]
         self._seeding, self.local_roles = Seeding(self, seeding) if seeding else None, list(seeding)
@@ -180,7 +179,7 @@ class SimulatedRun(World):
         """Start a sampler; its engine."""
         role = f"sampler-{index}"
         self.engines.append(engine := self._make_engine(role))
-        pool = SimulatedPool(self._cluster.workload, self.config, role, self._ended_s)
+        pool = SimulatedPool(self._cluster.workload, self.config, role)
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
         return engine
 
@@ -207,7 +206,7 @@ class SimulatedRun(World):
         poll_s = max(self._cluster.learner.train_s(int(tokens), 1) / POLLS, 0.005)
         publisher = SimulatedPublisher(self._cluster, self.links, self._seeding)
         kind = SimulatedTrainer if self._seeding is None else functools.partial(SeededTrainer, self._seeding)
-        return self.start_learner(kind(self._cluster, self.config, self._ended_s), publisher, poll_s)
+        return self.start_learner(kind(self._cluster, self.config), publisher, poll_s)
 
     async def train(self, report: Callable[[str], None] | None = None) -> None:
         """Run to the end of the schedule. InfraError if a role ends before."""
@@ -448,8 +447,9 @@ def scheduled_on(config: Config, cluster: Cluster, name: str) -> tuple[Config, C
 
 
 def _streamed(config: Config, cluster: Cluster, name: str) -> tuple[Config, Cluster]:
-    sampler, seeding = config.sampler, cluster.learner.samplers
-    learner = replace(cluster.learner, streams=name in STREAMED or cluster.learner.streams)
+    sampler, learner, seeding = config.sampler, cluster.learner, cluster.learner.samplers
+    if name in STREAMED:
+        config = replace(config, learner=replace(config.learner, streaming=True))
     if name == "partial_overlap":
         if not seeding:
             remedy = "Set their number in [learner] of the cluster file; sampler.count includes them."

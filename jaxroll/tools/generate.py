@@ -26,8 +26,7 @@ from jaxroll import lifeline
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import episode_tokens, longest_prompt, request_tokens
-from jaxroll.config.parsing import samples_of
-from jaxroll.config.section_rules import opening_messages
+from jaxroll.config.parsing import opening_messages, samples_of
 from jaxroll.data import sources
 from jaxroll.data import tasks as heldout
 from jaxroll.engine.engine import Engine, EngineConfig

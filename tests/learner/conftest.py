@@ -85,16 +85,16 @@ def make_recipe() -> Callable[..., Any]:
 FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was made for it and its first state
 COMPILED: dict[Any, Any] = {}  # by what determines them, programs
 # The fields of a recipe that a program does not read (`test_no_program_reads_a_field_over_which_it_is_shared`).
-FORWARD = {"token_loss", "temperature", "row_tokens", "added", "logits_mb", "attention", "rows", "support"}
+FORWARD = {"token_loss", "temperature", "row_tokens", "added", "logits_mb", "attention", "rows", "support", "streaming"}
 UNREAD = {
-    **{name: {*FORWARD, "optimizer"} for name in ("zeros", "merge")},
+    **{name: {*FORWARD, "optimizer"} for name in ("zeros", "merge", "divided")},
     **dict.fromkeys(("apply", "report", "layer", "rest"), FORWARD),
-    **{name: {"optimizer", "token_loss", "added"} for name in ("logprobs", "values")},
-    "accumulate": {"optimizer"},
+    **{name: {"optimizer", "token_loss", "added", "streaming"} for name in ("logprobs", "values")},
+    "accumulate": {"optimizer", "streaming"},
 }
 # Settings that no loss reads (`test_no_loss_reads_a_setting_over_which_programs_are_shared`).
 HOSTS = {"aggregation", "advantage", "raw_advantages", "gae_lambda", "gae_discount", "value_clip", "critic_offload"}
-HOSTS |= {"reference_offload", "micro_batch_rows"}
+HOSTS |= {"reference_offload", "micro_batch_rows", "streaming"}
 
 
 def described(thing: Any) -> Any:
@@ -193,6 +193,7 @@ def make_trainer() -> Callable[..., Any]:
         again = copy.copy(trainer)  # shares the compiled programs, has its own state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state())
         again.state, again._accumulator = jax.device_put(state, shardings, may_alias=False), None
+        again._streamed = None
         return again
 
     return make

@@ -309,7 +309,7 @@ def test_leaving_out_members_without_advantage_changes_nothing(
     trainer = make_trainer(config)
     row = trainer.train(claim)
 
-    def all_of_them(samples, how, algorithm, length):
+    def all_of_them(samples, how, algorithm, length, count):
         weights = advantages.sequence_weights(np.array([s.trained_tokens for s in samples]), how)
         return [replace(s, weight=float(w)) for s, w in zip(samples, weights, strict=True)]
 

@@ -9,6 +9,8 @@ from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process
 TWO = "--config.placement.learner_hosts=2"
+STREAMING = tuple(f"--config.{key}" for key in ("learner.streaming=true", "learner.micro_batch_rows=2",
+                  "learner.row_tokens=64", "learner.checkpoint_every=100", "sampler.slots=4"))  # fmt: skip
 STEPS = 3  # of the six steps of the run with one host
 
 
@@ -18,11 +20,12 @@ def steps_of(train: Train) -> list[dict]:
 
 @pytest.mark.timeout(600)
 def test_a_learner_on_two_hosts_trains_as_on_one(tmp_path, synchronous_run):
-    """With alpha = 0 the answers also depend on all previous training steps."""
-    words = (*LEARNING, "--config.schedule.alpha=0", f"--config.schedule.steps={STEPS}")
+    """With alpha = 0 the answers also depend on all previous training steps. The two compute groups that end early."""
+    words = (*LEARNING, "--config.schedule.alpha=0", f"--config.schedule.steps={STEPS}", *STREAMING)
     with Train(tmp_path / "two", *words, TWO) as two:
         assert two.finish() == 0, two.logs()
         assert_sound(two, steps=STEPS, alpha=0)
+    assert sum(row["groups_early"] for row in steps_of(two)) > 0
     one = steps_of(synchronous_run)[:STEPS]
     wanted = [asked for asked in trained_questions(synchronous_run) if asked[0] < STEPS]
     assert trained_questions(two) == wanted

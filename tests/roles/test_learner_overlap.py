@@ -35,7 +35,7 @@ class Store:
 
     def __init__(self, *answers: Any) -> None:
         self.calls: list[Any] = []
-        self.answers, self.asked = list(answers), []
+        self.answers, self.asked, self.known = list(answers), [], list[Any]()
         self.may_publish, self.cancelled = asyncio.Event(), False
         self.may_publish.set()
 
@@ -49,8 +49,9 @@ class Store:
     async def report(self, rows: list[dict[str, Any]]) -> None:
         self.calls += [("row", row["step"], row["publish_s"] >= 0) for row in rows]
 
-    async def claim(self, lineage: int, step: int, wait_s: float, *, ahead: bool = False) -> Any:
+    async def claim(self, lineage: int, step: int, wait_s: float, *, ahead: bool = False, known: Any = None) -> Any:
         self.asked.append(step)
+        self.known.append(known)
         answer = self.answers.pop(0)
         if answer is NEVER:
             try:
@@ -133,7 +134,7 @@ def session(store: Store, *, steps: int = 4) -> LearnerSession:
     made = LearnerSession.__new__(LearnerSession)
     bare: Any = made
     bare.store, bare.background, bare._stop, bare._end = store, background(store), threading.Event(), "finished"
-    bare.config = SimpleNamespace(schedule=SimpleNamespace(steps=steps))
+    bare.config = SimpleNamespace(schedule=SimpleNamespace(steps=steps), learner=SimpleNamespace(streaming=False))
     bare._loop, bare._on_device = asyncio.get_running_loop(), in_place
     return made
 
@@ -218,3 +219,21 @@ def test_nothing_is_claimed_ahead_that_cannot_be_packed(why: str) -> None:
     store = Store()
     assert claimed_ahead(store, BUSY, trainer, steps=1 if why == "the last step" else 4) is None
     assert store.asked == []
+
+
+def test_finished_groups_are_streamed_until_the_batch_is_complete() -> None:
+    def some(*groups: int, whole: bool = False) -> Any:
+        return SimpleNamespace(whole=whole, groups=[SimpleNamespace(group=group) for group in groups])
+
+    async def job() -> None:
+        parts = some(1), some(2, 4), some(1, 2, 3, 4, whole=True)
+        store = Store(parts[0], NotReady("group 3 is not finished"), parts[1], parts[2])
+        learner, streamed = session(store), list[Any]()
+        config: Any = learner.config
+        config.learner.streaming = True
+        trainer: Any = SimpleNamespace(prepare=lambda claim: claim, stream=streamed.append)
+        work = await learner._claim(trainer, V1)
+        assert work is not None and work.ready is parts[2] and streamed == [*parts[:2]]
+        assert [*map(list, store.known)] == [[], [1], [1], [1, 2, 4]]
+
+    run(job())

@@ -184,7 +184,7 @@ def test_a_sweep_over_schedules_changes_the_cluster_where_a_schedule_is_one_of_t
     learner = replace(CLUSTER.learner, samplers=1)
     found = swept("schedule=sync,stream,partial_overlap", "sampler.count=3", cluster=replace(CLUSTER, learner=learner))
     assert [one.schedule.alpha for _, one, _ in found] == [0.0, 0.0, 0.0]
-    assert [on.learner.streams for *_, on in found] == [False, True, True]
+    assert [one.learner.streaming for _, one, _ in found] == [False, True, True]
     assert [(one.sampler.count, on.learner.samplers) for _, one, on in found] == [(2, 0), (2, 0), (3, 1)]
     assert [one.sampler.flush_tokens > 0 for _, one, _ in found] == [False, False, True]
     with pytest.raises(ConfigError, match="no sampler fits on the learner's devices"):
@@ -441,11 +441,19 @@ def test_rollouts_that_the_store_decodes_on_its_thread_are_simulated() -> None:
 
 
 def test_a_streaming_learner_has_only_the_rest_of_a_step_left_when_the_claim_is_complete() -> None:
-    """One slot: groups end one after the other every two seconds, and each takes a second to train."""
-    base = config(alpha=0.0)
+    """One slot: groups end every two seconds, and fill a micro-batch of a second unless their rewards are equal."""
+    base, prompt = config(alpha=0.0), 16
     one = replace(base, sampler=replace(base.sampler, slots=1))
-    trains = LearnerCosts(step_overhead_s=0.5, micro_batch_overhead_s=4.0)
-    batch, stream = (figures(one, replace(CLUSTER, learner=replace(trains, streams=on))) for on in (False, True))
-    assert stream["age_max"] == 0
-    assert batch["step_s"] == pytest.approx(8.0 + 4.0 + 0.5, rel=0.05)
-    assert stream["step_s"] == pytest.approx(8.0 + 1.0 + 0.5, rel=0.05)
+    cluster = replace(CLUSTER, learner=LearnerCosts(step_overhead_s=0.5, micro_batch_overhead_s=1.0))
+    cluster = replace(cluster, workload=replace(CLUSTER.workload, prompt_tokens=Law(mean=prompt)))
+    row_tokens, found = 2 * (TOKENS + prompt + 2), []  # the template adds two
+    for streams in (False, True):
+        learner = replace(base.learner, row_tokens=row_tokens, micro_batch_rows=1, streaming=streams)
+        rows = simulate.simulated_rows(replace(one, learner=learner), cluster, Path(), keep=False)
+        found.append([row for row in rows if row.get("kind") == "step"])
+    for batch, stream in zip(*found, strict=True):
+        assert batch["groups"] == stream["groups"] and batch["micro_batches"] == stream["micro_batches"]
+        assert batch["train_s"] == pytest.approx(0.5 + batch["micro_batches"], abs=0.05)
+        assert stream["train_s"] in (pytest.approx(0.5, abs=0.05), pytest.approx(1.5, abs=0.05)), "of the last group"
+        assert stream["age_max"] == 0
+    assert sum(row["micro_batches"] for row in found[0]) > 30 and max(row["groups_early"] for row in found[1]) > 2
