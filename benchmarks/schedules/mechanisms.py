@@ -16,6 +16,8 @@ schedule and not of the processors; replication is bound by the sampler, and win
     straggler     one answer in ten (long ones more often) takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
     rolling       at α = 2, one of two samplers at a time drains and swaps its weights; without: both at once
+    streaming     gradients of groups that are finished before the others of their batch; without: the whole batch at
+                  once. It cannot help where no reward is paid
     colocated     all roles take turns in one process; without: processes that share the cores. It is for devices that
                   only one process can use: here it shows the cost
     interval      HTS-RL: with schedule.mode=interval generation and training overlap, and every token is one version
@@ -236,6 +238,19 @@ def _interval_learning() -> Mechanism:
     return Mechanism(on, off, None, alpha=1.0)
 
 
+def _streaming() -> Mechanism:
+    def both(name: str, env: str) -> tuple[Workload, Workload]:
+        # A row for each answer: a group fills a micro-batch, and training takes long enough to be worth hiding.
+        shape = {"learner.row_tokens": 128, "learner.micro_batch_rows": 8, "sampler.concurrent_episodes": ENVIRONMENTS}
+        on, off = (
+            _workload(f"{name}_{kind}", Race((0.4, 0.4)), env, settings=shape | changed)
+            for kind, changed in (("on", {"learner.streaming": True}), ("off", {}))
+        )
+        return replace(on, steps=_LONGER), replace(off, steps=_LONGER)
+
+    return Mechanism(*both("streaming", "lottery"), both("streaming_null", "pays_nothing"))
+
+
 def _colocated() -> Mechanism:
     def both(name: str, race: Race, steps: int, **more: Any) -> tuple[Workload, Workload]:
         made = [
@@ -262,7 +277,7 @@ MECHANISMS = {
     "replication_slots": _replication_slots("spread"), "replication_auto": _replication_slots("auto"),
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
     "colocated": _colocated(), "interval": _interval(0), "interval_barrier": _interval(ENVIRONMENTS),
-    "interval_learning": _interval_learning(),
+    "interval_learning": _interval_learning(), "streaming": _streaming(),
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Streamed:
     """Groups of a batch that may not be complete (`learner.streaming`), by their number, as claimed.
 
     Weights of `samples` lack the step's denominator, to which they add `counted`. `packed` are the micro-batches whose
-    gradients are queued, of the first `early` groups; `waiting` samples do not fill one yet.
+    gradients are queued, of `early` samples; the `waiting` ones fill none yet.
     """
 
     lineage: int
@@ -74,6 +74,13 @@ class Streamed:
         self.samples += prepared.minibatches[0]
         self.waiting += prepared.minibatches[0]
         self.counted += prepared.counted
+
+    def compute(self, batches: Sequence[MicroBatch]) -> None:
+        """Note that the gradients of `batches`, of some waiting samples, are queued."""
+        computed = {place.sample for batch in batches for place in batch.placements}
+        self.waiting = [sample for place, sample in enumerate(self.waiting) if place not in computed]
+        self.packed += batches
+        self.early += len(computed)
 
 
 # Every array is [R, T]. `weight` is 0 where `mask` is False, so the loss of a step is Σ weight · token loss.

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layouts
 from jaxroll.config import Config
-from jaxroll.config.derived import micro_batch_tokens
 from jaxroll.config.parsing import labels
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, minibatch, packing, shared_prompts, step, step_metrics
@@ -53,7 +52,7 @@ class Ready:
     prepared: minibatch.Prepared
     packed: list[list[MicroBatch]]
     placed: list[list[Streams]]
-    early: int = 0  # groups whose gradients are queued already; they are not in `placed`
+    early: int = 0  # samples whose gradients are queued already; they are not in `placed`
 
 
 @dataclass(frozen=True)
@@ -175,17 +174,16 @@ class Trainer:
         return minibatch.prepare(claim, self.config, settings=self._settings, costs=costs, values=values)
 
     def stream(self, part: Claim) -> None:
-        """Queue the gradients of `part`, finished groups of the next claim, once they fill a micro-batch.
+        """Queue the gradients of `part`, finished groups of the next claim, as far as they fill micro-batches.
 
-        `prepare` takes the other groups of that claim. If it lacks one of these, it starts again without them.
+        `prepare` takes the rest of that claim. If it lacks one of these groups, it starts again without them.
         """
         streamed = self._streamed_of(part)
         streamed.add([group.group for group in part.groups], self._prepared(part))
-        if sum(len(sample.tokens) for sample in streamed.waiting) >= micro_batch_tokens(self.config.learner):
-            batches = self.packed(streamed.waiting, self.algorithm.together)
-            self._accumulate(self._with_added([self._placed(batches)])[0])
-            streamed.packed += batches
-            streamed.waiting, streamed.early = [], len(streamed.groups)
+        batches = self.packed(streamed.waiting, self.algorithm.together)
+        if full := [batch for batch in batches if batch.rows == self.buckets[0]]:
+            self._accumulate(self._with_added([self._placed(full)])[0])
+            streamed.compute(full)
 
     def _prepare_rest(self, claim: Claim) -> Ready:
         streamed = self._streamed_of(claim)
@@ -244,7 +242,7 @@ class Trainer:
                 "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
                 "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
                 "micro_batches": len(batches),
-                "groups_early": running.ready.early,
+                "samples_early": running.ready.early,
                 "compiles": self._compiles.count,
             }
         )

@@ -436,7 +436,7 @@ class SeedingTime:
 class Streamed:
     """The groups of a claim so far, their tokens, and those that are `waiting` for a full micro-batch.
 
-    `queue` has when `batches` were queued, of the first `early` groups, and their seconds.
+    `queue` has when some of the `batches` were queued, and their seconds.
     """
 
     step: int = -1
@@ -445,7 +445,6 @@ class Streamed:
     tokens: int = 0
     waiting: int = 0
     batches: int = 0
-    early: int = 0
 
     def ends_s(self, free_s: float) -> float:
         """When the queue ends on devices that are free from `free_s` on."""

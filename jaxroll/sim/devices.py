@@ -411,18 +411,16 @@ class SimulatedTrainer:
             "age_max": max(ages, default=0), "age_hist": {str(age): ages[age] for age in sorted(ages)},
             "reward_mean": float(np.mean(rewards)) if rewards else 0.0, "masked_tokens": 0, "compiles": 0,
             "padding_waste": 1 - streamed.tokens / (every * self._size) if every else 0.0,
-            "groups_early": streamed.early,
+            "samples_early": round(len(done) * streamed.batches * self._size / max(1, streamed.tokens)),
         }  # fmt: skip
         return SimpleNamespace(claim=claim, row=row, train_s=self._train_s(claim.step, batches))
 
     def stream(self, part: Claim) -> None:
         """Queue the micro-batches that the groups of `part` fill, as `Trainer.stream` does."""
-        if (streamed := self._added(part)).waiting >= self._size:
-            batches = math.ceil(streamed.waiting / self._size)
+        if batches := (streamed := self._added(part)).waiting // self._size:
             seconds = self._train_s(part.step, batches) - self._train_s(part.step, 0)
             streamed.queue.append((asyncio.get_running_loop().time(), seconds))
-            streamed.batches, streamed.waiting = streamed.batches + batches, 0
-            streamed.early = len(streamed.groups)
+            streamed.batches, streamed.waiting = streamed.batches + batches, streamed.waiting % self._size
 
     def _added(self, claim: Claim) -> Streamed:
         """All groups of its step so far, with those of `claim`. Groups whose rewards are equal are not computed."""
