@@ -226,8 +226,11 @@ def _lease_order(settings: Settings, state: State) -> Iterable[Group]:
 def _lease_of_other_pools(
     settings: Settings, state: State, r: ev.Lease, room: int, taker: admission.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant]]:
-    """Lease members of groups that other pools prefer, if none of their samplers has room."""
+    """Lease members of groups that other pools prefer, if none of their samplers has room, or soon has new weights."""
     with_room = {pool for pool, _ in _rooms(state, r.name, now_s, state.hungry)}
+    if admission.leaves_work(state, r.name, now_s):
+        idle = (name for name in state.behind if state.by_holder.rooms_of(name).fetching)
+        with_room |= {state.pools.get(name, "") for name in idle}
 
     def may_lease(group: Group) -> bool:
         work = admission.pool_of(settings, group.task)

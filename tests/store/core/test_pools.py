@@ -140,3 +140,20 @@ def test_a_sampler_that_leaves_work_of_its_pool_to_others_helps_another_pool_mea
     m.now += 0.5
     assert m.take("X", 4, version=Version(0, 1)) == [6, 7]
     assert m.take("X", 2, version=Version(0, 1)) == [5], "the rest of x is left to X2"
+
+
+def test_a_sampler_leaves_the_work_of_another_pool_to_one_that_fetches_the_new_weights() -> None:
+    """Y was idle and fetches them. X has no work of its own left, and does not take the prompt for y at once."""
+    m = Pooled(stream=(1, 0), alpha=0.0, batch=2)
+    for group in m.take("X", 1) + m.take("Y", 1):
+        m.put((group, 0, 1))
+    m.claim(0)
+    assert m.take("X", 4) == m.take("Y", 4) == [], "both have room"
+    m.now += 9.0
+    m.publish(Version(0, 1))
+    m.state.member_s["X"] = 60.0
+    m.now += 3.0
+    assert m.take("X", 4, version=Version(0, 1)) == [3]
+    assert m.take("X", 4, version=Version(0, 1)) == [], "it is left to Y, which has asked for nothing for 12 s"
+    m.now += 8.0
+    assert m.take("X", 4, version=Version(0, 1)) == [2], "Y takes too long"
