@@ -56,7 +56,7 @@ class Streamed:
     """Groups of a batch that may not be complete (`learner.streaming`), by their number, as claimed.
 
     Weights of `samples` lack the step's denominator, to which they add `counted`. `packed` are the micro-batches whose
-    gradients are queued, of `early` samples; the `waiting` ones fill none yet.
+    gradients are queued; the `waiting` samples fill none yet.
     """
 
     lineage: int
@@ -66,7 +66,6 @@ class Streamed:
     waiting: list[Sample] = field(default_factory=list)
     packed: list[MicroBatch] = field(default_factory=list)
     counted: float = 0.0
-    early: int = 0
 
     def add(self, numbers: Sequence[int], prepared: Prepared) -> None:
         """Add groups, of which none is there yet."""
@@ -80,7 +79,6 @@ class Streamed:
         computed = {place.sample for batch in batches for place in batch.placements}
         self.waiting = [sample for place, sample in enumerate(self.waiting) if place not in computed]
         self.packed += batches
-        self.early += len(computed)
 
 
 # Every array is [R, T]. `weight` is 0 where `mask` is False, so the loss of a step is Σ weight · token loss.

@@ -52,7 +52,7 @@ class Ready:
     prepared: minibatch.Prepared
     packed: list[list[MicroBatch]]
     placed: list[list[Streams]]
-    early: int = 0  # samples whose gradients are queued already; they are not in `placed`
+    early: int = 0  # micro-batches whose gradients are queued already; they are not in `placed`
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Trainer:
         batches = self.packed(streamed.waiting, self.algorithm.together)
         groups = [streamed.groups[group.group] for group in claim.groups]
         prepared = minibatch.Prepared(groups, [streamed.samples], streamed.counted)
-        return Ready(claim, prepared, [[*streamed.packed, *batches]], [self._placed(batches)], streamed.early)
+        return Ready(claim, prepared, [[*streamed.packed, *batches]], [self._placed(batches)], len(streamed.packed))
 
     def _streamed_of(self, claim: Claim, *, again: bool = False) -> Streamed:
         """The groups of this claim so far; none if it is another claim than before, or with `again`."""
@@ -242,7 +242,7 @@ class Trainer:
                 "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
                 "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
                 "micro_batches": len(batches),
-                "samples_early": running.ready.early,
+                "micro_batches_early": running.ready.early,
                 "compiles": self._compiles.count,
             }
         )

@@ -411,7 +411,7 @@ class SimulatedTrainer:
             "age_max": max(ages, default=0), "age_hist": {str(age): ages[age] for age in sorted(ages)},
             "reward_mean": float(np.mean(rewards)) if rewards else 0.0, "masked_tokens": 0, "compiles": 0,
             "padding_waste": 1 - streamed.tokens / (every * self._size) if every else 0.0,
-            "samples_early": round(len(done) * streamed.batches * self._size / max(1, streamed.tokens)),
+            "micro_batches_early": streamed.batches,
         }  # fmt: skip
         return SimpleNamespace(claim=claim, row=row, train_s=self._train_s(claim.step, batches))
 

@@ -25,7 +25,7 @@ def test_a_learner_on_two_hosts_trains_as_on_one(tmp_path, synchronous_run):
     with Train(tmp_path / "two", *words, TWO) as two:
         assert two.finish() == 0, two.logs()
         assert_sound(two, steps=STEPS, alpha=0)
-    assert sum(row["samples_early"] for row in steps_of(two)) > 0
+    assert sum(row["micro_batches_early"] for row in steps_of(two)) > 0
     one = steps_of(synchronous_run)[:STEPS]
     wanted = [asked for asked in trained_questions(synchronous_run) if asked[0] < STEPS]
     assert trained_questions(two) == wanted

@@ -456,4 +456,6 @@ def test_a_streaming_learner_has_only_the_rest_of_a_step_left_when_the_claim_is_
         assert batch["train_s"] == pytest.approx(0.5 + batch["micro_batches"], abs=0.05)
         assert stream["train_s"] in (pytest.approx(0.5, abs=0.05), pytest.approx(1.5, abs=0.05)), "of the last group"
         assert stream["age_max"] == 0
-    assert sum(row["micro_batches"] for row in found[0]) > 30 and max(row["samples_early"] for row in found[1]) > 2
+    assert (
+        sum(row["micro_batches"] for row in found[0]) > 30 and max(row["micro_batches_early"] for row in found[1]) > 2
+    )
