@@ -179,3 +179,20 @@ def test_records_of_another_model_are_refused(make, make_claim) -> None:
 def test_options_of_experts_are_refused_for_a_dense_model(small_config, option) -> None:
     with pytest.raises(ConfigError, match=rf"learner\.{next(iter(option))} = .*: nano has no experts"):
         families.check_routing(families.spec("nano"), small_config(**option))
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_streamed_groups_have_the_gradients_and_the_load_of_the_whole_batch(make, make_claim, replay: bool):
+    """The micro-batches of the whole batch have other neighbors, so the balance differs a little without replay."""
+    claim, rows, norms = with_experts(make_claim(groups=8, age=1)), [], []
+    for streaming in (False, True):
+        trainer = make(micro_batch_rows=1, row_tokens=48, routing_replay=replay, streaming=streaming)
+        if streaming:
+            for part in (claim.groups[:3], claim.groups[5:]):
+                trainer.stream(msgspec.structs.replace(claim, groups=part, whole=False))
+        rows.append(trainer.train(claim))
+        norms.append(rows[-1]["grad_norm"])
+    whole, streamed = rows
+    assert streamed["micro_batches_early"] > 2 and norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert streamed["expert_balance"] == pytest.approx(whole["expert_balance"], rel=0.1)
+    assert streamed["expert_load_max"] == pytest.approx(whole["expert_load_max"], rel=1e-6)

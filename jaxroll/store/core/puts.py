@@ -309,9 +309,9 @@ def finished_early(settings: Settings, state: State, known: Sequence[int]) -> tu
     """
     if settings.order == "freshest_first":
         return ()
-    head = settings.limiter.batch_groups + settings.limiter.redundant_groups
+    head, had = settings.limiter.batch_groups + settings.limiter.redundant_groups, {*known}
     first = itertools.islice(state.open.values(), head if settings.order == "lease_order" else None)
-    return tuple(group.id for group in first if group.ready and group.id not in known)
+    return tuple(group.id for group in first if group.ready and group.id not in had)
 
 
 def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
