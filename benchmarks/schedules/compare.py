@@ -296,12 +296,9 @@ at no cost, which favors the baseline.
 
 Workloads were computed in calls of their own. Rates are medians over seeds, with their range; a split of the devices
 that is more than {clearly:.0%} slower with the first seed got no other seeds. The null workload has no random numbers
-and one seed. `stream` is a model of a learner that JaxRoll does not have. With
-`partial overlap` the learner's devices generate for T seconds of each step; then their rollouts go on elsewhere and the
-learner streams. T follows RLBoost's rule ([step_times.py](../../jaxroll/policy/step_times.py)).
-
-Computed before two changes, and not again: the store's rule for slow samplers (ef9db861, f56211de), and T, which since
-e838b1cf follows the samplers that are lost (the spot workload).
+and one seed. `stream` has a learner that [streams](../scheduling.md#streaming) micro-batches of 16,384 tokens. With
+`partial overlap` its devices generate for T seconds of each step; then their rollouts go on elsewhere and it computes.
+T follows RLBoost's rule ([step_times.py](../../jaxroll/policy/step_times.py)); no real run has partial overlap.
 """
 
 

@@ -240,7 +240,7 @@ def _interval_learning() -> Mechanism:
 
 def _streaming() -> Mechanism:
     def both(name: str, env: str) -> tuple[Workload, Workload]:
-        # A row for each answer: a group fills a micro-batch, and training takes long enough to be worth hiding.
+        # Long rows, so that training takes long enough to be worth hiding; two groups fill a micro-batch.
         shape = {"learner.row_tokens": 128, "learner.micro_batch_rows": 8, "sampler.concurrent_episodes": ENVIRONMENTS}
         on, off = (
             _workload(f"{name}_{kind}", Race((0.4, 0.4)), env, settings=shape | changed)

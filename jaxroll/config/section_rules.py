@@ -348,6 +348,8 @@ def _check_streaming(config: Config, learner: LearnerConfig, row: Preset) -> Non
         (learner.minibatches > 1, "the batch decides which groups a minibatch has", "Set learner.minibatches to 1."),
         (config.schedule.order == "freshest_first", "a group may still be left out of the batch",
          "Use another schedule.order, or set it to false."),
+        (config.schedule.mode == "interval", "sums in order of arrival differ in their last bits", remedy),
+        (config.schedule.mode == "async_controller", "the batch comes before the weights are published", remedy),
         (config.placement.colocated, "samplers use the learner's devices, so none are idle", remedy),
     ))  # fmt: skip
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -211,6 +210,7 @@ def run_config(options: argparse.Namespace) -> None:
 
 def run_sim(options: argparse.Namespace) -> None:
     """`sim`: simulate a run, or every value of a sweep, or calibrate a cluster."""
+    from jaxroll.report.formats import figures_of_run
     from jaxroll.sim import costs, simulate
 
     if options.targets[:1] == ["calibrate"]:
@@ -226,13 +226,13 @@ def run_sim(options: argparse.Namespace) -> None:
         for values, one, on in simulate.swept(config, cluster, options.sweep):
             found = values | simulate.simulate(one, on, Path(), keep=False, report=_on_stderr) | {"class": "S"}
             named = ", ".join(f"{key}={value}" for key, value in values.items())
-            print(json.dumps(found) if options.json else "\n".join([named, *simulate.lines(found), ""]), flush=True)
+            print(json.dumps(found) if options.json else "\n".join([named, *figures_of_run(found), ""]), flush=True)
         return
     options.run = options.targets[0] if options.targets else None
     with _new_run(options, f"sim-{config.run.name}", config) as path:
         run_dir.write(path, run_dir.load(path) | {"simulated": cluster.source or "yes", "created": simulate.EPOCH_S})
         found = simulate.simulate(config, cluster, path, report=_on_stderr)
-    print(json.dumps(found | {"class": "S"}) if options.json else "\n".join(simulate.lines(found)))
+    print(json.dumps(found | {"class": "S"}) if options.json else "\n".join(figures_of_run(found)))
     print(f"Simulated (class S). The run is in {os.path.relpath(path)}.", file=sys.stderr)
 
 
@@ -464,7 +464,7 @@ def _config_and_run(
     return config, path
 
 
-def _new_run(options: argparse.Namespace, name: str, config: Config) -> AbstractContextManager[Path]:
+def _new_run(options: argparse.Namespace, name: str, config: Config) -> contextlib.AbstractContextManager[Path]:
     if options.run:
         return run_dir.new_run(options.run, config, options.words)
     return run_dir.new_unique_run(RUNS, name, config, options.words)

@@ -22,6 +22,7 @@ from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec, active_parameter_count
 from jaxroll.protocols import Supports
 
+FILLED = 0.25  # padding of a micro-batch that waits for no more samples
 BUCKETS = 3  # at most: each is one more program to compile
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the samples fit into their rows
 
@@ -55,8 +56,8 @@ class MicroBatch:
 class Streamed:
     """Groups of a batch that may not be complete (`learner.streaming`), by their number, as claimed.
 
-    Weights of `samples` lack the step's denominator, to which they add `counted`. `packed` are the micro-batches whose
-    gradients are queued; the `waiting` samples fill none yet.
+    Weights of `samples` lack the step's denominator, to which they add `counted`. The gradients of `packed` are
+    accumulated; the `waiting` samples fill no micro-batch yet.
     """
 
     lineage: int
@@ -75,7 +76,7 @@ class Streamed:
         self.counted += prepared.counted
 
     def compute(self, batches: Sequence[MicroBatch]) -> None:
-        """Note that the gradients of `batches`, of some waiting samples, are queued."""
+        """Note that the gradients of `batches`, of some waiting samples, are accumulated."""
         computed = {place.sample for batch in batches for place in batch.placements}
         self.waiting = [sample for place, sample in enumerate(self.waiting) if place not in computed]
         self.packed += batches
@@ -355,6 +356,13 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
     """1 − real tokens / (rows · row tokens): the fraction of row tokens that are padding; 0 for no batches."""
     cells = sum(batch.streams["segment_ids"].size for batch in batches)
     return 1.0 - real_tokens(batches) / cells if cells else 0.0
+
+
+def filled(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
+    """Those of `batches` whose `rows` are all in use, if another one follows or a quarter is padding at most."""
+    full = [len({place.row for place in batch.placements}) == rows for batch in batches]
+    each = enumerate(zip(batches, full, strict=True), 1)
+    return [one for at, (one, used) in each if used and (at < len(batches) or padding_waste([one]) <= FILLED)]
 
 
 def real_tokens(batches: Sequence[MicroBatch]) -> int:

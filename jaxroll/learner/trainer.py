@@ -3,7 +3,7 @@
 The caller's thread dispatches JAX. `train` runs the three parts of a step in sequence. A caller that overlaps them with
 other work calls them itself: `prepare` packs the samples and puts them on the devices, `dispatch_step` queues the step,
 `await_step` waits for its metrics. The result is a function of (state, claim): micro-batches and shuffles do not
-depend on the order of arrival.
+depend on the order of arrival, unless parts of the claim are given to `stream` before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ready:
     prepared: minibatch.Prepared
     packed: list[list[MicroBatch]]
     placed: list[list[Streams]]
-    early: int = 0  # micro-batches whose gradients are queued already; they are not in `placed`
+    early: int = 0  # micro-batches that were streamed; they are not in `placed`
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Trainer:
     def release(self) -> None:
         """Give up the state's arrays, before another state is put on the devices; `state` is abstract until then."""
         # Otherwise two states would exist at once, 24 bytes per parameter: more than a step needs.
-        self.state = self.abstract_state()
+        self.state, self._accumulator, self._streamed = self.abstract_state(), None, None
 
     def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
         """Set the reference to `params` (host arrays): a resumed run passes its initial parameters."""
@@ -174,15 +174,14 @@ class Trainer:
         return minibatch.prepare(claim, self.config, settings=self._settings, costs=costs, values=values)
 
     def stream(self, part: Claim) -> None:
-        """Queue the gradients of `part`, finished groups of the next claim, as far as they fill micro-batches.
+        """Compute the gradients of `part`, finished groups of the next claim, as far as they fill micro-batches.
 
         `prepare` takes the rest of that claim. If it lacks one of these groups, it starts again without them.
         """
         streamed = self._streamed_of(part)
         streamed.add([group.group for group in part.groups], self._prepared(part))
-        batches = self.packed(streamed.waiting, self.algorithm.together)
-        if full := [batch for batch in batches if batch.rows == self.buckets[0]]:
-            self._accumulate(self._with_added([self._placed(full)])[0])
+        if full := packing.filled(self.packed(streamed.waiting, self.algorithm.together), self.buckets[0]):
+            jax.block_until_ready(self._accumulate(self._with_added([self._placed(full)])[0]).statistics)
             streamed.compute(full)
 
     def _prepare_rest(self, claim: Claim) -> Ready:

@@ -436,7 +436,8 @@ class SeedingTime:
 class Streamed:
     """The groups of a claim so far, their tokens, and those that are `waiting` for a full micro-batch.
 
-    `queue` has when some of the `batches` were queued, and their seconds.
+    `batches` were computed before the claim. With partial overlap they wait until the samplers leave: `queue` has when
+    they were ready, and their seconds.
     """
 
     step: int = -1
@@ -445,6 +446,11 @@ class Streamed:
     tokens: int = 0
     waiting: int = 0
     batches: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the queue."""
+        return sum(seconds for _, seconds in self.queue)
 
     def ends_s(self, free_s: float) -> float:
         """When the queue ends on devices that are free from `free_s` on."""

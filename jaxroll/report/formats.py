@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.table import Table
@@ -137,3 +137,18 @@ def short(text: str, length: int = 60) -> str:
     """The beginning of `text` on one line."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def figures_of_run(found: Mapping[str, Any]) -> list[str]:
+    """The figures of a run for a person, by `sim.simulate.figures`."""
+    tokens = max(sum(found["age_hist"].values()), 1)
+    ages = ", ".join(f"{age}: {count / tokens:.0%}" for age, count in found["age_hist"].items())
+    cost = found.get("cost_per_million_tokens")
+    return [
+        f"step time    {found['step_s']:.3f} s (median {found['step_s_median']:.3f} s, {found['steps']} steps)",
+        f"throughput   {found['tokens_per_s']:.1f} trained tokens/s, {found['samples_per_s']:.2f} samples/s",
+        f"utilization  samplers {found['sampler_busy']:.0%}, learner {found['learner_busy']:.0%}",
+        f"waits        learner {found['learner_wait']:.0%} of the time",
+        f"staleness    mean {found['age_mean']:.2f}, largest {found['age_max']} ({ages})",
+        *([f"cost         {cost:.4g} per million trained tokens"] if cost else []),
+    ]

@@ -71,8 +71,7 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
 
 # --- The process
 
-CLAIM_WAIT_S = 2.0
-AHEAD_WAIT_S = 3600.0  # longer than a step: the step's end ends this wait
+CLAIM_WAIT_S, AHEAD_WAIT_S = 2.0, 3600.0  # the second is longer than a step, whose end ends that wait
 DEVICE_POLL_S, HOLDER_POLL_S = 0.005, 0.2  # between two checks: of devices while a claim is awaited, of the evaluator
 LAST_ROWS_S = 2.0  # for progress rows that are not sent yet at the end
 FINISHED = "finished"
@@ -198,11 +197,12 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
 
 @dataclass(frozen=True)
 class PackedClaim:
-    """A packed claim, ready at `t0` (unix seconds); the devices were idle for `wait_s` before it."""
+    """A packed claim, ready at `t0` (unix seconds); before it the devices were idle for `wait_s`, and streamed."""
 
     ready: Ready
     wait_s: float
     t0: float
+    streamed_s: float = 0.0
 
 
 class LearnerSession:
@@ -321,7 +321,6 @@ class LearnerSession:
         decides in `begin` if an older one is acceptable: the claims after it must not have been trimmed.
         CheckpointDamaged if no other is left.
         """
-        durable_steps = status["durable"]
         self._durable, self._fork = self._start_of(status["claims"])
         if trainer.lora and (start := self._initial_params(trainer)) is not None:
             trainer.set_params(start)  # the base of the adapters, which no checkpoint contains
@@ -329,12 +328,9 @@ class LearnerSession:
             trainer.release()
             self.checkpoints.sync(self._durable)
             try:
-                trainer.state, _ = self.checkpoints.restore(
-                    self._durable,
-                    trainer.abstract_state(),
-                    trainer.base_digest(),
-                    durable=0 < durable_steps >= self._durable.step,
-                )
+                given = self._durable, trainer.abstract_state(), trainer.base_digest()
+                is_durable = 0 < status["durable"] >= self._durable.step
+                trainer.state, _ = self.checkpoints.restore(*given, durable=is_durable)
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
                 self._durable, self._fork = self._start_of(status["claims"])
@@ -384,10 +380,11 @@ class LearnerSession:
 
     async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
         """The batch of this step; None after the last step, a stop request, and the end of the data."""
-        began, known = self._loop.time(), [] if self.config.learner.streaming else None
+        began, known, streamed_s = self._loop.time(), [] if self.config.learner.streaming else None, 0.0
         while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
-                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S, known=known)
+                more = {"known": known, "computed_s": streamed_s}
+                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S, **more)
             except NotReady:
                 self.background.check()  # without new weights no batch for this step can come
                 continue
@@ -397,10 +394,12 @@ class LearnerSession:
                 self._end = END_OF_DATA
                 break
             if claim.whole:
-                wait_s, t0 = self._loop.time() - began, unix_s()
-                return PackedClaim(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
-            known = [*(known or ()), *(group.group for group in claim.groups)]
+                wait_s, t0 = self._loop.time() - began - streamed_s, unix_s()
+                ready = await self._on_device(lambda claim=claim: trainer.prepare(claim))
+                return PackedClaim(ready, wait_s, t0, streamed_s)
+            known, at_s = [*(known or ()), *(group.group for group in claim.groups)], self._loop.time()
             await self._on_device(lambda claim=claim: trainer.stream(claim))
+            streamed_s += self._loop.time() - at_s
         return None
 
     async def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
@@ -436,7 +435,7 @@ class LearnerSession:
         start = lambda: self.publisher.start(after, trainer.publishable_params())  # noqa: E731
         weights = await self._on_device(start) if published else None
         row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
-                "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
+                "t0": work.t0, "t1": t1, "train_s": t1 - work.t0 + work.streamed_s, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
         self._log = claim.after
         await self.background.publish(version, row, weights)
@@ -470,8 +469,8 @@ class LearnerSession:
         status = await self.store.status()
         values = {Version(lineage, step): value for lineage, step, value in status["measured"]}
         found = selection.best(values, self.checkpoints.versions())
-        held = status["holders"].get("evaluator")
-        return [version for version in self.checkpoints.versions() if version == found or str(version) == held]
+        keeps = {str(found), status["holders"].get("evaluator")}
+        return [version for version in self.checkpoints.versions() if str(version) in keeps]
 
     async def _await_evaluator(self, version: Version, limit_s: float) -> bool:
         """Wait up to `limit_s` until the evaluator has `version`, served only here. False if asked to stop."""

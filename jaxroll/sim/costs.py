@@ -382,11 +382,10 @@ def calibrated(run_dir: Path) -> Cluster:
     if not (steps and engine):
         reason = "has too few steps or generations to measure costs"
         raise ConfigError("RUN", str(run_dir), reason, "Calibrate on a run of ten steps or more.")
-    computed = [row.get("micro_batches", 1) - row.get("micro_batches_early", 0) for row in steps]  # in `train_s`
     return Cluster(
         source=f"measured in the run {run.name}, commit {run.about.get('commit', '')[:12] or 'unknown'}",
         sampler=replace(engine, swap_s=min(_spans(samplers, "weight_swap"), default=0.0)),
-        learner=learner_costs(computed, [row["train_s"] for row in steps]),
+        learner=learner_costs([row.get("micro_batches", 1) for row in steps], [row["train_s"] for row in steps]),
         transfer=TransferCosts(
             publish_s=statistics.median(row["publish_s"] for row in steps),
             latency_s=statistics.median(_spans(samplers, "fetch") or [0.0]),

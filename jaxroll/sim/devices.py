@@ -387,7 +387,7 @@ class SimulatedTrainer:
 
     def __init__(self, cluster: Cluster, config: Config) -> None:
         self._costs, self._config, self.trained = cluster.learner, config, list[TrainedStep]()
-        self._size, self.streamed, self.free_s = micro_batch_tokens(config.learner), Streamed(), 0.0
+        self._size, self.streamed = micro_batch_tokens(config.learner), Streamed()
         device = SimpleNamespace(platform="cpu", device_kind="simulated")
         mesh = SimpleNamespace(size=1, shape={}, devices=np.array([device]))
         self.layout = SimpleNamespace(mesh=mesh)
@@ -401,7 +401,7 @@ class SimulatedTrainer:
             for run in outcome.versions:
                 ages[claim.step - run.version.step] += run.count
         if not self.streamed.groups <= {group.group for group in claim.groups}:  # some were computed in vain
-            self.free_s, self.streamed = self.streamed.ends_s(self.free_s), Streamed()
+            self.streamed = Streamed()
         tokens, streamed, rewards = sum(ages.values()), self._added(claim), [outcome.reward for outcome in done]
         batches = math.ceil(streamed.waiting / self._size)
         every = streamed.batches + batches
@@ -415,12 +415,16 @@ class SimulatedTrainer:
         }  # fmt: skip
         return SimpleNamespace(claim=claim, row=row, train_s=self._train_s(claim.step, batches))
 
-    def stream(self, part: Claim) -> None:
-        """Queue the micro-batches that the groups of `part` fill, as `Trainer.stream` does."""
-        if batches := (streamed := self._added(part)).waiting // self._size:
-            seconds = self._train_s(part.step, batches) - self._train_s(part.step, 0)
-            streamed.queue.append((asyncio.get_running_loop().time(), seconds))
-            streamed.batches, streamed.waiting = streamed.batches + batches, streamed.waiting % self._size
+    async def stream(self, part: Claim) -> None:
+        """Take the time of the micro-batches that the groups of `part` fill, as `Trainer.stream` does."""
+        await asyncio.sleep(self.fill(part))
+
+    def fill(self, part: Claim) -> float:
+        """The seconds of the micro-batches that fill with the groups of `part`."""
+        streamed = self._added(part)
+        batches, streamed.waiting = divmod(streamed.waiting, self._size)
+        streamed.batches += batches
+        return self._train_s(part.step, batches) - self._train_s(part.step, 0)
 
     def _added(self, claim: Claim) -> Streamed:
         """All groups of its step so far, with those of `claim`. Groups whose rewards are equal are not computed."""
@@ -446,11 +450,10 @@ class SimulatedTrainer:
         return sum(len(segment.tokens) for segment in outcome.segments) - shared
 
     def dispatch_step(self, ready: Any) -> Any:
-        """The step under way, after all that was streamed."""
+        """The step under way."""
         loop, claim = asyncio.get_running_loop(), ready.claim
         self.trained.append(TrainedStep(claim.step, tuple(group.group for group in claim.groups), loop.time()))
-        end_s = self.free_s = max(self.streamed.ends_s(self.free_s), loop.time()) + ready.train_s
-        self.streamed = Streamed()
+        end_s, self.streamed = loop.time() + ready.train_s, Streamed()
         return SimpleNamespace(is_done=lambda: loop.time() >= end_s, end_s=end_s, row=ready.row)
 
     async def await_step(self, running: Any) -> dict[str, Any]:

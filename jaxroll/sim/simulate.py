@@ -147,13 +147,18 @@ class SeededTrainer(SimulatedTrainer):
         super().__init__(*given)
         self._seeding = seeding
 
+    async def stream(self, part: Claim) -> None:
+        """Note the micro-batches, which are computed once the samplers have left."""
+        if seconds := self.fill(part):
+            self.streamed.queue.append((asyncio.get_running_loop().time(), seconds))
+
     def prepare(self, claim: Claim) -> Any:
-        """The claim; what was streamed is computed once the samplers have left."""
-        self.free_s, now_s = max(self.free_s, self._seeding.free_s()), asyncio.get_running_loop().time()
-        left_s = max(0.0, self.streamed.ends_s(self.free_s) - now_s)
-        computed_s = sum(seconds for _, seconds in self.streamed.queue) - left_s
-        self._seeding.claimed(sum(len(group.members) for group in claim.groups), computed_s)
-        return super().prepare(claim)
+        """The claim, after what is left of the queue."""
+        left_s = max(0.0, self.streamed.ends_s(self._seeding.free_s()) - asyncio.get_running_loop().time())
+        self._seeding.claimed(sum(len(group.members) for group in claim.groups), self.streamed.seconds - left_s)
+        ready = super().prepare(claim)
+        ready.train_s += left_s
+        return ready
 
 
 class SimulatedRun(World):
@@ -483,18 +488,3 @@ def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[t
         one = configs.parse(configs.override(configs.to_dict(one), changes), changes)
         found.append((values, *((one, cluster) if name is None else _streamed(one, cluster, name))))
     yield from found
-
-
-def lines(found: Figures) -> list[str]:
-    """The figures for a person."""
-    tokens = max(sum(found["age_hist"].values()), 1)
-    ages = ", ".join(f"{age}: {count / tokens:.0%}" for age, count in found["age_hist"].items())
-    cost = found.get("cost_per_million_tokens")
-    return [
-        f"step time    {found['step_s']:.3f} s (median {found['step_s_median']:.3f} s, {found['steps']} steps)",
-        f"throughput   {found['tokens_per_s']:.1f} trained tokens/s, {found['samples_per_s']:.2f} samples/s",
-        f"utilization  samplers {found['sampler_busy']:.0%}, learner {found['learner_busy']:.0%}",
-        f"waits        learner {found['learner_wait']:.0%} of the time",
-        f"staleness    mean {found['age_mean']:.2f}, largest {found['age_max']} ({ages})",
-        *([f"cost         {cost:.4g} per million trained tokens"] if cost else []),
-    ]

@@ -202,11 +202,13 @@ class StoreClient:
         *,
         ahead: bool = False,
         known: Sequence[int] | None = None,
+        computed_s: float = 0.0,
     ) -> Claim:
         """The batch of `step`. Raises NotReady if it is not complete within `wait_s`.
 
         With `ahead` the wait does not count as an idle learner (which widens the in-flight window). With `known`, the
-        groups that the caller has already, the reply may be other finished groups of a batch that is not complete.
+        groups that the caller has already, the reply may be other finished groups of a batch that is not complete;
+        for `computed_s` it has computed such groups, which is no wait either.
 
         With `rows` only these members, counted over the groups in order: the share of one of the learner's hosts. The
         first and the last group may then be incomplete.
@@ -214,7 +216,8 @@ class StoreClient:
         start, stop = (rows.start, rows.stop) if rows is not None else (0, None)
 
         async def ask(left_s: float) -> msg.ClaimPage:
-            call = msg.ClaimCall(lineage, step, left_s, start, stop, ahead, known if known is None else tuple(known))
+            had = known if known is None else tuple(known)
+            call = msg.ClaimCall(lineage, step, left_s, start, stop, ahead, had, computed_s=computed_s)
             return await self._call("Claim", call, msg.ClaimPage, left_s)
 
         first = page = await _until(ask, wait_s, NotReady)

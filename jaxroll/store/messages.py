@@ -201,7 +201,8 @@ class ClaimCall(msgspec.Struct, frozen=True):
 
     `ahead`: the learner prefetches this batch while it still computes the step before. With `known`, the groups that it
     has already, the answer to a batch that is not complete is its other finished groups, `ClaimPage.early`; further
-    pages of that answer are asked for with the same `early`.
+    pages of that answer are asked for with the same `early`. The learner has computed such groups of this batch for
+    `computed_s`, which is no wait.
     """
 
     lineage: Count
@@ -212,6 +213,7 @@ class ClaimCall(msgspec.Struct, frozen=True):
     ahead: bool = False
     known: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] | None = None
     early: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    computed_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
 
 
 class ClaimPart(msgspec.Struct, frozen=True):

@@ -49,9 +49,9 @@ class Store:
     async def report(self, rows: list[dict[str, Any]]) -> None:
         self.calls += [("row", row["step"], row["publish_s"] >= 0) for row in rows]
 
-    async def claim(self, lineage: int, step: int, wait_s: float, *, ahead: bool = False, known: Any = None) -> Any:
+    async def claim(self, lineage: int, step: int, wait_s: float, *, ahead: bool = False, **more: Any) -> Any:
         self.asked.append(step)
-        self.known.append(known)
+        self.known.append(more.get("known"))
         answer = self.answers.pop(0)
         if answer is NEVER:
             try:

@@ -119,13 +119,15 @@ class Flush:
 class ClaimStep:
     """Claim of the batch of `step` by the learner `session`. Answer: Batch.
 
-    `ahead`: the learner prefetches it while it computes the step before, so it is not waiting yet.
+    `ahead`: the learner prefetches it while it computes the step before, so it is not waiting yet. For `computed_s` of
+    its wait it has computed groups of this batch that were finished early.
     """
 
     session: str
     lineage: int
     step: int
     ahead: bool = False
+    computed_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def note_ready(state: State, group: Group) -> None:
 def finished_early(settings: Settings, state: State, known: Sequence[int]) -> tuple[int, ...]:
     """The finished groups of the next claim, which is not complete, beyond the `known` ones.
 
-    The claim will contain each of them, unless it expires before. With `freshest_first` this is true of no group.
+    The claim will contain each of them, unless it ends, as surplus too. With `freshest_first` this is true of none.
     """
     if settings.order == "freshest_first":
         return ()

@@ -84,14 +84,15 @@ def _claimed(settings: Settings, state: State, r: ev.ClaimStep, picked: Pick, no
     seed = settings.shuffle_seed(r.step)
     groups = shuffled(picked.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
-    waited_s, worked_s = _learner_s(state, now_s)
+    waited_s, worked_s = _learner_s(state, now_s, r.computed_s)
     pace = adapted_pace(settings, state, waited_s, worked_s)
     return ev.Claimed(r.step, state.lineage, groups, seed, masked, waited_s, worked_s, pace)
 
 
-def _learner_s(state: State, now_s: float) -> tuple[float, float]:
+def _learner_s(state: State, now_s: float, computed_s: float) -> tuple[float, float]:
     """Seconds that the learner waited for this claim, and worked since the previous one; 0 if unknown."""
     asked_at_s = now_s if state.awaited_at_s is None else state.awaited_at_s
+    asked_at_s = min(now_s, asked_at_s + computed_s)
     worked_s = 0.0 if state.claimed_at_s is None else asked_at_s - state.claimed_at_s
     return now_s - asked_at_s, max(0.0, worked_s)
 

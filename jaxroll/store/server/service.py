@@ -314,7 +314,7 @@ class StoreService:
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
-        request = ev.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
+        request = ev.ClaimStep(caller.session, call.lineage, call.step, call.ahead, call.computed_s)
 
         def ask() -> Any:
             if self._intervals.are_late(call.step, {name: self.holders.get(name) for name in self._workers.sessions}):

@@ -211,3 +211,19 @@ def test_a_shuffle_is_a_permutation_that_its_seed_decides(groups: list[int], see
 
 def test_a_shuffle_shuffles() -> None:
     assert shuffled(range(50), 1) != shuffled(range(50), 2) != tuple(range(50))
+
+
+def test_time_in_which_the_learner_computes_early_groups_is_no_wait() -> None:
+    m = Machine(alpha=0.0, batch=2, size=1)
+    m.start()
+    m.fill(2)
+    m.claim(0)
+    m.publish(Version(0, 1))
+    m.now += 1.0
+    with pytest.raises(NotReady):
+        m.claim(1)
+    m.now += 10.0
+    m.fill(2, Version(0, 1))
+    m.ask(ev.ClaimStep("L", 0, 1, computed_s=7.0))
+    claimed = [event for event in m.log if isinstance(event, ev.Claimed)][-1]
+    assert (claimed.waited_s, claimed.worked_s) == (3.0, 8.0)

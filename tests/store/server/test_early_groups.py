@@ -11,6 +11,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import NotReady
 from jaxroll.records import Claim, Version
+from jaxroll.store import messages as msg
 from tests.harness.store.machine import V0
 
 GROUPS, SIZE = 5, 3
@@ -49,6 +50,8 @@ def test_every_group_of_a_batch_can_be_had_when_it_is_finished(
                 known += numbers(claim)
             with pytest.raises(NotReady):
                 await learner.claim(0, 0, 0.0, known=known)
+            with pytest.raises(NotReady, match="group 99 has ended"):  # between two pages
+                await learner._call("Claim", msg.ClaimCall(0, 0, 0.0, early=(99,)), msg.ClaimPage)
             again = await learner.claim(0, 0, known=known[:2])
             assert numbers(again) == known[2:], "as often as asked for"
             assert (await learner.status())["claims"] == 0, "nothing is claimed"
