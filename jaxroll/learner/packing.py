@@ -22,7 +22,7 @@ from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec, active_parameter_count
 from jaxroll.protocols import Supports
 
-FILLED = 0.25  # padding of a micro-batch that waits for no more samples
+FILLED = 0.1  # padding of a micro-batch that waits for no more samples
 BUCKETS = 3  # at most: each is one more program to compile
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the samples fit into their rows
 
@@ -182,13 +182,14 @@ def pack(
     quadratic: float = 0.0,
     together: int = 1,
     support: int = 0,
+    by_rows: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches that contain every token of `samples` exactly once; none when there are no samples.
 
     `shards` is the number of parts into which the mesh divides the rows; `quadratic` is the argument of `work`. Each
     run of `together` consecutive samples (for 2: samples 0 and 1, 2 and 3, …) is adjacent in one row, in order.
-    `support` is the K of the stream SUPPORT (0: there is none). ConfigError when a sample (or such a run) is longer
-    than a row.
+    `support` is the K of the stream SUPPORT (0: there is none). With `by_rows` rows are filled before shards, so that
+    all micro-batches but the last are full. ConfigError when a sample (or such a run) is longer than a row.
     """
     units = [range(first, first + together) for first in range(0, len(samples), together)]
     lengths = [sum(len(samples[index].tokens) for index in unit) for unit in units]
@@ -204,7 +205,7 @@ def pack(
     cost = np.array([work([len(samples[index].tokens) for index in unit], quadratic).sum() for unit in units])
     counts = split_rows(len(rows), buckets)
     ways = [rows_first(rows, lengths, cost, counts, row_tokens, shards)]
-    if shards > 1 and (other := shards_first(lengths, cost, counts, row_tokens, shards)):
+    if shards > 1 and not by_rows and (other := shards_first(lengths, cost, counts, row_tokens, shards)):
         ways.append(other)
     evenest = min(ways, key=lambda way: sum(_largest_cost(filled, cost, shards) for filled in way))
     return [
@@ -359,7 +360,7 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
 
 
 def filled(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
-    """Those of `batches` whose `rows` are all in use, if another one follows or a quarter is padding at most."""
+    """Those of `batches` whose `rows` are all in use, if another one follows or little is padding (`FILLED`)."""
     full = [len({place.row for place in batch.placements}) == rows for batch in batches]
     each = enumerate(zip(batches, full, strict=True), 1)
     return [one for at, (one, used) in each if used and (at < len(batches) or padding_waste([one]) <= FILLED)]

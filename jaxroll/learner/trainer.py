@@ -180,7 +180,8 @@ class Trainer:
         """
         streamed = self._streamed_of(part)
         streamed.add([group.group for group in part.groups], self._prepared(part))
-        if full := packing.filled(self.packed(streamed.waiting, self.algorithm.together), self.buckets[0]):
+        packed = self.packed(streamed.waiting, self.algorithm.together, by_rows=True)
+        if full := packing.filled(packed, self.buckets[0]):
             jax.block_until_ready(self._accumulate(self._with_added([self._placed(full)])[0]).statistics)
             streamed.compute(full)
 
@@ -257,14 +258,14 @@ class Trainer:
         state = states.fresh(params, self.spec, self.layout, transform, self.lora, offload=offload)
         return dataclasses.replace(state, critic=critic_state)
 
-    def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
-        """The micro-batches of `samples` under this config."""
+    def packed(self, samples: Sequence[Sample], together: int = 1, *, by_rows: bool = False) -> list[MicroBatch]:
+        """The micro-batches of `samples` under this config; `by_rows` as in `packing.pack`."""
         recipe = self.programs.recipe
         of: dict[str, Any] = {"shards": self._shards, "quadratic": self._quadratic, "support": recipe.support}
         if recipe.rows:
             batches = shared_prompts.pack(samples, recipe.rows, self.buckets, **of)
         else:
-            batches = packing.pack(samples, recipe.row_tokens, self.buckets, together=together, **of)
+            batches = packing.pack(samples, recipe.row_tokens, self.buckets, together=together, by_rows=by_rows, **of)
         if recipe.routers:
             of_all = not recipe.streaming
             packing.add_routing(batches, samples, self.spec, replay=recipe.routers.replay, of_all=of_all)

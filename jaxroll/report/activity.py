@@ -54,7 +54,7 @@ def learner_lane(steps: Sequence[Row]) -> Lane:
     return Lane(
         "learner",
         {
-            "wait": union((row["t0"] - (row.get("wait_s") or 0.0), row["t0"]) for row in steps),
+            "wait": difference(union(map(_waiting, steps)), streamed(steps)),
             "train": computing(steps),
             "publish": difference(publish, computing(steps)),
         },
@@ -88,7 +88,18 @@ def useful_decoding(rows: Sequence[Row], acked: frozenset[int]) -> list[Interval
 
 def computing(steps: Sequence[Row]) -> list[Interval]:
     """The time in which the learner computed."""
-    return union((row["t0"], row["t1"]) for row in steps)
+    return union([*((row["t0"], row["t1"]) for row in steps), *streamed(steps)])
+
+
+def streamed(steps: Sequence[Row]) -> list[Interval]:
+    """The time in which it computed groups before the claims of their steps."""
+    return union((start, end) for row in steps for start, end in row.get("streamed") or ())
+
+
+def _waiting(row: Row) -> Interval:
+    """From the learner's first question for a claim to the claim."""
+    computed_s = sum(end - start for start, end in row.get("streamed") or ())
+    return row["t0"] - (row.get("wait_s") or 0.0) - computed_s, row["t0"]
 
 
 def training_window(steps: Sequence[Row]) -> Interval | None:

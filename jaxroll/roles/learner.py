@@ -10,9 +10,7 @@ asyncio loop thread; the channel's listener serves weights.
 Waits for: claims from the store, and the previous publication.
 Stops: after the schedule's last step, or on SIGTERM, SIGINT or SIGHUP after its step and a checkpoint. If it is killed,
 it starts again from the last durable version, and the store replays the claims after it.
-
-On several hosts the process of the first one does all this; the others repeat its device work
-(`jaxroll.learner.multihost`).
+On several hosts: the process of the first one does all this, the others repeat its device work (`learner.multihost`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -197,12 +195,12 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
 
 @dataclass(frozen=True)
 class PackedClaim:
-    """A packed claim, ready at `t0` (unix seconds); before it the devices were idle for `wait_s`, and streamed."""
+    """A packed claim, ready at `t0`; before it the devices were idle for `wait_s`, and `streamed` from … to (unix)."""
 
     ready: Ready
     wait_s: float
     t0: float
-    streamed_s: float = 0.0
+    streamed: Sequence[tuple[float, float]] = ()
 
 
 class LearnerSession:
@@ -380,10 +378,11 @@ class LearnerSession:
 
     async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
         """The batch of this step; None after the last step, a stop request, and the end of the data."""
-        began, known, streamed_s = self._loop.time(), [] if self.config.learner.streaming else None, 0.0
+        began, known = self._loop.time(), [] if self.config.learner.streaming else None
+        streamed, computed_s = [], 0.0
         while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
-                more = {"known": known, "computed_s": streamed_s}
+                more = {"known": known, "computed_s": computed_s}
                 claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S, **more)
             except NotReady:
                 self.background.check()  # without new weights no batch for this step can come
@@ -394,12 +393,13 @@ class LearnerSession:
                 self._end = END_OF_DATA
                 break
             if claim.whole:
-                wait_s, t0 = self._loop.time() - began - streamed_s, unix_s()
+                wait_s, t0 = self._loop.time() - began - computed_s, unix_s()
                 ready = await self._on_device(lambda claim=claim: trainer.prepare(claim))
-                return PackedClaim(ready, wait_s, t0, streamed_s)
-            known, at_s = [*(known or ()), *(group.group for group in claim.groups)], self._loop.time()
+                return PackedClaim(ready, wait_s, t0, streamed)
+            known, at = [*(known or ()), *(group.group for group in claim.groups)], unix_s()
             await self._on_device(lambda claim=claim: trainer.stream(claim))
-            streamed_s += self._loop.time() - at_s
+            if (end := unix_s()) - at >= DEVICE_POLL_S:  # less is no work of the devices
+                streamed, computed_s = [*streamed, (at, end)], computed_s + end - at
         return None
 
     async def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
@@ -434,8 +434,9 @@ class LearnerSession:
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
         start = lambda: self.publisher.start(after, trainer.publishable_params())  # noqa: E731
         weights = await self._on_device(start) if published else None
-        row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
-                "t0": work.t0, "t1": t1, "train_s": t1 - work.t0 + work.streamed_s, "wait_s": work.wait_s,
+        early_s, early = sum(b - a for a, b in work.streamed), {"streamed": work.streamed} if work.streamed else {}
+        row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage, **early,
+                "t0": work.t0, "t1": t1, "train_s": t1 - work.t0 + early_s, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
         self._log = claim.after
         await self.background.publish(version, row, weights)

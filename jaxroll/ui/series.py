@@ -220,8 +220,12 @@ class Content:
         self.spans.setdefault((role, what), ActivitySpans()).add(start, end)
 
     def _step(self, role: str, row: Row) -> None:
-        self._span(role, "wait", row["t0"] - row["wait_s"], row["t0"])
-        self._span(role, "train", row["t0"], row["t1"])
+        streamed = row.get("streamed") or ()
+        at = row["t0"] - row["wait_s"] - sum(end - start for start, end in streamed)
+        for start, end in (*streamed, (row["t0"], row["t1"])):
+            self._span(role, "wait", at, start)
+            self._span(role, "train", start, end)
+            at = end
         self._span(role, "publish", row["t1"], row["t1"] + row["publish_s"])
         self.tokens_by_age.subtract(self.ages.get(row["step"], {}))  # of a step that is trained again
         self.ages[row["step"]] = ages = {int(age): count for age, count in row["age_hist"].items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
+from jaxroll.learner import packing
 from jaxroll.learner.trainer import Trainer, TrainingPrograms
 from jaxroll.records import Claim
+from tests.learner.test_packing import sample
 from tests.learner.test_trainer import same_bits
 
 GROUPS = 8
@@ -185,3 +188,22 @@ def test_what_needs_the_whole_batch_is_refused(changes: str, words: str) -> None
     with pytest.raises(ConfigError, match=words) as refused:
         configs.parse(configs.override(given, ["learner.streaming=true"]))
     assert refused.value.key == "learner.streaming"
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(1, 1), (2, 2), (4, 4), (8, 1), (8, 4), (8, 8)])
+def test_streamed_micro_batches_are_as_full_as_those_of_a_whole_batch(rows: int, shards: int) -> None:
+    """96 groups of eight answers arrive one by one."""
+    drawn, capacity = np.random.default_rng(rows + 100 * shards), 512
+    lengths = [int(tokens) for tokens in np.clip(drawn.lognormal(4.3, 0.6, 96 * 8), 8, capacity)]
+    samples = [sample(tokens, number) for number, tokens in enumerate(lengths)]
+    buckets = packing.row_buckets(rows, shards)
+    pack = partial(packing.pack, row_tokens=capacity, buckets=buckets, shards=shards)
+    waiting, early = list[Any](), 0
+    for first in range(0, len(samples), 8):
+        waiting += samples[first : first + 8]
+        full = packing.filled(pack(waiting, by_rows=True), buckets[0])
+        computed = {place.sample for batch in full for place in batch.placements}
+        assert sum(len(batch.placements) for batch in full) == len(computed)
+        waiting, early = [one for place, one in enumerate(waiting) if place not in computed], early + len(full)
+    whole = len(pack(samples))
+    assert early >= 0.8 * whole - 2 and early + len(pack(waiting)) <= 1.1 * whole + 1

@@ -153,3 +153,13 @@ def test_runs_made_to_have_a_bottleneck_name_it(part: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     found = summary.summary(record.load(tmp_path / "run"))["bottleneck"]
     assert found["part"] == part, found
+
+
+def test_time_in_which_the_learner_streams_is_computing_and_no_wait() -> None:
+    """A step of 60 s: 3 s after its claim, 30 s streamed in two parts, 27 s waited."""
+    row = {"kind": "step", "t0": 157.0, "t1": 160.0, "wait_s": 27.0, "train_s": 33.0, "publish_s": 1.0}
+    row["streamed"] = [[110.0, 130.0], [140.0, 150.0]]
+    lane = activity.learner_lane([row])
+    assert lane.spans["wait"] == [(100.0, 110.0), (130.0, 140.0), (150.0, 157.0)]
+    assert lane.spans["train"] == activity.computing([row]) == [(110.0, 130.0), (140.0, 150.0), (157.0, 160.0)]
+    assert activity.learner_lane([row | {"streamed": None}]).spans["wait"] == [(130.0, 157.0)]

@@ -114,3 +114,11 @@ def test_a_file_of_many_names_is_bounded() -> None:
     for i in range(3 * series.MAX_TABLES):
         content.take({"t": 1.0, "role": f"r{i}", "kind": "stats", "x": 1.0})
     assert len(series.names(content)) <= series.MAX_COLUMNS + 3 and len(content.tables) <= series.MAX_TABLES + 1
+
+
+def test_time_in_which_the_learner_streams_is_drawn_as_training() -> None:
+    content, edges = Content(), np.array([0.0, 10.0, 30.0, 40.0, 50.0, 57.0, 60.0])
+    times = {"t0": 57.0, "t1": 60.0, "wait_s": 27.0, "train_s": 33.0, "streamed": [[10.0, 30.0], [40.0, 50.0]]}
+    content.take(step_row(1, **times))
+    waits, trains = (content.spans["learner", what].shares(edges) for what in ("wait", "train"))
+    assert waits == pytest.approx([1, 0, 1, 0, 1, 0]) and trains == pytest.approx([0, 1, 0, 1, 0, 1])
