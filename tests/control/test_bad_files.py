@@ -114,7 +114,7 @@ def test_readers_of_a_damaged_file(
     monkeypatch.setattr(train, "run_tinker", lambda *_, **__: 0)
     monkeypatch.setattr(train, "train", lambda *_, **__: 0)
     monkeypatch.setattr(simulate, "simulate", lambda *_, **__: {})
-    monkeypatch.setattr(simulate, "lines", lambda found: [])
+    monkeypatch.setattr("jaxroll.report.formats.figures_of_run", lambda found: [])
     monkeypatch.setattr(preflight, "device_lines", list)  # it asks a child
     wrong = []
     for name, damage in damages(file).items():

@@ -487,7 +487,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "run_learner", lambda args, stop: test_bad_input.connects(args))
     monkeypatch.setattr(preflight, "device_lines", list)  # it asks a child
     monkeypatch.setattr(simulate, "simulate", lambda *_, **__: {})
-    monkeypatch.setattr(simulate, "lines", lambda found: [])
+    monkeypatch.setattr("jaxroll.report.formats.figures_of_run", lambda found: [])
     monkeypatch.setattr(environments, "report", test_first_mistakes.checked)
     monkeypatch.setattr(database, "WAIT_S", 0.01)
     monkeypatch.setattr(database, "BUSY_S", 0.01)
