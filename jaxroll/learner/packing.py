@@ -75,7 +75,7 @@ class Streamed:
         self.waiting += prepared.minibatches[0]
         self.counted += prepared.counted
 
-    def compute(self, batches: Sequence[MicroBatch]) -> None:
+    def note_computed(self, batches: Sequence[MicroBatch]) -> None:
         """Note that the gradients of `batches`, of some waiting samples, are accumulated."""
         computed = {place.sample for batch in batches for place in batch.placements}
         self.waiting = [sample for place, sample in enumerate(self.waiting) if place not in computed]
@@ -359,7 +359,7 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
     return 1.0 - real_tokens(batches) / cells if cells else 0.0
 
 
-def filled(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
+def full_batches(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
     """Those of `batches` whose `rows` are all in use, if another one follows or little is padding (`FILLED`)."""
     full = [len({place.row for place in batch.placements}) == rows for batch in batches]
     each = enumerate(zip(batches, full, strict=True), 1)

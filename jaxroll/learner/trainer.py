@@ -181,9 +181,9 @@ class Trainer:
         streamed = self._streamed_of(part)
         streamed.add([group.group for group in part.groups], self._prepared(part))
         packed = self.packed(streamed.waiting, self.algorithm.together, by_rows=True)
-        if full := packing.filled(packed, self.buckets[0]):
+        if full := packing.full_batches(packed, self.buckets[0]):
             jax.block_until_ready(self._accumulate(self._with_added([self._placed(full)])[0]).statistics)
-            streamed.compute(full)
+            streamed.note_computed(full)
 
     def _prepare_rest(self, claim: Claim) -> Ready:
         streamed = self._streamed_of(claim)
