@@ -201,7 +201,7 @@ def test_streamed_micro_batches_are_as_full_as_those_of_a_whole_batch(rows: int,
     waiting, early = list[Any](), 0
     for first in range(0, len(samples), 8):
         waiting += samples[first : first + 8]
-        full = packing.filled(pack(waiting, by_rows=True), buckets[0])
+        full = packing.full_batches(pack(waiting, by_rows=True), buckets[0])
         computed = {place.sample for batch in full for place in batch.placements}
         assert sum(len(batch.placements) for batch in full) == len(computed)
         waiting, early = [one for place, one in enumerate(waiting) if place not in computed], early + len(full)

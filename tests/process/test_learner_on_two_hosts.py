@@ -10,7 +10,7 @@ from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 pytestmark = pytest.mark.process
 TWO = "--config.placement.learner_hosts=2"
 STREAMING = tuple(f"--config.{key}" for key in ("learner.streaming=true", "learner.micro_batch_rows=2",
-                  "learner.row_tokens=64", "learner.checkpoint_every=100", "sampler.slots=4"))  # fmt: skip
+                  "learner.row_tokens=64", "learner.checkpoint_every=100", "sampler.slots=1"))  # fmt: skip
 STEPS = 3  # of the six steps of the run with one host
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.errors import NotReady
-from jaxroll.records import Claim, Version
+from jaxroll.records import Claim
 from jaxroll.store import messages as msg
 from tests.harness.store.machine import V0
 
@@ -65,21 +65,3 @@ def test_every_group_of_a_batch_can_be_had_when_it_is_finished(
             assert whole.shuffle_seed == seen[0].shuffle_seed
 
     run(early())
-
-
-def test_stale_tokens_of_early_groups_are_masked(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=2, group_size=2)
-
-    async def masked() -> None:
-        async with small.opened(tmp_path, config) as (learner, sampler):
-            await small.produce(sampler, V0, 4)
-            await learner.claim(0, 0, 5.0)
-            await learner.publish(small.version_ref(Version(0, 1)))
-            await learner.ack(V0)
-            for key in small.keys(await sampler.lease(Version(0, 1), 4))[:2]:
-                await sampler.put(small.finished(*key, (V0, 2), (Version(0, 1), 3)))
-            claim = await learner.claim(0, 1, 5.0, known=())
-            assert not claim.whole
-            assert claim.groups[0].members[0].outcome.segments[1].loss_mask.tolist() == [0, 0, 1, 1, 1]
-
-    run(masked())

@@ -304,22 +304,26 @@ def test_each_host_of_a_learner_fetches_its_own_rows(
 
 
 def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=1, group_size=2)
+    """Also in a group that is handed out before its batch is complete."""
+    config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=2, group_size=2)
 
     async def masked() -> None:
         async with small.opened(tmp_path, config) as (learner, sampler):
-            await small.produce(sampler, V0, 2)
+            await small.produce(sampler, V0, 4)
             await learner.claim(0, 0, 5.0)
             await learner.publish(small.version_ref(Version(0, 1)))
             await learner.ack(V0)
-            for key in small.keys(await sampler.lease(Version(0, 1), 2)):
-                await sampler.put(small.finished(*key, (V0, 2), (Version(0, 1), 3)))
-            claim = await learner.claim(0, 1, 5.0)
-            for member in claim.groups[0].members:
+            leased, claims = small.keys(await sampler.lease(Version(0, 1), 4)), []
+            for part in (leased[:2], leased[2:]):
+                for key in part:
+                    await sampler.put(small.finished(*key, (V0, 2), (Version(0, 1), 3)))
+                claims.append(await learner.claim(0, 1, 5.0, known=()))
+            assert [claim.whole for claim in claims] == [False, True]
+            for member in (member for claim in claims for group in claim.groups for member in group.members):
                 assert member.outcome.segments[1].loss_mask.tolist() == [0, 0, 1, 1, 1]
                 assert member.outcome.segments[1].sampled_mask.tolist() == [True] * 5
                 assert member.outcome.segments[0].loss_mask.tolist() == [0, 0, 0, 0]
-            assert (await learner.status())["tokens_masked"] == 4
+            assert (await learner.status())["tokens_masked"] == 8
 
     run(masked())
 
