@@ -146,3 +146,13 @@ def described(error: BaseException, max_chars: int = 1000) -> str:
     except Exception:  # noqa: BLE001 - user code may raise here, too
         message = "?"
     return f"{type(error).__name__}: {message[:max_chars]}"[:max_chars].encode(errors="replace").decode()
+
+
+def no_memory_limit(fraction: float, platform: str) -> ConfigError:
+    """The error of a sampler on devices that do not report their memory."""
+    return ConfigError(
+        "sampler.memory_fraction",
+        fraction,
+        f"devices of the platform {platform} report no limit of their memory",
+        "Set it to 0, and sampler.cache_pages to the pages that the KV cache may have.",
+    )

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from jaxroll.clock import unix_s
 from jaxroll.errors import EXIT_FAILURE, ConfigError
@@ -419,6 +419,31 @@ def _stream(old: TextIO | None, outlet: Outlet) -> io.TextIOWrapper:
         line_buffering=outlet.isatty() or bool(getattr(old, "line_buffering", False)),
         write_through=unbuffered,
     )
+
+
+class _Session(Protocol):
+    loop: asyncio.AbstractEventLoop
+
+    def soon(self, callback: Callable[..., object], *args: object) -> None: ...
+
+
+def print_stacks_on_signal(*sessions: _Session) -> None:
+    """On SIGUSR1 print the stack of every task of the `sessions` and of every thread."""
+
+    def show(*_: object) -> None:
+        for session in sessions:
+            session.soon(print_stacks, session.loop)
+
+    signal.signal(signal.SIGUSR1, show)
+    # in C, so that it prints the threads also while one hangs in XLA
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True)
+
+
+def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
+    """Print the stack of every task of `loop` (on `kill -USR1` of a role)."""
+    for task in asyncio.all_tasks(loop):
+        with contextlib.suppress(TypeError):  # Python 3.11, for a frame without a line
+            task.print_stack(file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Paths of the files in a run's folder, and migration of a folder that an earlier version wrote."""
+"""Paths of the files in a run's folder, migration of a folder that an earlier version wrote, and roles by process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -292,3 +292,22 @@ def row(row: dict[str, Any]) -> dict[str, Any]:
     if "served" in row:  # of a sampler that serves actors, whose `open` counted requests
         fields = {**fields, "open": "requests_in_flight"}
     return {fields.get(name, name): value for name, value in row.items()}
+
+
+# --- roles by process
+
+COLOCATED = "colocated"  # name of the one process of all roles with devices
+
+
+def lives_in(role: str, process: str, of_learner: Collection[str] = ()) -> bool:
+    """True if the supervisor's process `process` runs `role`; `of_learner` are the samplers in the learner's."""
+    if process == COLOCATED:
+        return role == process or role.partition("-")[0] in ("learner", "sampler", "evaluator")
+    return role == process or (process == "learner" and role in of_learner)
+
+
+def names_of_learner(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the samplers in the learner's process, by a run's config (`placement.learner_samplers`)."""
+    count = config.get("sampler", {}).get("count", 0)
+    least = count - config.get("placement", {}).get("learner_samplers", 0)
+    return tuple(f"sampler-{index}" for index in range(max(0, least), count))

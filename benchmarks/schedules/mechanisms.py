@@ -18,6 +18,8 @@ schedule and not of the processors; replication is bound by the sampler, and win
     rolling       at α = 2, one of two samplers at a time drains and swaps its weights; without: both at once
     streaming     gradients of groups that are finished before the others of their batch; without: the whole batch at
                   once. It cannot help where no reward is paid
+    partial_overlap  with `streaming`, a sampler on the learner's devices for the first seconds of each step; without:
+                  only the one with devices of its own. It cannot help where environments take all the time
     colocated     all roles take turns in one process; without: processes that share the cores. It is for devices that
                   only one process can use: here it shows the cost
     interval      HTS-RL: with schedule.mode=interval generation and training overlap, and every token is one version
@@ -251,6 +253,20 @@ def _streaming() -> Mechanism:
     return Mechanism(*both("streaming", "lottery"), both("streaming_null", "pays_nothing"))
 
 
+def _partial_overlap() -> Mechanism:
+    def both(name: str, race: Race, median: int) -> tuple[Workload, Workload]:
+        shape = {"learner.streaming": True, "sampler.flush_tokens": median // 2, "sampler.slots": ENVIRONMENTS // 2,
+                 "sampler.concurrent_episodes": ENVIRONMENTS // 2}  # fmt: skip
+        helped = {"placement.learner_samplers": 1, "sampler.count": 2}
+        on, off = (
+            _workload(f"{name}_{kind}", race, median=median, settings=shape | changed)
+            for kind, changed in (("on", helped), ("off", {}))
+        )
+        return replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING)
+
+    return Mechanism(*both("partial_overlap", Race(), 48), both("partial_overlap_null", Race((0.6, 0.0)), 8))
+
+
 def _colocated() -> Mechanism:
     def both(name: str, race: Race, steps: int, **more: Any) -> tuple[Workload, Workload]:
         made = [
@@ -278,6 +294,7 @@ MECHANISMS = {
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
     "colocated": _colocated(), "interval": _interval(0), "interval_barrier": _interval(ENVIRONMENTS),
     "interval_learning": _interval_learning(), "streaming": _streaming(),
+    "partial_overlap": _partial_overlap(),
 }  # fmt: skip
 
 

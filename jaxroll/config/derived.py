@@ -13,6 +13,7 @@ from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, Schedul
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.policy.selection import is_kept
+from jaxroll.run_paths import COLOCATED
 
 # --- named schedules: the values of `schedule` that each fixes, for the same processes and loops
 #     sync       α = 0: sampler and learner alternate; every token is trained by the version that sampled it
@@ -203,7 +204,6 @@ def support_tokens(sampling: SamplingConfig) -> int:
 
 CHECKPOINT_WANTED_AT = 0.8  # fraction of what the store may retain; from there on the learner checkpoints at every step
 GROUPS_AHEAD = 4  # leased beyond the slots, so that no slot is idle during the round trip and commit of a lease
-COLOCATED = "colocated"  # name of the one process of all roles with devices
 LEADERS = ("learner", COLOCATED)  # a run has one of these processes and ends with it
 
 
@@ -220,11 +220,6 @@ def device_processes(config: Config) -> dict[str, int]:
     """Number of devices by process: one process per role, or `COLOCATED` for all roles."""
     wanted = roles_with_devices(config)
     return {COLOCATED: max(wanted.values())} if config.placement.colocated else wanted
-
-
-def lives_in(role: str, process: str) -> bool:
-    """True if the supervisor's process `process` runs `role`."""
-    return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
 
 
 def leader(config: Config) -> str:
@@ -249,10 +244,20 @@ def sampler_names(config: Config) -> tuple[str, ...]:
     return tuple(f"sampler-{index}" for index in range(config.sampler.count))
 
 
+def learner_samplers(config: Config) -> tuple[str, ...]:
+    """Names of those of them that are on the learner's devices (`placement.learner_samplers`)."""
+    return sampler_names(config)[max(0, config.sampler.count - config.placement.learner_samplers) :]
+
+
+def own_samplers(config: Config) -> tuple[str, ...]:
+    """Names of the others, which have devices of their own unless the run is colocated."""
+    return sampler_names(config)[: max(0, config.sampler.count - config.placement.learner_samplers)]
+
+
 def sampler_processes(config: Config) -> tuple[str, ...]:
-    """Names of the processes of these samplers, one per host; the first of each has the sampler's name and leads."""
+    """Names of the processes of those samplers, one per host; the first of each has the sampler's name and leads."""
     hosts = config.placement.sampler_hosts
-    return tuple(f"{name}-{host}" if host else name for name in sampler_names(config) for host in range(hosts))
+    return tuple(f"{name}-{host}" if host else name for name in own_samplers(config) for host in range(hosts))
 
 
 def with_a_sampler(config: Config) -> Config:
@@ -406,16 +411,6 @@ def check_cache(config: Config, longest: int) -> None:
             f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
             f"Set it to {needed} or more, or to 0.",
         )
-
-
-def no_memory_limit(fraction: float, platform: str) -> ConfigError:
-    """The error of a sampler on devices that do not report their memory."""
-    return ConfigError(
-        "sampler.memory_fraction",
-        fraction,
-        f"devices of the platform {platform} report no limit of their memory",
-        "Set it to 0, and sampler.cache_pages to the pages that the KV cache may have.",
-    )
 
 
 def age_limiter(config: Config) -> AgeLimiter:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+from jaxroll.config.derived import OF_TURNS, settled
 from jaxroll.config.parsing import UNGRADED_ENVS, about, build, check_bounds, every_part, nearest, played_tasks
 from jaxroll.config.schema import Config, NonNegativeInt, PositiveFloat, PositiveInt, TaskConfig, ValueRange
 from jaxroll.errors import ConfigError
@@ -409,3 +410,26 @@ def _check_pattern(name: str, pattern: str, groups: int) -> None:
         raise ConfigError(key, pattern, f"not a regular expression: {error}", "See Python's re module.") from error
     if found < groups:
         raise ConfigError(key, pattern, "it has no group for the score", "Put the number into parentheses.")
+
+
+def check_shaping(config: Config) -> None:
+    """Check the keys of the learner that change rewards."""
+    learner, sampling = config.learner, config.sampling
+    if learner.overlong_tokens >= sampling.max_tokens:
+        reason = f"every answer would be too long: sampling.max_tokens = {sampling.max_tokens}"
+        remedy = f"Set it below {sampling.max_tokens} (a fifth is usual)."
+        raise ConfigError("learner.overlong_tokens", learner.overlong_tokens, reason, remedy)
+    if learner.shuffle_rewards and settled(learner).advantage in OF_TURNS:
+        reason = f"advantage {learner.advantage!r} reads rewards of turns"
+        remedy = "Set it to false, or learner.advantage to 'group_std'."
+        raise ConfigError("learner.shuffle_rewards", True, reason, remedy)
+
+
+def check_no_remote(config: Config, reason: str, otherwise: str) -> None:
+    """Refuse rewards that wait for another process; the error has `reason`, and `otherwise` as the second remedy."""
+    for part in every_part(config):
+        reward = part.task.reward
+        if waits := [term.label for term in terms(reward, part.task.reward_args) if term.kind in REMOTE]:
+            with about(part):
+                remedy = f"Set it to parts other than {', '.join(waits)}, or {otherwise}."
+                raise ConfigError("task.reward", reward, reason, remedy)

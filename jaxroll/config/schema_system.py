@@ -150,6 +150,9 @@ class PlacementConfig:
     sampler_hosts: PositiveInt = 1
     # Run learner, samplers and evaluator in one process on the same devices.
     colocated: bool = False
+    # Samplers on the learner's devices, in its process: the last of sampler.count. They work for the first seconds of
+    # each step, then their rollouts go on elsewhere (partial overlap, docs/scheduling.md).
+    learner_samplers: NonNegativeInt = 0
     # CPU threads per role. 1 is as fast unless the other roles are idle meanwhile (α = 0).
     cpu_threads: PositiveInt = 1
     # Fraction of GPU memory of a sampler.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from jaxroll.config import derived
 from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, episode_tokens, is_custom, preset, settled
 from jaxroll.config.parsing import (
     FILES,
@@ -18,7 +19,7 @@ from jaxroll.config.parsing import (
     samples_of,
     task_parts,
 )
-from jaxroll.config.rewards import REMOTE, terms
+from jaxroll.config.rewards import check_no_remote, check_shaping
 from jaxroll.config.schema import Config, LearnerConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy import selection
@@ -58,9 +59,10 @@ def _check_agent(config: Config) -> None:
 
 
 def check_places(config: Config) -> None:
-    """Check the virtual clock, hosts of a sampler, relays, the least number of samplers, and pools."""
+    """Check the virtual clock, hosts of a sampler, samplers of the learner, relays, least number, and pools."""
     _check_clock(config)
     _check_sampler_hosts(config)
+    _check_learner_samplers(config)
     _check_relay(config)
     _check_least_count(config)
     _check_pools(config)
@@ -78,13 +80,8 @@ def _check_clock(config: Config) -> None:
     ):
         if config.run.deterministic and refused:
             raise ConfigError(key, value, reason, f"Set it to {none}, or {run} to False.")
-    for part in every_part(config):
-        reward = part.task.reward
-        waits = [term.label for term in terms(reward, part.task.reward_args) if term.kind in REMOTE]
-        if config.run.deterministic and waits:
-            remedy = f"Set it to parts other than {', '.join(waits)}, or {run} to False."
-            with about(part):
-                raise ConfigError("task.reward", reward, reason, remedy)
+    if config.run.deterministic:
+        check_no_remote(config, reason, f"{run} to False")
 
 
 def _refuse(key: str, value: object, cases: Iterable[tuple[bool, str, str]]) -> None:
@@ -112,6 +109,29 @@ def _check_sampler_hosts(config: Config) -> None:
             (config.placement.colocated, one, "Set it to 1, or placement.colocated to False."),
             (sampler.memory_fraction > 0, memory, "Set it to 1, or sampler.cache_pages in place of the fraction."),
         ))  # fmt: skip
+
+
+def _check_learner_samplers(config: Config) -> None:
+    """Refuse samplers on the learner's devices where no others are, or where they would not fit or not leave."""
+    placement, sampler, schedule = config.placement, config.sampler, config.schedule
+    if not (count := placement.learner_samplers):
+        return
+    devices, room, few = count * sampler.mesh.devices, config.learner.mesh.devices, config.sampling.max_tokens // 2
+    for refused, reason, remedy in (
+        (placement.colocated, "all samplers are on them already", "placement.colocated to False"),
+        (schedule.alpha > 0, "they sample for synchronous steps", "schedule.mode to sync"),
+        (schedule.mode == "async_controller", "its learner waits for suspended samplers", "schedule.mode to sync"),
+        (sampler.count <= count, "sampler.count includes these, and another one", f"sampler.count to {count + 1}"),
+        (not derived.flush_tokens(config), "rollouts go on from flushed tokens", f"sampler.flush_tokens to {few}"),
+        (devices > room, f"they need {devices} devices, and learner.mesh has {room}", "make sampler.mesh smaller"),
+        (sampler.dispatches_in_flight > 1, "they take turns with the learner", "sampler.dispatches_in_flight to 1"),
+        (placement.actors > 0, "members of actors are not continued elsewhere", "placement.actors to 0"),
+        (sampler.least_count > 0, "the run does not plan with them", "sampler.least_count to 0"),
+        (bool(placement.pools), "a pool might lose its samplers", "placement.pools to {}"),
+        *((True, "they are in one process", f"{key} to 1") for key, _ in several_hosts(config)),
+    ):
+        if refused:
+            raise ConfigError("placement.learner_samplers", count, reason, f"Set it to 0, or {remedy}.")
 
 
 def _check_relay(config: Config) -> None:
@@ -189,7 +209,7 @@ def check_algorithm(config: Config) -> None:
     _check_reference(learner, row)
     _check_critic(learner)
     _check_streaming(config, learner, row)
-    _check_rewards(config)
+    check_shaping(config)
     _check_best(config)
     _check_agent(config)
     least = 1 if learner.advantage in ACROSS_GROUPS else 2
@@ -393,18 +413,6 @@ def _check_best(config: Config) -> None:
     if learner.checkpoints_kept < 2:
         reason = "the evaluator may still fetch the version before the newest (learner.keep_best)"
         raise ConfigError("learner.checkpoints_kept", learner.checkpoints_kept, reason, "Set it to 2 or more.")
-
-
-def _check_rewards(config: Config) -> None:
-    learner, sampling = config.learner, config.sampling
-    if learner.overlong_tokens >= sampling.max_tokens:
-        reason = f"every answer would be too long: sampling.max_tokens = {sampling.max_tokens}"
-        remedy = f"Set it below {sampling.max_tokens} (a fifth is usual)."
-        raise ConfigError("learner.overlong_tokens", learner.overlong_tokens, reason, remedy)
-    if learner.shuffle_rewards and settled(learner).advantage in OF_TURNS:
-        reason = f"advantage {learner.advantage!r} reads rewards of turns"
-        remedy = "Set it to false, or learner.advantage to 'group_std'."
-        raise ConfigError("learner.shuffle_rewards", True, reason, remedy)
 
 
 # --- Prompts as the config describes them: tools, pools; their checks

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from jaxroll.config import Config
-from jaxroll.config.derived import actor_names, has_evaluator, has_warm_start, learner_names, sampler_names
+from jaxroll.config.derived import actor_names, has_evaluator, has_warm_start, learner_names, own_samplers
 from jaxroll.control.child import FORGIVEN_AFTER_S
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, ConfigError
 from jaxroll.lifeline import ENDED_ENV
@@ -105,7 +105,7 @@ def program_of(config: Config, request: LaunchOptions) -> Program:
         Role("store", command("store", f"--store=0.0.0.0:{request.port}", *plain, run=request.scratch or request.run)),
         Role("learner", command("learner", store, f"--host={LEARNER}", *coordinator, *plain), hosts=hosts,
              devices=config.learner.mesh.devices // hosts, before=warm_start(config, command("learner"), request.run)),
-        Role("sampler", (*join, *serving), count=len(sampler_names(config)), hosts=of_sampler,
+        Role("sampler", (*join, *serving), count=len(own_samplers(config)), hosts=of_sampler,
              devices=config.sampler.mesh.devices // of_sampler, spot=request.spot),
     ]  # fmt: skip
     if has_evaluator(config):

@@ -83,7 +83,7 @@ def run_role(options: argparse.Namespace) -> int:
 
         return train.deterministic(args)
     feeds = options.command == "feeder"  # in a child process of the store
-    module = importlib.import_module(f"jaxroll.roles.{'store' if feeds else options.command}")
+    module = importlib.import_module(f"jaxroll.roles.{program.module_of(options.command, args.config)}")
     alone = options.command == "store" and not options.child
     with run_dir.locked(args.run_dir) if alone else contextlib.nullcontext():  # against `train` on the same run
         return module.feed(args) if feeds else module.main(args)

@@ -22,13 +22,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from jaxroll.config.derived import lives_in
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import Scalars, TensorBoardTracker, Tracker
 from jaxroll.report import activity
 from jaxroll.report.activity import Bottleneck
-from jaxroll.run_paths import RunPaths
+from jaxroll.run_paths import RunPaths, lives_in, names_of_learner
 
 SILENCE_S = 8.0
 EVENTS_SHOWN = 4
@@ -289,7 +288,8 @@ class Status:
             case "event" if row.get("what") in ("join", "leave"):
                 if row.get("what") == "leave":
                     self.forget(role)
-                return None if any(lives_in(role, name) for name in self._supervised) else f"{role}: {row.get('text')}"
+                is_known = any(self._lives_in(role, name) for name in self._supervised)
+                return None if is_known else f"{role}: {row.get('text')}"
             case "event":
                 self._lines[role] = (str(row.get("text")), float(row.get("t") or 0.0))
                 if row.get("what") == "stall":
@@ -301,11 +301,14 @@ class Status:
                 self.forget(str(row.get("process")))
         return None
 
+    def _lives_in(self, role: str, process: str) -> bool:
+        return lives_in(role, process, names_of_learner(self.config or {}))
+
     def forget(self, process: str) -> None:
         """Forget the activity of a dead process."""
-        self.running = {key: t for key, t in self.running.items() if not lives_in(key[0], process)}
+        self.running = {key: t for key, t in self.running.items() if not self._lives_in(key[0], process)}
         for known in (self._rates, self._lines):
-            for role in [role for role in known if lives_in(role, process)]:
+            for role in [role for role in known if self._lives_in(role, process)]:
                 del known[role]
 
     def doing(self, now_unix_s: float, processes: Sequence[ProcessView]) -> str:
@@ -319,7 +322,7 @@ class Status:
         parts += [
             f"{role}: {text}, {max(0.0, now_unix_s - t):.0f} s"
             for role, (text, t) in self._lines.items()
-            if role not in busy and any(lives_in(role, p.name) and p.state == "running" for p in processes)
+            if role not in busy and any(self._lives_in(role, p.name) and p.state == "running" for p in processes)
         ]
         parts += [f"{p.name} died, starts again soon" for p in processes if p.state == "backoff"]
         parts += [f"waiting for {p.name}, {p.seconds:.0f} s" for p in processes if p.state == "starting"]

@@ -32,7 +32,6 @@ from jaxroll.config.derived import (
     limits_cache,
     longest_prompt,
     model_folder,
-    no_memory_limit,
     page_size,
     sample_tokens,
 )
@@ -41,7 +40,7 @@ from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.config.rules import GPU_SHARE, Inventory
 from jaxroll.control import program, run_dir
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.errors import ConfigError, InfraError
+from jaxroll.errors import ConfigError, InfraError, no_memory_limit
 from jaxroll.kernels import choice
 from jaxroll.learner import peft
 from jaxroll.models import families, folders

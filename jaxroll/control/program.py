@@ -22,6 +22,7 @@ from jaxroll.config.derived import (
     device_processes,
     leader,
     learner_names,
+    learner_samplers,
     memory_fractions,
     roles_with_devices,
 )
@@ -177,6 +178,13 @@ def compilers(
 def role_of(name: str) -> str:
     """`sampler` of `sampler-0`."""
     return name.partition("-")[0]
+
+
+def module_of(role: str, config: Config) -> str:
+    """The module in `jaxroll.roles` of a process of `role`."""
+    if role == "learner" and learner_samplers(config):
+        return COLOCATED
+    return "store" if role == "feeder" else role
 
 
 STANDBY = "store-1"

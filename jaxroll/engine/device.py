@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxroll import sharding as layout
-from jaxroll.config.derived import no_memory_limit
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
+from jaxroll.errors import no_memory_limit
 from jaxroll.kernels.choice import PLAIN, EngineChoices
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec

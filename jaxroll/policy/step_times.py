@@ -16,7 +16,8 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -396,6 +397,7 @@ class Replanner:
 # of the difference, otherwise it shrinks. The best T depends on the number of samplers, so it is kept for each number.
 
 FIRST_S, LEAST_S = 150.0, 5.0  # RLBoost's
+LEAST_SHARE = 0.05  # of a step, where that is less than `LEAST_S`: steps may be short here
 SHARE, NEWEST = 1 / 3, 0.2  # of the difference; weight of a T that is added to the one kept for a number of samplers
 
 
@@ -426,34 +428,52 @@ class SeedingTime:
             self._best = (rate, min(self.seconds, generated_s))
         samplers_wait_s = max(0.0, step_s - generated_s)
         changed = min(self.seconds, generated_s) + SHARE * (waited_s - samplers_wait_s)
-        self.seconds = max(self._least_s, changed)
+        self.seconds = max(min(self._least_s, LEAST_SHARE * step_s), changed)
 
 
-# --- gradients that are computed before a claim is complete (`learner.streaming`)
+class Seeding:
+    """When samplers work on the learner's devices: for T seconds from the weights of a step on, or until its claim.
 
-
-@dataclass
-class Streamed:
-    """The groups of a claim so far, their tokens, and those that are `waiting` for a full micro-batch.
-
-    `batches` were computed before the claim. With partial overlap they wait until the samplers leave: `queue` has when
-    they were ready, and their seconds.
+    Clock and lock are the caller's, whose threads may all call. `on_claim` are called after each claim.
     """
 
-    step: int = -1
-    groups: set[int] = field(default_factory=set)
-    queue: list[tuple[float, float]] = field(default_factory=list)
-    tokens: int = 0
-    waiting: int = 0
-    batches: int = 0
+    def __init__(self, names: Collection[str], now_s: Callable[[], float], lock: AbstractContextManager) -> None:
+        self.names, self.on_claim = frozenset(names), list[Callable[[], object]]()
+        self._now_s, self._time, self._lock = now_s, SeedingTime(), lock
+        self._step, self._claimed = -1, -1
+        self._begun_s = self._end_s = self._claimed_s = self._waited_s = 0.0
+        self._samples = 0
 
-    @property
-    def seconds(self) -> float:
-        """The seconds of the queue."""
-        return sum(seconds for _, seconds in self.queue)
+    def begin(self, step: int, samplers: int) -> float:
+        """Note that one of them has the weights of `step` while `samplers` others are there; the seconds that it has.
 
-    def ends_s(self, free_s: float) -> float:
-        """When the queue ends on devices that are free from `free_s` on."""
-        for queued_s, seconds in self.queue:
-            free_s = max(free_s, queued_s) + seconds
-        return free_s
+        The first one begins the time of all.
+        """
+        with self._lock:
+            now_s = self._now_s()
+            if step > self._step:
+                if 0 <= self._step <= self._claimed and self._claimed_s >= self._begun_s:
+                    times = self._claimed_s - self._begun_s, now_s - self._begun_s
+                    self._time.end(*times, self._waited_s, self._samples)
+                self._step, self._begun_s = step, now_s
+                self._end_s = now_s if step <= self._claimed else now_s + self._time.begin(samplers)
+            return max(0.0, self._end_s - now_s) if step == self._step else 0.0
+
+    def left_s(self, step: int) -> float:
+        """The seconds until they leave the devices to the learner, which waits for `step`; inf until they begin."""
+        with self._lock:
+            return max(0.0, self._end_s - self._now_s()) if step <= self._step else math.inf
+
+    def is_claimed(self, step: int) -> bool:
+        """True if the learner has the batch of `step`."""
+        return step <= self._claimed
+
+    def claimed(self, step: int, samples: int, computed_s: float) -> None:
+        """Note the claim of `step`, of which the learner has computed `computed_s` since they left the devices."""
+        with self._lock:
+            self._claimed, self._claimed_s, self._samples = step, self._now_s(), samples
+            idle_s = self._claimed_s - self._end_s - computed_s
+            self._waited_s = max(0.0, idle_s) if step == self._step else 0.0
+            self._end_s = min(self._end_s, self._claimed_s)
+        for wake in self.on_claim:
+            wake()

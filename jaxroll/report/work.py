@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxroll.config.derived import lives_in
 from jaxroll.report import activity, plots, summary
 from jaxroll.report import plots as svg
 from jaxroll.report.activity import Interval, Lane, RunClock, closed, computing, intersection, union
 from jaxroll.report.formats import duration, known, number, percent, tick
 from jaxroll.report.plots import NOTHING, Frame, Markup, PlottedRun, card, columns, legend, tag
 from jaxroll.report.summary import age_histogram, numbers, of_kind
+from jaxroll.run_paths import lives_in, names_of_learner
 
 Row = dict[str, Any]
 SPARKS = (
@@ -38,7 +38,9 @@ def overlap(view: PlottedRun) -> Markup:
         " + and −; drag to move, or drag the frame over the whole run. The numbers are steps; the last lane shows when"
         " learner and samplers computed at the same time."
     )
-    deaths = [(str(row.get("process")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
+    died = [(str(row.get("process")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
+    theirs = [(name, t) for one, t in died if one == "learner" for name in names_of_learner(view.run.config)]
+    deaths = died + theirs
     figure = timeline(view.lanes, view.steps, view.clock, view.clock(max(ends)), deaths)
     return card("Activity of the processes", hint, key(view.lanes, deaths), figure)
 

@@ -29,7 +29,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.sampler import MemberPlayer, Members, episode_counts, until_one_ends
+from jaxroll.roles.sampler import MemberPlayer, Members, until_one_ends
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient
@@ -164,7 +164,7 @@ class ActorLoops:
             self._add_row()
 
     def _add_row(self) -> None:
-        counts = self.members.counts() | episode_counts(self.manager, self.session.executors)
+        counts = self.members.counts() | sessions.episode_counts(self.manager, self.session.executors)
         self.session.add_row(
             {
                 "t": unix_s(),

@@ -12,16 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxroll import lifeline, wire
+from jaxroll import disk, lifeline, wire
 from jaxroll import sharding as layouts
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
-from jaxroll.config.derived import update_in_force_s, update_slot_s
+from jaxroll.config.derived import cache_tokens, channel_of, update_in_force_s, update_slot_s
 from jaxroll.data import sources
 from jaxroll.engine.device import Device, FollowingDevice, LeadingDevice, Operation
 from jaxroll.engine.engine import Engine, EngineConfig, following_device
@@ -33,15 +33,16 @@ from jaxroll.models import families, folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
-from jaxroll.roles.weights import RoleLog, WeightFetcher, WeightFollower, weights_token
+from jaxroll.roles.weights import RoleLog, WeightFetcher, WeightFollower, transfer_config, weights_token
+from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
-from jaxroll.serving.engine_thread import EngineHost
+from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import Layout
 from jaxroll.store.messages import RelayState
 from jaxroll.text import tokenizers
-from jaxroll.transfer.channel_device import HandedOver
-from jaxroll.transfer.ends import NOTHING_HELD, FetchedParameters, Receiver, Staged
+from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
+from jaxroll.transfer.ends import NOTHING_HELD, Exposure, FetchedParameters, Publisher, Receiver, Staged
 from jaxroll.transfer.manifest import keeps_float32
 from jaxroll.transfer.relay import RelaySender
 
@@ -126,16 +127,18 @@ def inference(
     progress: RoleLog,
     tls: Material | None = None,
     device_lock: AbstractContextManager[object] | None = None,
+    first_device: int = 0,
     listener: RelaySender | None = None,
     leader: Leader | None = None,
 ) -> Inference:
-    """An engine on this process's devices. It compiles with its first weights and dispatches under `device_lock`.
+    """An engine on this process's devices from `first_device` on. It compiles with its first weights and dispatches
+    under `device_lock`.
 
     `listener` (`relay_listener`) serves the received weights to others. On several hosts process 0 has the `leader` of
     the others, which call `follow`. ConfigError if the model does not fit the mesh.
     """
     config, text = folders.with_transfer_deadline(config), tokenizer(config)
-    spec, mesh = _model_and_mesh(config, text, role, mesh_config)
+    spec, mesh = _model_and_mesh(config, text, role, mesh_config, first_device)
     engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
     make_device = Device if leader is None else partial(LeadingDevice, partial(_send_operation, leader))
     engine = Engine(
@@ -153,15 +156,17 @@ def inference(
     # With rolling updates a sampler keeps its update slot until the weight swap.
     in_force_s = update_in_force_s(config) if role == "sampler" else 0.0
     relay = None
-    if config.transfer.relay != "none":
+    if config.transfer.relay != "none" and device_lock is None:  # those of the learner fetch from it
         relay = RelayState("" if listener is None else listener.address, os.environ.get(SITE_VARIABLE, ""))
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s, relay, listener))
 
 
-def _model_and_mesh(config: Config, text: Tokenizer, role: str, mesh: MeshConfig) -> tuple[ModelSpec, Mesh]:
+def _model_and_mesh(
+    config: Config, text: Tokenizer, role: str, mesh: MeshConfig, first_device: int = 0
+) -> tuple[ModelSpec, Mesh]:
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh, f"{role}.mesh")
-    return spec, layouts.build(mesh)
+    return spec, layouts.build(mesh, jax.devices()[first_device:])
 
 
 def _arriving(config: Config, receiver: Receiver, spec: ModelSpec, mesh: Mesh) -> WeightFetcher:
@@ -332,3 +337,36 @@ def trainer(config: Config, make: Callable[..., Trainer] | None = None) -> Train
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
     mesh, key = layouts.build(config.learner.mesh), params.key(config)
     return (make or Trainer)(config, spec, mesh, layouts.LEARNER, key=key)
+
+
+def publisher(args: RoleArgs, **hosts: Any) -> Publisher | DevicePublisher:
+    """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
+    transfer = transfer_config(folders.with_transfer_deadline(args.config))
+    if channel_of(args.config) == "device":
+        return DevicePublisher(transfer.dtype)
+    hosts |= {"exposure": Exposure(tls_files.load(args.run_dir), args.config.store.mutual_tls, args.insecure)}
+    return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), **hosts)
+
+
+# --- HTTP front end of a sampler's engine
+
+LOOPBACK = "127.0.0.1"
+
+
+async def serve_http(args: RoleArgs, slots: int, parts: Inference, proxy: EngineProxy, progress: RoleLog) -> None:
+    """Answer HTTP requests with the engine of a sampler; address and token are in the run's folder."""
+    from jaxroll.rpc import http
+    from jaxroll.serving import http_server, weight_updates
+    from jaxroll.serving.http_answers import Served
+    from jaxroll.serving.http_requests import EngineLimits
+
+    sampler, engine = args.config.sampler, parts.engine
+    listening = http.listen(LOOPBACK, sampler.http_port + args.index if sampler.http_port else 0)
+    token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
+    room = EngineLimits(cache_tokens(args.config), parts.tokenizer)
+    served = Served(args.run_dir.name, proxy, room, lambda: engine.version, engine.stats,
+                    engine.latencies.percentiles, slots=slots, swap=engine.weight_swap)  # fmt: skip
+    address = http.address(LOOPBACK, listening)
+    disk.replace_text(args.paths.http_address(f"sampler-{args.index}"), address + "\n")
+    progress(f"serves HTTP on {address}")
+    await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)

@@ -2,6 +2,8 @@
 
 For devices that only one process can open, above all a single TPU chip. Each role is a client of the store, as in a
 process of its own; schedules, the limit on age and restarts work as there, but all roles live and die together.
+With `placement.learner_samplers` some samplers share the learner's process, and the other roles have their own. They
+sample at the start of a step, while the learner waits for its batch (`policy.step_times.Seeding`).
 
 Threads: the main thread runs the learner; every sampler and the evaluator has a JAX thread and an asyncio loop thread.
 Waits for: the `DeviceLock`, before each dispatch: devices that communicate need programs in one order. Roles that wait
@@ -36,12 +38,13 @@ from jax.sharding import Mesh
 
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.derived import has_evaluator, sampler_names
+from jaxroll.config.derived import has_evaluator, learner_samplers, own_samplers
 from jaxroll.errors import InfraError
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import Params
 from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
+from jaxroll.policy.step_times import Seeding
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim, Version, VersionRef
 from jaxroll.roles import evaluator, sampler
@@ -216,9 +219,13 @@ def main(args: RoleArgs) -> int:
     engines = [sessions.EngineProcess(spec, args) for spec in role_specs(args)]
     from jaxroll.roles import learner
 
-    lock = DeviceLock()
+    lock, names = DeviceLock(), learner_samplers(args.config)
+    seeding = Seeding(names, time.monotonic, threading.Lock()) if names else None
     others = [RoleThread(engine, lock, stop.set) for engine in engines]
-    sessions.print_stacks_on_signal(*(engine.open() for engine in engines))
+    opened = [engine.open() for engine in engines]
+    lifeline.print_stacks_on_signal(*opened)
+    for session in opened:
+        session.seeding = seeding
     lifeline.on_stop(lambda: (interrupted.set(), stop.set()))
 
     def begin() -> None:
@@ -229,7 +236,7 @@ def main(args: RoleArgs) -> int:
 
     # Start the others only after this process has published weights: those that the store knows may be of a process
     # that has ended.
-    hooks = learner.ColocationHooks(functools.partial(LockedTrainer, lock), begin)
+    hooks = learner.ColocationHooks(functools.partial(LockedTrainer, lock), begin, seeding)
     code = 1
     try:
         code = learner.run_learner(args, stop, hooks=hooks)
@@ -245,9 +252,13 @@ def main(args: RoleArgs) -> int:
 
 
 def role_specs(args: RoleArgs) -> list[sessions.RoleSpec]:
-    """The roles that share the process with the learner."""
-    found = [sampler.role_spec(replace(args, index=index)) for index in range(len(sampler_names(args.config)))]
-    return [*found, evaluator.role_spec(args.config)] if has_evaluator(args.config) else found
+    """The roles that share the process with the learner: all that use devices, or samplers (`learner_samplers`)."""
+    config, own = args.config, len(own_samplers(args.config))
+    found = [sampler.role_spec(replace(args, index=index)) for index in range(config.sampler.count)]
+    if learner_samplers(config):
+        size = config.sampler.mesh.devices
+        return [replace(each, first_device=n * size) for n, each in enumerate(found[own:])]
+    return [*found, evaluator.role_spec(config)] if has_evaluator(config) else found
 
 
 def stop_all(others: Sequence[RoleThread]) -> None:

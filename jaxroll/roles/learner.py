@@ -29,7 +29,6 @@ import numpy as np
 from jaxroll import lifeline, metrics
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import channel_of
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,
@@ -52,10 +51,7 @@ from jaxroll.roles.weights import (
     Profiler,
     RoleLog,
     UpdateBarrier,
-    transfer_config,
-    weights_token,
 )
-from jaxroll.rpc import tls
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 from jaxroll.store.core.admission import END_OF_DATA
 from jaxroll.store.core.state import on_line
@@ -64,6 +60,7 @@ if TYPE_CHECKING:  # these load JAX: a process imports them where it starts, and
     from jaxroll.learner.checkpoint import Checkpoints
     from jaxroll.learner.multihost import Follower, Leader
     from jaxroll.learner.trainer import Ready, Running, Trainer
+    from jaxroll.policy.step_times import Seeding
     from jaxroll.transfer.channel_device import DevicePublisher
     from jaxroll.transfer.ends import Publisher
 
@@ -78,10 +75,12 @@ FINISHED = "finished"
 @dataclass(frozen=True)
 class ColocationHooks:
     """Hooks for roles that share the learner's process: `trainer` constructs its trainer; `published` is called once
-    the first weights of this process can be fetched (and the fork is made, if one is requested)."""
+    the first weights of this process can be fetched (and the fork is made, if one is requested); `seeding` says when
+    samplers use its devices."""
 
     trainer: Callable[..., Trainer] | None = None  # None: `Trainer`
     published: Callable[[], None] = lambda: None
+    seeding: Seeding | None = None
 
 
 def main(args: RoleArgs) -> int:
@@ -140,12 +139,12 @@ async def _run(
         folder, kept = args.paths.checkpoints, args.config.learner.checkpoints_kept
         checkpoints = await device(lambda: multihost.checkpoints(folder, kept, leader))
         ends.push_async_callback(device, checkpoints.close)
-        publisher = await device(lambda: _publisher(args, others=leader))
+        publisher = await device(lambda: build.publisher(args, others=leader))
         ends.push_async_callback(device, publisher.close)
         make = hooks.trainer if leader is None else partial(multihost.LeadingTrainer, leader.send)
         session = LearnerSession(
             args, store, checkpoints, publisher, lambda: build.trainer(args.config, make), stop=stop, on_device=device,
-            on_thread=asyncio.to_thread, published=hooks.published,
+            on_thread=asyncio.to_thread, published=hooks.published, seeding=hooks.seeding,
         )  # fmt: skip
         ends.push_async_callback(session.close)
         try:
@@ -187,7 +186,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
                 )
             return params
 
-        with contextlib.closing(_publisher(replace(args, host=leader.host), announce=leader.serves)) as publisher:
+        with contextlib.closing(build.publisher(replace(args, host=leader.host), announce=leader.serves)) as publisher:
             code = multihost.run_follower_steps(leader, trainer, checkpoints, start, publisher)
         checkpoints.close()
         return code
@@ -224,10 +223,12 @@ class LearnerSession:
         on_device: OnThread,
         on_thread: OnThread,
         published: Callable[[], None] = lambda: None,
+        seeding: Seeding | None = None,
     ) -> None:
         self.args, self.config, self.store, self._stop = args, args.config, store, stop
         self.checkpoints, self.publisher = checkpoints, publisher
         self._make_trainer, self._published, self._on_device = make_trainer, published, on_device
+        self._seeding = seeding
         self._log: LogStart | None = LogStart()  # for a checkpoint after the last trained step
         self._end = FINISHED  # the reason with which this process closes the run
         self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
@@ -378,12 +379,15 @@ class LearnerSession:
 
     async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
         """The batch of this step; None after the last step, a stop request, and the end of the data."""
-        began, known = self._loop.time(), [] if self.config.learner.streaming else None
-        streamed, computed_s = [], 0.0
-        while version.step < self.config.schedule.steps and not self._stop.is_set():
+        began, step, seeding = self._loop.time(), version.step, self._seeding
+        streamed, computed_s, known = [], 0.0, None
+        while step < self.config.schedule.steps and not self._stop.is_set():
+            left_s = seeding.left_s(step) if seeding else 0.0  # of samplers on these devices
+            if self.config.learner.streaming and known is None and not left_s:
+                known = []
             try:
                 more = {"known": known, "computed_s": computed_s}
-                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S, **more)
+                claim = await self.store.claim(version.lineage, step, min(left_s or math.inf, CLAIM_WAIT_S), **more)
             except NotReady:
                 self.background.check()  # without new weights no batch for this step can come
                 continue
@@ -394,6 +398,8 @@ class LearnerSession:
                 break
             if claim.whole:
                 wait_s, t0 = self._loop.time() - began - computed_s, unix_s()
+                if seeding:
+                    seeding.claimed(step, sum(len(group.members) for group in claim.groups), computed_s)
                 ready = await self._on_device(lambda claim=claim: trainer.prepare(claim))
                 return PackedClaim(ready, wait_s, t0, streamed)
             known, at = [*(known or ()), *(group.group for group in claim.groups)], unix_s()
@@ -486,15 +492,3 @@ class LearnerSession:
             if self._loop.time() > deadline_s:
                 break
         return True
-
-
-def _publisher(args: RoleArgs, **hosts: Any) -> Publisher | DevicePublisher:
-    """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
-    from jaxroll.transfer.channel_device import DevicePublisher
-    from jaxroll.transfer.ends import Exposure, Publisher
-
-    transfer = transfer_config(folders.with_transfer_deadline(args.config))
-    if channel_of(args.config) == "device":
-        return DevicePublisher(transfer.dtype)
-    hosts |= {"exposure": Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)}
-    return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), **hosts)

@@ -20,10 +20,8 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import flush_tokens, one_version, renewal_s, sampler_members
-from jaxroll.envs.executors import Executors
 from jaxroll.errors import (
     Closed,
     Conflict,
@@ -35,11 +33,12 @@ from jaxroll.errors import (
     Unauthorized,
     described,
 )
+from jaxroll.policy.step_times import Seeding
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.session import ActorService, Session, until_one_ends
 from jaxroll.roles.weights import RoleLog, SwapGate, suspended
-from jaxroll.rollout.episode import RolloutManager, Transcript, sampling_params
+from jaxroll.rollout.episode import Transcript, sampling_params
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
 #
@@ -63,7 +62,6 @@ class Members:
 
     Up to `capacity` members run, and up to twice as many are open with those that wait to be stored: while the store is
     slow to accept results no more leases are requested.
-
     `version` returns, once there are weights, the version to request leases with; every token of the granted members is
     sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
     At most `flush_tokens` of a member are not with the store (0: no flushes); `gather` requests the rest of the engine.
@@ -87,10 +85,12 @@ class Members:
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
         self.playing: dict[Key, Transcript] = {}  # the open ones whose episode has not ended
         self._begun: set[Key] = set()  # those of them that weights wait for
-        self.moved = self.repacks = 0  # members given to other samplers, and how often
+        self.moved = self.repacks = self.tokens_moved = 0  # members given to other samplers, how often, their tokens
         self.ended: set[Key] = set()  # cancelled before the reply that grants their lease arrived
         self.aborted = self.tokens_let_go = self.refused = self.lost = 0
         self._cancelled: set[Key] = set()  # by this object
+        self.works = asyncio.Event()  # see `rest`
+        self.works.set()
         self._failure: BaseException | None = None  # unexpected error of a member's task, which ends the role
         self._failed = asyncio.Event()
         self.room = asyncio.Event()
@@ -102,15 +102,15 @@ class Members:
         return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure(), self._drained(), *repack)
 
     def counts(self) -> dict[str, int]:
-        """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
-        of their complete answers, members that the store rejected as malformed, members lost here (not stored, so the
-        store leases them again), and members given to other samplers with the number of such moves."""
+        """Members in flight, and those that wait to be stored; since the start: aborted members and the tokens of their
+        complete answers, members that the store rejected as malformed, members lost here (not stored, so the store
+        leases them again), members given to other samplers, moves, and tokens of answers that go on elsewhere."""
         unput = len(self.open) - len(self.playing)
         return {
             "members_in_flight": len(self.open), "members_unstored": unput,
             "members_aborted": self.aborted, "tokens_aborted_done": self.tokens_let_go,
             "puts_refused": self.refused, "members_lost": self.lost, "members_moved": self.moved,
-            "repacks": self.repacks,
+            "tokens_moved": self.tokens_moved, "repacks": self.repacks,
         }  # fmt: skip
 
     @property
@@ -131,16 +131,24 @@ class Members:
             await self.room.wait()
 
     async def _lease(self) -> None:
-        while True:
+        while not self.session.stopping.is_set():
+            await self.works.wait()
             free = await self._free()
-            grants = await self._grants(free)
-            if self.session.stopping.is_set():
-                if unplayed := [(one.group, *member) for one in grants for member in one.members]:
-                    await self.store.release(unplayed)
-                await asyncio.Event().wait()  # it leases no more
-            self._plenty = sum(len(grant.members) for grant in grants) == free
-            self._start_all(grants)
+            grants = await self._grants(free) if self.works.is_set() else []
+            if self.works.is_set() and not self.session.stopping.is_set():
+                self._plenty = sum(len(grant.members) for grant in grants) == free
+                self._start_all(grants)
+            elif unplayed := [(one.group, *member) for one in grants for member in one.members]:
+                await self.store.release(unplayed)
             self.ended.clear()  # later grants are new attempts
+        await asyncio.Event().wait()  # it leases no more
+
+    async def rest(self) -> None:
+        """Return all leases, with what their members have sampled, and request none until `works` is set."""
+        self.works.clear()
+        self.room.set()
+        await self.store.release([], rests=True)  # first: an open lease call would be granted what is given back
+        await self.give_back()
 
     def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
         for grant in grants:
@@ -175,7 +183,7 @@ class Members:
         await self.store.release(keys, to)
         for key in self.playing.keys() & keys:  # not those that ended meanwhile: their puts are taken
             if not self.open[key].cancelling():
-                self._cancel(key)
+                self._move(key)
         self.moved, self.repacks = self.moved + len(keys), self.repacks + 1
 
     async def _free(self) -> int:
@@ -186,7 +194,7 @@ class Members:
         that it requested.
         """
         now_s, until = asyncio.get_running_loop().time, 0.0
-        while (free := self._room_left()) < self._group:
+        while (free := self._room_left()) < self._group and self.works.is_set():
             self.room.clear()
             if not (free and self._in_parts and self._plenty):
                 await self.room.wait()
@@ -327,6 +335,11 @@ class Members:
             self._cancel(key)
             self._count_aborted(self.playing[key])
 
+    def _move(self, key: Key) -> None:
+        """Cancel a member that goes on elsewhere."""
+        self.tokens_moved += stream.unended() if (stream := self.playing[key].stream) else 0
+        self._cancel(key)
+
     def _cancel(self, key: Key) -> None:
         if (task := self.open.get(key)) is not None:
             self._cancelled.add(key)
@@ -347,7 +360,7 @@ class Members:
         held = dict(self.open)
         puts = {key: task for key, task in held.items() if key not in self.playing}
         for key in self.playing:
-            self._cancel(key)
+            self._move(key)
         if puts:
             await asyncio.wait(puts.values(), timeout=LAST_PUTS_S)
         for key in puts:
@@ -356,23 +369,6 @@ class Members:
         if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
             with contextlib.suppress(Closed):
                 await self.store.release(unput)
-
-
-def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
-    """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
-    counts, asked = manager.counts, manager.env_calls
-    executors.threads.note_leftover(manager.left_threads())
-    faults = asked.faults + executors.processes.faults
-    row: dict[str, Any] = {
-        "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
-        "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
-        "env_faults": dict(faults), "env_restored": asked.restored, **executors.counts(),
-        "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
-    }  # fmt: skip
-    if not (sources := manager.by_source):
-        return row
-    failed = {f"{label} {kind}": n for label, of in sources.items() for kind, n in of.failed.items()}
-    return row | {"sources": {label: of.means() for label, of in sources.items()}, "failed_by_source": failed}
 
 
 # --- The role
@@ -421,11 +417,39 @@ class RolloutPlay:
         members = sampler_members(session.config)
         gate = session.parts.follower.gate if session.config.schedule.weight_swap == "trajectory" else None
         self._members = Members(session, members, self._version, self._begin, tokens, gather, gate)
-        self.loops, self.give_back = self._members.loops, self._members.give_back
+        self.give_back = self._members.give_back
+
+    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """The tasks to run concurrently, forever."""
+        seeding = self._session.seeding
+        return (*self._members.loops(), *((self._seed(seeding),) if seeding else ()))
+
+    async def _seed(self, seeding: Seeding) -> None:
+        """Work for the first seconds of each step, while the learner waits for its batch."""
+        follower, known, claimed = self._session.parts.follower, None, asyncio.Event()
+        seeding.on_claim.append(lambda: self._session.soon(claimed.set))
+
+        async def claim_of(step: int) -> None:
+            while not seeding.is_claimed(step):
+                await claimed.wait()
+                claimed.clear()
+
+        while True:
+            if (version := await follower.other_than(known, LEASE_WAIT_S)) in (None, known):
+                continue
+            known, present = version, (await self._session.store.status())["present"]
+            others = sum(name.startswith("sampler-") and name not in seeding.names for name in present)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seeding.begin(version.step, others)):
+                    await claim_of(version.step)
+            if not seeding.is_claimed(version.step):
+                await self._members.rest()
+                await claim_of(version.step)
+                self._members.works.set()  # for the next step: nothing is left to lease before its weights
 
     def counts(self) -> dict[str, Any]:
         """Counts of members and episodes for the `stats` rows."""
-        return self._members.counts() | episode_counts(self._manager, self._session.executors)
+        return self._members.counts() | sessions.episode_counts(self._manager, self._session.executors)
 
     async def _version(self) -> Version:
         follower = self._session.parts.follower
@@ -434,9 +458,8 @@ class RolloutPlay:
         return follower.version
 
     def _begin(self, grant: Grant) -> MemberPlayer:
-        return lambda member, attempt, transcript: self._manager.run_member(
-            grant, member, attempt, transcript=transcript
-        )
+        play = self._manager.run_member
+        return lambda member, attempt, transcript: play(grant, member, attempt, transcript=transcript)
 
 
 class SamplerLoops:
@@ -452,9 +475,13 @@ class SamplerLoops:
 
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""
-        follow = self.session.parts.follower.follow(self.store)
-        sampler = self.session.config.sampler
-        front = (sessions.serve_http(self.session, sampler.slots),) if sampler.http_port >= 0 else ()
+        session, sampler = self.session, self.session.config.sampler
+        follow, front = session.parts.follower.follow(self.store), ()
+        if sampler.http_port >= 0:
+            from jaxroll.roles import build
+
+            own = session.parts, session.proxy, session.progress
+            front = (build.serve_http(session.args, sampler.slots, *own),)
         try:
             await until_one_ends((follow, *self.requests.loops(), self._report(), *front))
         finally:
@@ -470,27 +497,4 @@ class SamplerLoops:
         """Append metric rows for the interval since the last report."""
         (last_t, last), (now_t, now) = self._reported, (self.session.loop.time(), self.engine.stats())
         self._reported = (now_t, now)
-        for row in self._rows(max(now_t - last_t, 1e-9), last, now):
-            self.session.add_row({"t": unix_s(), "role": self.session.role, **row})
-
-    def _rows(self, elapsed_s: float, last, now) -> list[dict]:
-        rows: list[dict] = [
-            {"kind": "span", "what": "decode", "t0": t0, "t1": t1, "tokens": tokens}
-            for t0, t1, tokens in self.session.parts.host.spans.take()
-        ]
-        if intervals := self.session.proxy.take_intervals():
-            rows.append({"kind": "members", "rows": [list(row) for row in intervals]})
-        total = now.slot_steps_total_while_waiting - last.slot_steps_total_while_waiting
-        busy = now.slot_steps_busy_while_waiting - last.slot_steps_busy_while_waiting
-        rows.append({
-            "kind": "stats", "version": str(now.version), "queue_depth": now.queue_depth, "active": now.active,
-            "tokens_per_s": (now.tokens_decoded - last.tokens_decoded) / elapsed_s,
-            "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
-            "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
-            "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
-            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, "step_s": now.step_s,
-            "decode_steps": now.decode_steps, "prefills": now.prefills, **now.speculation(), **self.requests.counts(),
-            "flush_wait_s": self.engine.latencies.flush_wait_s,
-            **self.engine.latencies.percentiles(), **self.session.parts.follower.counts(),
-        })  # fmt: skip
-        return rows
+        self.session.engine_rows(max(now_t - last_t, 1e-9), last, now, self.requests.counts())

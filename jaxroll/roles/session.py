@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import os
-import signal
-import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll import disk, lifeline
+from jaxroll.clock import unix_s
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
-from jaxroll.config.derived import actor_names, cache_tokens, episode_tokens
+from jaxroll.config.derived import actor_names, episode_tokens
 from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
@@ -45,7 +43,9 @@ from jaxroll.serving.agents import Agents
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
+    from jaxroll.engine.sequence import EngineStats
     from jaxroll.learner.multihost import Leader
+    from jaxroll.policy.step_times import Seeding
     from jaxroll.roles.build import Inference
     from jaxroll.serving.engine_thread import EngineProxy
 
@@ -228,10 +228,36 @@ class EngineSession(Session):
 
     parts: Inference
     proxy: EngineProxy
+    seeding: Seeding | None = None  # of a sampler on the learner's devices
 
     def manager(self, sampling: SamplingParams) -> RolloutManager:
         """A manager that generates with this process's engine."""
         return self.rollout_manager(self.proxy, self.parts.tokenizer, sampling)
+
+    def engine_rows(self, elapsed_s: float, last: EngineStats, now: EngineStats, counts: Mapping[str, Any]) -> None:
+        """Add the metric rows of an interval of the engine, between two of its statistics."""
+        rows: list[dict] = [
+            {"kind": "span", "what": "decode", "t0": t0, "t1": t1, "tokens": tokens}
+            for t0, t1, tokens in self.parts.host.spans.take()
+        ]
+        if intervals := self.proxy.take_intervals():
+            rows.append({"kind": "members", "rows": [list(row) for row in intervals]})
+        total = now.slot_steps_total_while_waiting - last.slot_steps_total_while_waiting
+        busy = now.slot_steps_busy_while_waiting - last.slot_steps_busy_while_waiting
+        aborted = max(0, now.tokens_aborted - counts.get("tokens_moved", 0))
+        rows.append({
+            "kind": "stats", "version": str(now.version), "queue_depth": now.queue_depth, "active": now.active,
+            "tokens_per_s": (now.tokens_decoded - last.tokens_decoded) / elapsed_s,
+            "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
+            "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
+            "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
+            "prefill_tokens": now.prefill_tokens, "tokens_aborted": aborted, "step_s": now.step_s,
+            "decode_steps": now.decode_steps, "prefills": now.prefills, **now.speculation(), **counts,
+            "flush_wait_s": self.parts.engine.latencies.flush_wait_s,
+            **self.parts.engine.latencies.percentiles(), **self.parts.follower.counts(),
+        })  # fmt: skip
+        for row in rows:
+            self.add_row({"t": unix_s(), "role": self.role, **row})
 
     async def built(self, parts: Future[Inference]) -> None:
         """Return when the engine is built."""
@@ -260,9 +286,7 @@ def ended(session: Future[T], timeout_s: float | None = None) -> T:
     try:
         return session.result(timeout_s)
     except CancelledError as error:
-        reason = (
-            "code on the event loop cancelled the session; an environment must not cancel tasks that it did not start"
-        )
+        reason = "code on the event loop cancelled the session; environments must not cancel tasks of others"
         raise InfraError(reason) from error
 
 
@@ -274,32 +298,21 @@ def install_signal_handlers(session: Session) -> threading.Event:
         interrupted.set()
         session.request_stop()
 
-    print_stacks_on_signal(session)
+    lifeline.print_stacks_on_signal(session)
     lifeline.on_stop(stop)
     return interrupted
 
 
-def print_stacks_on_signal(*sessions: Session) -> None:
-    """On SIGUSR1 print the stack of every task of the `sessions` and of every thread."""
-
-    def show(*_: object) -> None:
-        for session in sessions:
-            session.soon(print_stacks, session.loop)
-
-    signal.signal(signal.SIGUSR1, show)
-    # in C, so that it prints the threads also while one hangs in XLA
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True)
-
-
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role with an engine: its name, its coroutine, and the mesh, slots and weight-swap policy of the engine."""
+    """A role with an engine: its name, its coroutine, and its engine's mesh (from `first_device` on), slots, swaps."""
 
     role: str
     play: Callable[[EngineSession], Awaitable[None]]
     mesh: MeshConfig
     slots: int
     weight_swap: WeightSwap
+    first_device: int = 0
 
 
 def main(spec: RoleSpec, args: RoleArgs) -> int:
@@ -364,7 +377,7 @@ class EngineProcess:
         try:
             session.progress.start("building the engine")
             token, role = weights.weights_token(args.run_dir), spec.role.partition("-")[0]
-            listener = build.relay_listener(args, role, token)
+            listener = None if session.seeding else build.relay_listener(args, role, token)
             with device_lock or contextlib.nullcontext():
                 parts = build.inference(
                     args.config,
@@ -376,6 +389,7 @@ class EngineProcess:
                     progress=session.progress,
                     tls=tls.load(args.run_dir),
                     device_lock=device_lock,
+                    first_device=spec.first_device,
                     listener=listener,
                     leader=leader,
                 )
@@ -397,13 +411,6 @@ class EngineProcess:
         self._pool.close()
 
 
-def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
-    """Print the stack of every task of `loop` (on `kill -USR1` of a role)."""
-    for task in asyncio.all_tasks(loop):
-        with contextlib.suppress(TypeError):  # Python 3.11, for a frame without a line
-            task.print_stack(file=sys.stderr)
-
-
 async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
     """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
     loops = [asyncio.ensure_future(job) for job in jobs]
@@ -417,29 +424,21 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
         await asyncio.gather(*loops, return_exceptions=True)
 
 
-# --- HTTP front end of an engine's session
-
-LOOPBACK = "127.0.0.1"
-
-
-async def serve_http(session: EngineSession, slots: int) -> None:
-    """Answer HTTP requests with the engine of `session` and its `slots`; address and token are in the run's folder."""
-    from jaxroll.rpc import http
-    from jaxroll.serving import http_server, weight_updates  # these load JAX, which must come after the scoring pool
-    from jaxroll.serving.http_answers import Served
-    from jaxroll.serving.http_requests import EngineLimits
-
-    args, parts = session.args, session.parts
-    port = session.config.sampler.http_port
-    listening = http.listen(LOOPBACK, port + args.index if port else 0)
-    token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
-    room = EngineLimits(cache_tokens(session.config), parts.tokenizer)
-    served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
-                    parts.engine.latencies.percentiles, slots=slots, swap=parts.engine.weight_swap)  # fmt: skip
-    address = http.address(LOOPBACK, listening)
-    disk.replace_text(args.paths.http_address(session.role), address + "\n")
-    session.progress(f"serves HTTP on {address}")
-    await http.serve(http_server.FrontEnd(served, token, weight_updates.routes(None)).app, listening)
+def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
+    """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
+    counts, asked = manager.counts, manager.env_calls
+    executors.threads.note_leftover(manager.left_threads())
+    faults = asked.faults + executors.processes.faults
+    row: dict[str, Any] = {
+        "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
+        "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
+        "env_faults": dict(faults), "env_restored": asked.restored, **executors.counts(),
+        "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
+    }  # fmt: skip
+    if not (sources := manager.by_source):
+        return row
+    failed = {f"{label} {kind}": n for label, of in sources.items() for kind, n in of.failed.items()}
+    return row | {"sources": {label: of.means() for label, of in sources.items()}, "failed_by_source": failed}
 
 
 # --- Generation service of a sampler's engine, for actors

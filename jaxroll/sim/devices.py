@@ -27,7 +27,6 @@ from jaxroll.config import Config
 from jaxroll.config.derived import micro_batch_tokens, update_in_force_s
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.envs import registry
-from jaxroll.policy.step_times import Streamed
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Claim, ClaimedGroup, Finished, Message, Relay, Task, Version, VersionRef, VersionRun
 from jaxroll.sim.costs import Cluster
@@ -377,6 +376,17 @@ def _finished(group: ClaimedGroup) -> list[Finished]:
     return [member.outcome for member in group.members if isinstance(member.outcome, Finished)]
 
 
+@dataclass
+class Streamed:
+    """The groups of a claim so far and their tokens; micro-batches computed before it, and tokens that wait for one."""
+
+    step: int = -1
+    groups: set[int] = field(default_factory=set)
+    tokens: int = 0
+    waiting: int = 0
+    batches: int = 0
+
+
 class SimulatedTrainer:
     """A trainer whose steps take the time of their tokens; a row of metrics without losses."""
 
@@ -403,8 +413,7 @@ class SimulatedTrainer:
         if not self.streamed.groups <= {group.group for group in claim.groups}:  # some were computed in vain
             self.streamed = Streamed()
         tokens, streamed, rewards = sum(ages.values()), self._added(claim), [outcome.reward for outcome in done]
-        batches = math.ceil(streamed.waiting / self._size)
-        every = streamed.batches + batches
+        every = streamed.batches + (batches := math.ceil(streamed.waiting / self._size))
         row = {
             "samples": len(done), "tokens_trained": tokens, "tokens_computed": tokens, "micro_batches": every,
             "age_mean": sum(age * count for age, count in ages.items()) / max(tokens, 1),
@@ -417,14 +426,10 @@ class SimulatedTrainer:
 
     async def stream(self, part: Claim) -> None:
         """Take the time of the micro-batches that the groups of `part` fill, as `Trainer.stream` does."""
-        await asyncio.sleep(self.fill(part))
-
-    def fill(self, part: Claim) -> float:
-        """The seconds of the micro-batches that fill with the groups of `part`."""
         streamed = self._added(part)
         batches, streamed.waiting = divmod(streamed.waiting, self._size)
         streamed.batches += batches
-        return self._train_s(part.step, batches) - self._train_s(part.step, 0)
+        await asyncio.sleep(self._train_s(part.step, batches) - self._train_s(part.step, 0))
 
     def _added(self, claim: Claim) -> Streamed:
         """All groups of its step so far, with those of `claim`. Groups whose rewards are equal are not computed."""

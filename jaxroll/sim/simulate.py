@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import math
 import random
@@ -22,12 +21,11 @@ from typing import Any
 from jaxroll import config as configs
 from jaxroll.clock import simulated_unix
 from jaxroll.config import Config
-from jaxroll.config.derived import MODES, sampler_names
+from jaxroll.config.derived import MODES, learner_samplers, own_samplers, sampler_names
 from jaxroll.errors import ConfigError, InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy.routing import LEARNER
-from jaxroll.policy.step_times import SeedingTime
-from jaxroll.records import Claim, Version, VersionRef
+from jaxroll.records import Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.run_paths import RunPaths
@@ -67,14 +65,8 @@ class SimulatedPool(ScoringPool):
 class SimulatedPublisher(MemoryPublisher):
     """Weights that can be fetched `publish_s` after the step."""
 
-    def __init__(self, cluster: Cluster, links: Links, seeding: Seeding | None) -> None:
-        self._publish_s, self._links, self._seeding = cluster.transfer.publish_s, links, seeding
-
-    def publish(self, version: Version, params: object) -> VersionRef:
-        """See MemoryPublisher."""
-        if self._seeding is not None:
-            self._seeding.published()
-        return super().publish(version, params)
+    def __init__(self, cluster: Cluster, links: Links) -> None:
+        self._publish_s, self._links = cluster.transfer.publish_s, links
 
     @property
     def sent_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,94 +79,16 @@ class SimulatedPublisher(MemoryPublisher):
         return self.publish(started, None)
 
 
-class Seeding:
-    """Partial overlap: samplers on the learner's devices work for the first seconds of each step (`SeedingTime`).
-
-    They join while the step before is trained, and return their leases when the time is over or the claim is complete.
-    """
-
-    def __init__(self, run: SimulatedRun, roles: Sequence[str]) -> None:
-        self._run, self.roles = run, roles
-        self._time, self._changed = SeedingTime(), asyncio.Event()
-        self._versions, self._claims, self._samples, self._waited_s = 0, 0, 0, 0.0
-        self._left_s: float | None = None  # when they left the step; None while they work
-
-    def published(self) -> None:
-        """Note that a step may begin."""
-        self._versions += 1
-        self._changed.set()
-
-    def claimed(self, samples: int, computed_s: float) -> None:
-        """Note a claim, of which the learner has computed `computed_s` since the samplers left."""
-        self._claims, self._samples = self._claims + 1, samples
-        now_s = asyncio.get_running_loop().time()
-        self._waited_s = 0.0 if self._left_s is None else now_s - self._left_s - computed_s
-        self._changed.set()
-
-    async def run(self) -> None:
-        """Play every step of the run."""
-        now_s, start_s, generated_s = asyncio.get_running_loop().time, 0.0, 0.0
-        for step in itertools.count(1):
-            engines = [self._run.sampler(int(role.rpartition("-")[2])) for role in self.roles]
-            await self._until(lambda: self._versions >= step)  # noqa: B023 - awaited at once
-            if step > 1:
-                self._time.end(generated_s, now_s() - start_s, self._waited_s, self._samples)
-            start_s, self._left_s = now_s(), None
-            seconds = self._time.begin(self._run.samplers() - len(self.roles))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._until(lambda: self._claims >= step)  # noqa: B023
-            for role, engine in zip(self.roles, engines, strict=True):
-                await self._run.leave(role, engine)
-            self._left_s = now_s()
-            await self._until(lambda: self._claims >= step)  # noqa: B023
-            generated_s = now_s() - start_s
-
-    def free_s(self) -> float:
-        """When the learner's devices were free for training, or now while samplers use them."""
-        return asyncio.get_running_loop().time() if self._left_s is None else self._left_s
-
-    async def _until(self, met: Callable[[], bool]) -> None:
-        while not met():
-            self._changed.clear()
-            await self._changed.wait()
-
-
-class SeededTrainer(SimulatedTrainer):
-    """A trainer on devices that samplers use at the start of a step."""
-
-    def __init__(self, seeding: Seeding, *given: Any) -> None:
-        super().__init__(*given)
-        self._seeding = seeding
-
-    async def stream(self, part: Claim) -> None:
-        """Note the micro-batches, which are computed once the samplers have left."""
-        if seconds := self.fill(part):
-            self.streamed.queue.append((asyncio.get_running_loop().time(), seconds))
-
-    def prepare(self, claim: Claim) -> Any:
-        """The claim, after what is left of the queue."""
-        left_s = max(0.0, self.streamed.ends_s(self._seeding.free_s()) - asyncio.get_running_loop().time())
-        self._seeding.claimed(sum(len(group.members) for group in claim.groups), self.streamed.seconds - left_s)
-        ready = super().prepare(claim)
-        ready.train_s += left_s
-        return ready
-
-
 class SimulatedRun(World):
     """A run on a simulated cluster. Use it as an asynchronous context manager."""
 
     def __init__(self, config: Config, cluster: Cluster, run_dir: Path, metrics: Any = None) -> None:
-        if cluster.learner.samplers:
-            config = replace(config, learner=replace(config.learner, streaming=True))
         self._cluster = cluster
         network = Network(cluster.rpc_s, cluster.rpc_bytes_per_s)
         super().__init__(config, run_dir, lambda: Feed(ENV, text=self._question), metrics, network)
         self.links = Links(cluster.transfer)
         self.engines: list[SimulatedEngine] = []
         self._starting = set[str]()  # samplers that had left and start again
-        seeding = sampler_names(config)[config.sampler.count - cluster.learner.samplers :]
-        self._seeding, self.local_roles = Seeding(self, seeding) if seeding else None, list(seeding)
 
     def _question(self, index: int) -> str:
         drawn = self._cluster.workload.prompt_tokens.draw(chance("prompt", self.config, index))
@@ -188,20 +102,8 @@ class SimulatedRun(World):
         self.start_engine(role, engine, lambda session: SamplerLoops(session).run(), pool)
         return engine
 
-    def samplers(self) -> int:
-        """The number of samplers that run."""
-        return sum(role != "learner" and not job.done() for role, (job, _) in self._alive.items())
-
-    async def leave(self, role: str, engine: SimulatedEngine) -> None:
-        """End a sampler, which returns its leases with the tokens of its members."""
-        job, _ = self._alive[role]
-        self.sessions[role].request_stop(at_once=True)
-        await job
-        self.engines.remove(engine)
-        await engine.close()
-
     def _make_engine(self, role: str) -> SimulatedEngine:
-        links = Links(TransferCosts()) if role in self.local_roles else self.links
+        links = Links(TransferCosts()) if role in learner_samplers(self.config) else self.links
         return SimulatedEngine(self._cluster, self.config, role, links)
 
     def learner(self) -> asyncio.Future[int]:
@@ -209,18 +111,16 @@ class SimulatedRun(World):
         schedule, size = self.config.schedule, self._cluster.workload
         tokens = schedule.groups_per_step * schedule.group_size * (size.prompt_tokens.mean + size.answer_tokens.mean)
         poll_s = max(self._cluster.learner.train_s(int(tokens), 1) / POLLS, 0.005)
-        publisher = SimulatedPublisher(self._cluster, self.links, self._seeding)
-        kind = SimulatedTrainer if self._seeding is None else functools.partial(SeededTrainer, self._seeding)
-        return self.start_learner(kind(self._cluster, self.config), publisher, poll_s)
+        publisher = SimulatedPublisher(self._cluster, self.links)
+        return self.start_learner(SimulatedTrainer(self._cluster, self.config), publisher, poll_s)
 
     async def train(self, report: Callable[[str], None] | None = None) -> None:
         """Run to the end of the schedule. InfraError if a role ends before."""
         reported_s = time.monotonic()
-        seeding = [] if self._seeding is None else [asyncio.ensure_future(self._seeding.run())]
-        for index in range(self.config.sampler.count - self._cluster.learner.samplers):
+        for index in range(self.config.sampler.count):
             self.sampler(index)
         self._training = self.learner()
-        failing = [*seeding, *(asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures)]
+        failing = [asyncio.ensure_future(self._fail(failure)) for failure in self._cluster.failures]
         while not self._training.done() or self._training.cancelled():
             ended = [job for job in (*self.jobs(), *failing) if job.done() and not job.cancelled() and job.exception()]
             if ended:
@@ -244,8 +144,7 @@ class SimulatedRun(World):
     def _start_missing(self, starting: list[asyncio.Task[None]]) -> None:
         """Start samplers again that had left, as many as the run asks for, as a supervisor does."""
         asked = self.store.fleet.missing - len(self._starting) if self.store.fleet else 0
-        spared = {*self._starting, *self.local_roles}
-        names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in spared]
+        names = [name for name in sampler_names(self.config) if self.has_left(name) and name not in self._starting]
         for name in names[: max(0, asked)]:
             self._starting.add(name)
             starting.append(asyncio.ensure_future(self._start_again(name)))
@@ -335,17 +234,9 @@ def _check_roles(config: Config, cluster: Cluster) -> None:
     for failure in cluster.failures:
         if failure.role not in roles:
             raise ConfigError("failures.role", failure.role, "the run has no such role", f"Known: {', '.join(roles)}.")
-    if not (seeding := cluster.learner.samplers):
-        return
-    is_lost = {"learner", *roles[len(roles) - seeding :]} & {failure.role for failure in cluster.failures}
-    for wrong, reason in (
-        (config.schedule.alpha > 0, "they sample for synchronous steps (schedule.alpha=0)"),
-        (config.sampler.count <= seeding, "sampler.count includes these, and one with devices of its own"),
-        (config.sampler.least_count > 0, "the run plans with sampler.least_count"),
-        (bool(is_lost), "a failure of the learner's devices is not simulated with them"),
-    ):
-        if wrong:
-            raise ConfigError("learner.samplers", seeding, reason, "Set it to 0 in the cluster file.")
+    if (seeding := learner_samplers(config)) and {"learner", *seeding} & {failure.role for failure in cluster.failures}:
+        reason = "a failure of the learner's devices is not simulated with samplers on them"
+        raise ConfigError("placement.learner_samplers", len(seeding), reason, "Set it to 0, or leave the failure out.")
 
 
 @contextlib.contextmanager
@@ -403,7 +294,7 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
     if cluster is not None:
         events = [row for row in rows if row.get("kind") == "event" and row.get("what") in ("join", "leave")]
         paid = [1 - _away_s(events, name, start, end) / elapsed_s for name in sampler_names(config)]
-        own = paid[: len(paid) - cluster.learner.samplers]  # the others are on the learner's devices
+        own = paid[: len(own_samplers(config))]  # the others are on the learner's devices
         prices = [cluster.sampler_costs(index).price_per_hour * share for index, share in enumerate(own)]
         found["samplers_paid"] = sum(paid)
         per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600
@@ -452,17 +343,18 @@ def scheduled_on(config: Config, cluster: Cluster, name: str) -> tuple[Config, C
 
 
 def _streamed(config: Config, cluster: Cluster, name: str) -> tuple[Config, Cluster]:
-    sampler, learner, seeding = config.sampler, cluster.learner, cluster.learner.samplers
+    sampler, seeding = config.sampler, config.placement.learner_samplers or cluster.learner.samplers
     if name in STREAMED:
         config = replace(config, learner=replace(config.learner, streaming=True))
     if name == "partial_overlap":
         if not seeding:
-            remedy = "Set their number in [learner] of the cluster file; sampler.count includes them."
+            remedy = "Set their number in [learner] of the cluster file, or placement.learner_samplers."
             raise ConfigError("learner.samplers", 0, "no sampler fits on the learner's devices", remedy)
         sampler = replace(sampler, flush_tokens=sampler.flush_tokens or FLUSH_TOKENS)
     elif seeding:
-        sampler, learner = replace(sampler, count=sampler.count - seeding), replace(learner, samplers=0)
-    return replace(config, sampler=sampler), replace(cluster, learner=learner)
+        sampler, seeding = replace(sampler, count=sampler.count - seeding), 0
+    placement = replace(config.placement, learner_samplers=seeding)
+    return replace(config, sampler=sampler, placement=placement), cluster
 
 
 def swept(config: Config, cluster: Cluster, sweeps: Sequence[str]) -> Iterator[tuple[dict[str, str], Config, Cluster]]:

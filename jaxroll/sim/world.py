@@ -21,10 +21,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxroll.config import Config, RoleArgs, digest
+from jaxroll.config.derived import learner_samplers
 from jaxroll.engine.sequence import EngineStats
 from jaxroll.errors import InfraError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.policy import selection
+from jaxroll.policy.step_times import Seeding
 from jaxroll.records import Message, Task, Version, VersionRef
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.learner import LearnerSession
@@ -282,19 +284,16 @@ class World:
     """A store and its roles. Use it as an asynchronous context manager."""
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        feed: Callable[[], Any],
-        metrics: Any = None,
-        network: Network | None = None,
-        keep_bytes: int = 0,
-    ) -> None:
+        self, config: Config, run_dir: Path, feed: Callable[[], Any], metrics: Any = None,
+        network: Network | None = None, keep_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.config, self.args = config, RoleArgs(config, run_dir)
         self.network, self.store = network or Network(), VirtualStore(config, feed, metrics, keep_bytes)
         self.sessions: dict[str, EngineSession] = {}
         self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
-        self.trained, self.local_roles = list[Any](), list[str]()  # by learners that ended; on the learner's devices
+        self.trained, names = list[Any](), learner_samplers(config)  # by learners that ended
+        now_s = lambda: asyncio.get_running_loop().time()  # noqa: E731
+        self._seeding = Seeding(names, now_s, contextlib.nullcontext()) if names else None
         self._jobs: list[asyncio.Future[Any]] = []
         self._alive: dict[str, tuple[asyncio.Future[Any], list[MemoryTransport]]] = {}  # by role
         self._clients: list[StoreClient] = []
@@ -357,8 +356,8 @@ class World:
         async def play() -> int:
             store = await self.client("learner", transport=transport)
             checkpoints: Any = self.checkpoints
-            at: dict[str, Any] = {"stop": self.stop, "on_device": in_place, "on_thread": in_place}
-            session = _Learner(self.args, store, checkpoints, publisher, lambda: trainer, **at)
+            at: dict[str, Any] = {"on_device": in_place, "on_thread": in_place, "seeding": self._seeding}
+            session = _Learner(self.args, store, checkpoints, publisher, lambda: trainer, stop=self.stop, **at)
             session.device_poll_s = poll_s or session.device_poll_s
             try:
                 return await session.run()
@@ -379,7 +378,8 @@ class World:
         """Start a role with `engine`, which is also its thread, proxy and weight receiver."""
         loop, transport = asyncio.get_running_loop(), self.transport(role)
         session = EngineSession(role, self.args, pool or ScoringPool(1), loop, transport)
-        relays = self.config.transfer.relay != "none" and role not in self.local_roles
+        session.seeding = self._seeding if role in learner_samplers(self.config) else None
+        relays = self.config.transfer.relay != "none" and session.seeding is None
         relay = msg.RelayState(address=role) if relays else None
         follower = WeightFollower(engine, engine, session.progress, engine.in_force_s, relay)
         session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]

@@ -110,11 +110,12 @@ class LeaseReply(msgspec.Struct, frozen=True):
 class Members(msgspec.Struct, frozen=True):
     """Keys of leases: those to renew or release in a call, those lost or ended in a reply.
 
-    `to`: released members are reserved for this sampler.
+    `to`: released members are reserved for this sampler. `rests`: the caller's open lease call ends without grants.
     """
 
     members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
     to: Label = ""
+    rests: bool = False
 
 
 class RepackCall(msgspec.Struct, frozen=True):

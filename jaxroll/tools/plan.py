@@ -32,12 +32,11 @@ from jaxroll.config.derived import (
     engines,
     episode_tokens,
     micro_batch_tokens,
-    no_memory_limit,
+    own_samplers,
     roles_with_devices,
     rollouts_per_step,
-    sampler_names,
 )
-from jaxroll.errors import EXIT_CONFIG, ConfigError
+from jaxroll.errors import EXIT_CONFIG, ConfigError, no_memory_limit
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.tools import aot, chips, hlo
@@ -238,6 +237,8 @@ def report(
     """The plan as one JSON object."""
     own = {role.name: [row for row in rows if row.role == role.name] for role in roles}
     memory = {role.name: memory_of(role, own[role.name]) for role in roles}
+    if config.placement.learner_samplers:
+        memory["learner"]["samplers"] = sum(memory["sampler"].values())
     host = {name: max((row.cost.host_temp_bytes for row in rows if row.cost), default=0) for name, rows in own.items()}
     limits = chips.limits(config, topology)
     wanted = roles_with_devices(config)
@@ -335,7 +336,7 @@ def _speed(config: Config, spec: ModelSpec, topology: Topology, rows: Sequence[P
     prefill_s = least["sampler prefill"] + (chunks - 1) * least["sampler extend"]
     decode_s = least["sampler decode"]
     sampler_s = requests * answer * decode_s / engine.slots + schedule.groups_per_step * prefill_s / engine.prefill_rows
-    sampler_s /= len(sampler_names(config))
+    sampler_s /= len(own_samplers(config))  # those of the learner work for a part of the time only
     size = aot.version_bytes(config, spec)
     transfer_s = chips.transfer_s(config, topology.chip, size)
     parts = {"learner": learner_s, "sampler": sampler_s, "transfer": transfer_s / schedule.publish_every}
@@ -386,12 +387,8 @@ def refused(config: Config, row: PlannedProgram) -> Change:
     reason = f"the compiler refuses {row.role} {row.name}: {row.refusal}"
     if row.name == "decode":  # page tables in scalar memory
         size = aot.page_tokens(config)
-        return Change(
-            "sampler.page_tokens",
-            config.sampler.page_tokens,
-            reason,
-            f"Set it to {2 * size} (now {size}), or use fewer sampler.slots.",
-        )
+        remedy = f"Set it to {2 * size} (now {size}), or use fewer sampler.slots."
+        return Change("sampler.page_tokens", config.sampler.page_tokens, reason, remedy)
     key, value = ("learner.attention", config.learner.attention)
     if row.role == "sampler":
         key, value = "sampler.prefill_attention", config.sampler.prefill_attention
@@ -404,6 +401,9 @@ def _why(role: str, kind: str, used: float, needed: float, limit: float) -> str:
 
 def _learner_change(config: Config, memory: Mapping[str, int], limit: float, needed: float) -> Change:
     learner, mesh = config.learner, config.learner.mesh
+    if (samplers := memory.get("samplers", 0)) and needed - samplers <= limit:
+        why = _why("learner", "samplers on its chips", samplers, needed, limit)
+        return Change("placement.learner_samplers", config.placement.learner_samplers, why, "Set it to 0.")
     held = needed - memory["temporaries"] - memory["code"]
     if held > 0.8 * limit:
         size = 2 ** math.ceil(math.log2(mesh.fsdp * held / (0.7 * limit)))

@@ -124,6 +124,22 @@ def test_a_reported_stall_is_shown_until_the_next_step() -> None:
     assert "certificate" in status.doing(75.0, processes), "other messages of the store stay"
 
 
+def test_the_samplers_of_the_learner_join_silently_and_die_with_it() -> None:
+    status, up = (
+        Status(of_steps=50),
+        [ProcessView("learner", "running", 20.0), ProcessView("sampler-0", "running", 9.0)],
+    )
+    status.config = {"sampler": {"count": 2}, "placement": {"learner_samplers": 1}}
+    status.doing(100.0, up)
+    joins = [status.take({"kind": "event", "role": f"sampler-{n}", "what": "join", "text": "joined"}) for n in range(3)]
+    assert joins == [None, None, "sampler-2: joined"]
+    for role in ("sampler-0", "sampler-1"):
+        status.take({"kind": "stats", "role": role, "tokens_per_s": 8000.0})
+    status.take({"kind": "restart", "process": "learner"})
+    status.take(STEP)
+    assert status.steps[-1].cells(50)[3] == "8,000", "the rate of the sampler that lives"
+
+
 def test_messages_of_a_process_are_shown_until_it_dies() -> None:
     words = [
         {"kind": "event", "role": "learner", "text": "waiting until the evaluator has version 0.3", "t": 100.0},

@@ -51,6 +51,16 @@ def test_all_other_roles_wait_for_the_learner_to_fork() -> None:
         assert after == replace(before, after=("store", "learner"))
 
 
+def test_samplers_of_the_learner_have_no_process_of_their_own() -> None:
+    shared = replace(UNEQUAL, sampler=replace(UNEQUAL.sampler, count=3), placement=PlacementConfig(learner_samplers=2))
+    specs = program.build(shared, Path("/r/run"), INVENTORIES["cpu"], python="python", cache_dir=Path("/r/cache"))
+    plain = program.build(UNEQUAL, Path("/r/run"), INVENTORIES["cpu"], python="python", cache_dir=Path("/r/cache"))
+    names = [spec.name for spec in specs]
+    assert "sampler-0" in names and not {"sampler-1", "sampler-2"} & set(names)
+    assert specs[1] == plain[1], "the learner starts as without them"
+    assert [program.module_of("learner", one) for one in (shared, UNEQUAL)] == ["colocated", "learner"]
+
+
 def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
     config = replace(UNEQUAL, placement=PlacementConfig(learner_hosts=2))
     of_two = {"python": "python", "cache_dir": Path("/r/cache")}

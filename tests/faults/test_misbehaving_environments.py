@@ -37,7 +37,8 @@ from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRu
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.evaluator import EvaluatorLoops
-from jaxroll.roles.sampler import Members, episode_counts, until_one_ends
+from jaxroll.roles.sampler import Members, until_one_ends
+from jaxroll.roles.session import episode_counts
 from jaxroll.rollout.episode import RolloutManager
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient

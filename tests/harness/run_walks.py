@@ -214,7 +214,7 @@ async def _train(args: RoleArgs, trainer: Trainer, transport: MarkedTransport) -
         transport, role="learner", name="learner", config_digest=args.config_digest, patience_s=STORE_PATIENCE_S
     )
     checkpoints: Any = MemoryCheckpoints()
-    with learner._publisher(args) as publisher:  # type: ignore[attr-defined]
+    with build.publisher(args) as publisher:  # pyright: ignore[reportGeneralTypeIssues]
         session = learner.LearnerSession(
             args,
             client,

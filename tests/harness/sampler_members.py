@@ -60,7 +60,7 @@ def counted(work: Members) -> dict[str, int]:
     counts = work.counts()
     assert counts.pop("puts_refused") == 0
     counts.pop("members_lost")
-    assert counts.pop("members_moved") == counts.pop("repacks") == 0
+    assert counts.pop("members_moved") == counts.pop("repacks") == counts.pop("tokens_moved") == 0
     return counts
 
 

@@ -92,6 +92,16 @@ def test_a_run_without_samplers_starts_none_and_its_other_roles_as_before(
         assert text.count("jaxroll learner") == with_one[file].count("jaxroll learner") > 0
 
 
+@pytest.mark.parametrize("name", ["slurm", "jobset", "skypilot", "ray", "tpu_vm"])
+def test_samplers_of_the_learner_are_not_launched(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words = ("--config.schedule.mode=sync", "--config.sampler.flush_tokens=8", "--config.evaluator.every=0",
+             "--config.placement.actors=0")  # fmt: skip
+    two = files(launched(capsys, *CASES[name], *words, "--config.sampler.count=2"))
+    three = launched(capsys, *CASES[name], *words, "--config.sampler.count=3", "--config.placement.learner_samplers=1")
+    found = {file: re.sub(r"\W*--config.placement.learner_samplers=1", "", text) for file, text in files(three).items()}
+    assert {file: text.replace("sampler.count=3", "sampler.count=2") for file, text in found.items()} == two
+
+
 def closed(schema: Any) -> Any:
     """The schema as the API server applies it: a field that it does not name is a mistake."""
     if isinstance(schema, list):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import EXIT_INTERRUPTED, InfraError
 from jaxroll.roles import colocated, learner
@@ -72,7 +73,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RoleArgs:
     """Two samplers, an evaluator and a learner of a config, none of them real."""
     PROCESSES.clear()
     monkeypatch.setattr(sessions, "EngineProcess", FakeProcess)
-    monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
+    monkeypatch.setattr(lifeline, "print_stacks_on_signal", lambda *_: None)
     monkeypatch.setattr(colocated.lifeline, "on_stop", lambda *_: None)
     monkeypatch.setattr(FakeProcess, "plays", until_stopped, raising=False)
     settings = configs.parse(configs.override(configs.defaults().to_dict(), ["sampler.count=2"]))

@@ -135,7 +135,7 @@ def session(store: Store, *, steps: int = 4) -> LearnerSession:
     bare: Any = made
     bare.store, bare.background, bare._stop, bare._end = store, background(store), threading.Event(), "finished"
     bare.config = SimpleNamespace(schedule=SimpleNamespace(steps=steps), learner=SimpleNamespace(streaming=False))
-    bare._loop, bare._on_device = asyncio.get_running_loop(), in_place
+    bare._loop, bare._on_device, bare._seeding = asyncio.get_running_loop(), in_place, None
     return made
 
 

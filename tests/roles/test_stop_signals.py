@@ -48,7 +48,7 @@ def sent(signum: signal.Signals, seen: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
 def test_a_session_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
+    monkeypatch.setattr(lifeline, "print_stacks_on_signal", lambda *_: None)
     interrupted = sessions.install_signal_handlers(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
     assert sent(signum, interrupted.is_set) and asked == [1]
 
@@ -73,7 +73,7 @@ def test_a_learner_is_asked_to_stop(
     """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
     monkeypatch.setattr(multihost, "join", lambda *_: None)
     monkeypatch.setattr(colocated, "role_specs", lambda args: [])
-    monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
+    monkeypatch.setattr(lifeline, "print_stacks_on_signal", lambda *_: None)
 
     def run_learner(args: RoleArgs, stop: threading.Event, *_: object, **__: object) -> int:
         return 130 if sent(signum, stop.is_set) else 0

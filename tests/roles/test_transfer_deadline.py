@@ -13,7 +13,7 @@ from jaxroll import sharding
 from jaxroll.config import Config, ModelConfig, RoleArgs, TransferConfig
 from jaxroll.models import families, folders
 from jaxroll.roles import build
-from jaxroll.roles.learner import _publisher
+from jaxroll.roles.build import publisher
 from jaxroll.roles.weights import RoleLog
 from jaxroll.store.server import server
 
@@ -40,8 +40,8 @@ class Reached(Exception):
 def test_learner_sampler_and_store_wait_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "parameter_count", lambda spec: TWICE)
     config = replace(Config(), transfer=TransferConfig(channel="tcp", deadline_s=7))
-    with _publisher(RoleArgs(config, tmp_path)) as publisher:
-        assert publisher._config.deadline_s == 14
+    with publisher(RoleArgs(config, tmp_path)) as serves:
+        assert serves._config.deadline_s == 14
 
     def receiver(transfer: TransferConfig, **_: Any) -> None:
         raise Reached(transfer.deadline_s)

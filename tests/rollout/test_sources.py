@@ -20,7 +20,7 @@ from jaxroll.envs.executors import Executors
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Member, Message, Version, VersionRun
-from jaxroll.roles.sampler import episode_counts
+from jaxroll.roles.session import episode_counts
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import RolloutManager, Score, own_bounds, scores
 from tests.harness.rollout_proxy import LocalPool, run_group

@@ -185,7 +185,7 @@ def test_a_sweep_over_schedules_changes_the_cluster_where_a_schedule_is_one_of_t
     found = swept("schedule=sync,stream,partial_overlap", "sampler.count=3", cluster=replace(CLUSTER, learner=learner))
     assert [one.schedule.alpha for _, one, _ in found] == [0.0, 0.0, 0.0]
     assert [one.learner.streaming for _, one, _ in found] == [False, True, True]
-    assert [(one.sampler.count, on.learner.samplers) for _, one, on in found] == [(2, 0), (2, 0), (3, 1)]
+    assert [(one.sampler.count, one.placement.learner_samplers) for _, one, _ in found] == [(2, 0), (2, 0), (3, 1)]
     assert [one.sampler.flush_tokens > 0 for _, one, _ in found] == [False, False, True]
     with pytest.raises(ConfigError, match="no sampler fits on the learner's devices"):
         swept("schedule=partial_overlap")

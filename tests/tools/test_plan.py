@@ -15,7 +15,15 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll import sharding
-from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, SamplingConfig, ScheduleConfig
+from jaxroll.config import (
+    Config,
+    LearnerConfig,
+    MeshConfig,
+    PlacementConfig,
+    SamplerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+)
 from jaxroll.control import cli
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
@@ -111,6 +119,12 @@ def test_a_learner_that_does_not_fit_names_its_key(
 ):
     (change,) = planned(Config(learner=learner), HELD | memory, SERVED)
     assert change.key == key and remedy in change.remedy
+
+
+def test_samplers_on_the_chips_of_a_learner_that_fits_without_them_are_the_key():
+    config = Config(placement=PlacementConfig(learner_samplers=1))
+    (change,) = planned(config, HELD | {"samplers": 12 * GB}, SERVED)
+    assert (change.key, change.value) == ("placement.learner_samplers", 1)
 
 
 def test_moments_in_host_memory_take_nothing_of_a_chip():
