@@ -440,10 +440,10 @@ class RolloutPlay:
             known, present = version, (await self._session.store.status())["present"]
             others = sum(name.startswith("sampler-") and name not in seeding.names for name in present)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seeding.begin(version.step, others)):
-                    await claim_of(version.step)
+                await asyncio.wait_for(claim_of(version.step), seeding.begin(version.step, others))
             if not seeding.is_claimed(version.step):
-                await self._members.rest()
+                async with suspended(self._session.proxy):  # it would sample more after the last flush
+                    await self._members.rest()
                 await claim_of(version.step)
                 self._members.works.set()  # for the next step: nothing is left to lease before its weights
 

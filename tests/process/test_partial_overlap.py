@@ -15,7 +15,7 @@ SHARED = (
     *LEARNING,
     "--config.schedule.mode=sync",
     "--config.sampler.count=2",
-    "--config.sampler.flush_tokens=2",
+    "--config.sampler.flush_tokens=8",
     "--config.sampler.decode_chunk=1",
     "--config.placement.learner_samplers=1",
     "--config.schedule.groups_per_step=8",
