@@ -63,18 +63,17 @@ class PlacementGroup:
 
 
 def groups_of(config: Config, program: Program, request: LaunchOptions) -> tuple[PlacementGroup, ...]:
-    """The placement groups. A copy of a role is packed on one node; the hosts of a learner are spread over nodes."""
+    """The placement groups. A copy of a role is packed on one node; its hosts, if several, are spread over nodes."""
     clusters.check_scratch(request)
     found = []
     for role in program.roles:
-        if role.name == "sampler" and role.hosts > 1:
-            remedy = "Set it to 1, or use --on=ssh, --on=slurm, --on=jobset or --on=tpu-vm."
-            raise ConfigError("placement.sampler_hosts", role.hosts, "Ray starts samplers of one host", remedy)
         for copy in range(role.count):
             name = f"{role.name}-{copy}" if role.name in ("sampler", "actor") else role.name
             names = [name, *(f"{name}-{host}" for host in range(1, role.hosts))]
+            first = copy if role.hosts == 1 else 0
             processes = tuple(
-                RayProcess(each, _line(config, role, request, copy), copy + host) for host, each in enumerate(names)
+                RayProcess(each, _line(config, role, request, copy, host), first + host)
+                for host, each in enumerate(names)
             )
             strategy = "STRICT_PACK" if role.hosts == 1 else "STRICT_SPREAD"
             found.append(
@@ -94,21 +93,24 @@ def bundle(role: Role, request: LaunchOptions) -> dict[str, float]:
     if kind == "tpu" and role.hosts > 1:
         reason = "the hosts of a TPU slice must be placed as one"
         remedy = "Set it to 1, or use --on=tpu-vm or --on=jobset."
-        raise ConfigError("placement.learner_hosts", role.hosts, reason, remedy)
+        raise ConfigError(f"placement.{role.name}_hosts", role.hosts, reason, remedy)
     if not (kind and role.devices):
         return {"CPU": 1.0}
     return {"CPU": 1.0, kind.upper(): float(role.devices)} | ({f"accelerator_type:{model}": 0.001} if model else {})
 
 
-def _line(config: Config, role: Role, request: LaunchOptions, copy: int) -> str:
+def _line(config: Config, role: Role, request: LaunchOptions, copy: int, host: int) -> str:
     """The line of shell, run as a child of `jaxroll.lifeline`, which dies with the actor."""
     if role.name == "store":  # under the lock of the driver, as its child
         return role.line()
     # Other roles are alone on their node: they find its devices themselves.
     bound = f"{PARENT_ENV}=$$ {request.python} -m jaxroll.lifeline env -u {PARENT_ENV} "
     warm = clusters.warm_start(config, role.command, request.run, bound) if role.before else ""
-    own = [f"--run={request.run}/samplers/{copy}"] if role.name == "sampler" else []
-    return f"unset {PARENT_ENV}; {warm}exec {clusters.line([*role.command, *own])}"
+    own = [f"--run={request.run}/samplers/{copy}{f'-{host}' if host else ''}"] if role.name == "sampler" else []
+    # The first hosts of two samplers may share a node: each sampler has a port of its own.
+    meeting, port = f"--coordinator={clusters.FIRST}:{request.port + 2}", request.port + 2 + copy
+    command = [f"--coordinator={clusters.FIRST}:{port}" if word == meeting else word for word in role.command]
+    return f"unset {PARENT_ENV}; {warm}exec {clusters.line([*command, *own])}"
 
 
 def files(config: Config, program: Program, request: LaunchOptions) -> dict[str, str]:
@@ -162,10 +164,14 @@ class RoleProcess:
 
         return f"{self.address()}, node {ray.get_runtime_context().get_node_id()[:8]}"
 
-    def run(self, command: list[str], env: dict[str, str], workdir: str | None, learner: str) -> tuple[int, str]:
-        """Run the process to its end: its exit code and the last lines of its output. `learner` is an address."""
+    def run(self, command: list[str], env: dict[str, str], workdir: str | None, first: str) -> tuple[int, str]:
+        """Run the process to its end: its exit code and the last lines of its output.
+
+        `first` is the address of the first host of its role.
+        """
         here = self.address()
-        env = {**os.environ, **env, "HOST_NAME": here, "LEARNER_HOST": learner, "JAXROLL_PARENT": str(os.getpid())}
+        hosts = {"HOST_NAME": here, "LEARNER_HOST": first, "FIRST_HOST": first}
+        env = {**os.environ, **env, **hosts, "JAXROLL_PARENT": str(os.getpid())}
         tail: deque[str] = deque(maxlen=50)
         if self._stopped:
             return 0, ""

@@ -44,6 +44,8 @@ CASES = {
     "ray": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu:H100"],
     "ray_two_hosts": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu", "--insecure",
                       "--address=head:6379", "--config.placement.actors=1", *TWO_HOSTS],
+    "ray_samplers": ["--on=ray", "--run=/shared/spell", "--scratch=/local/spell", "--accelerator=gpu", "--insecure",
+                     *SAMPLERS],
     "tpu_vm": ["--on=tpu-vm", *TPU_VM, "--spot", "--project=lab"],
     "tpu_vm_slice": ["--on=tpu-vm", *TPU_VM, "--insecure", *TWO_HOSTS],
 }  # fmt: skip
@@ -140,7 +142,7 @@ def test_jobset_manifests_keep_the_published_schema(capsys: pytest.CaptureFixtur
         (["--on=tpu-vm", "--zone=z"], "--zone"),
         (["--on=skypilot", *TWO_HOSTS], "placement.learner_hosts"),
         (["--on=skypilot", *SAMPLERS], "placement.sampler_hosts"),
-        (["--on=ray", "--scratch=/x", *SAMPLERS], "placement.sampler_hosts"),
+        (["--on=ray", "--scratch=/x", "--accelerator=tpu", *SAMPLERS], "placement.sampler_hosts"),
         (["--on=slurm", "--scratch=x", "--config.placement.colocated=True"], "placement.colocated"),
         (["--on=nomad"], "--on"),
         (["--on=slurm", "--on=jobset"], "--on"),

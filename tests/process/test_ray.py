@@ -56,7 +56,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Launched:
     """A run by `jaxroll launch --on=ray`; the interface of `Train` that the assertions need."""
 
-    def __init__(self, folder: Path, cluster: Any) -> None:
+    def __init__(self, folder: Path, cluster: Any, *more: str) -> None:
         self.run_dir, self.output, self._cluster = folder / "scratch", folder / "out", cluster
         self.rows: list[dict] = []
         self._rows = metrics.RowReader(self.run_dir / "metrics.jsonl")
@@ -72,6 +72,7 @@ class Launched:
             f"--python={sys.executable}",
             f"--port={free_port()}",
             *WORDS,
+            *more,
         ]
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
@@ -93,13 +94,22 @@ class Launched:
             pause.wait(0.1)
 
     def lose_node_of(self, role: str) -> None:
-        """Kill every process of the node on which `role` runs, and add another node."""
-        (node,) = [node for node in self._cluster.list_all_nodes() if role in _roles(node)]
+        """Kill every process of the last node on which `role` runs, and add another node."""
+        *_, node = [node for node in self._cluster.list_all_nodes() if role in _roles(node)]
         for one in [_raylet(node), *_raylet(node).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         self._cluster.remove_node(node, allow_graceful=False)
         self._cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+
+    def end(self) -> None:
+        """Stop the driver, and with it all processes."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=60)
+        self.process.kill()
+        self.process.wait()
+        self.rows += self._rows.rows(closed=True)
 
     def restarts(self) -> list[dict]:
         return [row for row in self.rows if row.get("kind") == "restart"]
@@ -129,12 +139,7 @@ def test_a_run_survives_the_loss_of_the_samplers_node_and_then_of_the_learners(c
         launched.until(lambda rows: len(launched.restarts()) == 2, "the restart of the learner")
         assert launched.process.wait(timeout=2 * START_S) == 0, launched.logs()
     finally:
-        launched.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launched.process.wait(timeout=60)
-        launched.process.kill()
-        launched.process.wait()
-    launched.rows += launched._rows.rows(closed=True)
+        launched.end()
     assert_sound(launched, steps=STEPS, alpha=2)  # type: ignore[arg-type]
     assert [row["process"] for row in launched.restarts()] == ["sampler-0", "learner"]
     assert all("Ray lost it on" in row["cause"] for row in launched.restarts()), launched.restarts()
@@ -150,3 +155,20 @@ def test_a_run_survives_the_loss_of_the_samplers_node_and_then_of_the_learners(c
     with Train(tmp_path / "local", *WORDS) as train:
         assert train.finish() == 0, train.logs()
         assert trained_questions(train) == trained_questions(launched)  # type: ignore[arg-type]
+
+
+def test_a_sampler_on_two_nodes_survives_the_loss_of_its_second_one(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+    launched = Launched(tmp_path, cluster, "--config.placement.sampler_hosts=2")
+    try:
+        launched.until(lambda rows: last_step(rows) >= 3, "step 3")
+        launched.lose_node_of("sampler")
+        launched.until(lambda rows: len(launched.restarts()) >= 1, "the restart of the sampler")
+        at = last_step(launched.rows)
+        launched.until(lambda rows: last_step(rows) >= at + 8, "steps after the sampler's restart")
+        assert launched.process.wait(timeout=2 * START_S) == 0, launched.logs()
+    finally:
+        launched.end()
+    assert_sound(launched, steps=STEPS, alpha=2)  # type: ignore[arg-type]
+    assert {row["process"] for row in launched.restarts()} <= {"sampler-0", "sampler-0-1"}
+    assert any("Ray lost it on" in row["cause"] for row in launched.restarts()), launched.restarts()
