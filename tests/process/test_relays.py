@@ -86,7 +86,7 @@ class Relay:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 4, 8])
 def test_a_relay_that_is_killed_in_the_middle_of_an_array_is_skipped(tmp_path: Path, count: int) -> None:
     config, here = weight_relay.config(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     sent, size_bytes = list[int](), sum(value.nbytes for value in weight_relay.values(0).values())
