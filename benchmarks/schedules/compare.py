@@ -297,9 +297,8 @@ at no cost, which favors the baseline.
 Workloads were computed in calls of their own. Rates are medians over seeds, with their range; a split of the devices
 that is more than {clearly:.0%} slower with the first seed got no other seeds. The null workload has no random numbers
 and one seed. `stream` has a learner that [streams](../scheduling.md#streaming) micro-batches of 16,384 tokens. With
-`partial overlap` its devices generate for T seconds of each step; then their rollouts go on elsewhere and it computes.
-T follows RLBoost's rule ([step_times.py](../../jaxroll/policy/step_times.py)); no real run has partial overlap. The
-share of its learner leaves out all that is computed before a claim.
+[`partial overlap`](../scheduling.md#partial-overlap) its devices also generate for T seconds of each step, by RLBoost's
+rule.
 """
 
 

@@ -19,7 +19,8 @@ schedule and not of the processors; replication is bound by the sampler, and win
     streaming     gradients of groups that are finished before the others of their batch; without: the whole batch at
                   once. It cannot help where no reward is paid
     partial_overlap  with `streaming`, a sampler on the learner's devices for the first seconds of each step; without:
-                  only the one with devices of its own. It cannot help where environments take all the time
+                  only the one with devices of its own. It cannot help where environments take all the time and one
+                  sampler has room for all
     colocated     all roles take turns in one process; without: processes that share the cores. It is for devices that
                   only one process can use: here it shows the cost
     interval      HTS-RL: with schedule.mode=interval generation and training overlap, and every token is one version
@@ -254,17 +255,19 @@ def _streaming() -> Mechanism:
 
 
 def _partial_overlap() -> Mechanism:
-    def both(name: str, race: Race, median: int) -> tuple[Workload, Workload]:
-        shape = {"learner.streaming": True, "sampler.flush_tokens": median // 2, "sampler.slots": ENVIRONMENTS // 2,
-                 "sampler.concurrent_episodes": ENVIRONMENTS // 2}  # fmt: skip
+    def both(name: str, race: Race, median: int, slots: int) -> tuple[Workload, Workload]:
+        # With few slots an answer waits for those before it, and a second engine has as many again.
+        shape = {"learner.streaming": True, "sampler.flush_tokens": median // 2, "sampler.slots": slots,
+                 "sampler.concurrent_episodes": slots}  # fmt: skip
         helped = {"placement.learner_samplers": 1, "sampler.count": 2}
         on, off = (
             _workload(f"{name}_{kind}", race, median=median, settings=shape | changed)
             for kind, changed in (("on", helped), ("off", {}))
         )
-        return replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING)
+        return replace(on, steps=2 * _LONGER), replace(off, steps=2 * _LONGER)
 
-    return Mechanism(*both("partial_overlap", Race(), 48), both("partial_overlap_null", Race((0.6, 0.0)), 8))
+    computing = both("partial_overlap", Race(), 48, ENVIRONMENTS // 8)
+    return Mechanism(*computing, both("partial_overlap_null", Race((0.6, 0.0)), 8, ENVIRONMENTS))
 
 
 def _colocated() -> Mechanism:
