@@ -20,7 +20,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -366,3 +366,25 @@ class DeviceThread:
                 done.set_result(job())
             except Exception as error:  # noqa: BLE001 - the waiting coroutine raises it
                 done.set_exception(error)
+
+
+def ended(session: Future[T], timeout_s: float | None = None) -> T:
+    """The result of `session`. InfraError if foreign code cancelled it."""
+    try:
+        return session.result(timeout_s)
+    except CancelledError as error:
+        reason = "code on the event loop cancelled the session; environments must not cancel tasks of others"
+        raise InfraError(reason) from error
+
+
+async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
+    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
+    loops = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+        for job in done:
+            job.result()
+    finally:
+        for job in loops:
+            job.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)

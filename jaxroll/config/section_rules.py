@@ -127,6 +127,8 @@ def _check_learner_samplers(config: Config) -> None:
         (sampler.dispatches_in_flight > 1, "they take turns with the learner", "sampler.dispatches_in_flight to 1"),
         (placement.actors > 0, "members of actors are not continued elsewhere", "placement.actors to 0"),
         (sampler.least_count > 0, "the run does not plan with them", "sampler.least_count to 0"),
+        (sampler.http_port >= 0, "clients need samplers that stay", "sampler.http_port to -1"),
+        (sampler.memory_fraction > 0, "the learner has a part of the memory", "sampler.memory_fraction to 0"),
         (bool(placement.pools), "a pool might lose its samplers", "placement.pools to {}"),
         *((True, "they are in one process", f"{key} to 1") for key, _ in several_hosts(config)),
     ):

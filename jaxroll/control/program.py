@@ -214,6 +214,9 @@ def checked_host(args: RoleArgs, options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", args.index, "there is no such store", remedy)
     if options.command not in ("learner", "sampler"):
         return args
+    if options.command == "sampler" and f"sampler-{args.index}" in learner_samplers(args.config):
+        reason = "it is in the learner's process (placement.learner_samplers)"
+        raise ConfigError("--index", args.index, reason, "Start the learner.")
     hosts, option = args.hosts(options.command), "--index" if options.command == "learner" else "--process"
     if not 0 <= hosts.index < hosts.count:
         raise ConfigError(option, hosts.index, f"the run has {hosts.key}={hosts.count}", "They are numbered from 0.")

@@ -290,6 +290,9 @@ def run_place(options: argparse.Namespace) -> None:
         _print_workflow(found, options)
         return
     config = configs.load(options.config, options.overrides) if options.config else configs.parse({})
+    if config.placement.learner_samplers:
+        reason, key = "placements with partial overlap are not compared", "placement.learner_samplers"
+        raise ConfigError(key, config.placement.learner_samplers, reason, f"Add --config.{key}=0.")
     planner = place.Planner(config, found)
     chosen: list[tuple[place.PlacementPlan, place.Prediction]] = []
     refused = ""

@@ -397,6 +397,7 @@ class Replanner:
 # of the difference, otherwise it shrinks. The best T depends on the number of samplers, so it is kept for each number.
 
 FIRST_S, LEAST_S = 150.0, 5.0  # RLBoost's
+LEAVE_S, POLL_S = 10.0, 0.1  # for samplers to leave after T; between two looks of the learner meanwhile
 LEAST_SHARE = 0.05  # of a step, where that is less than `LEAST_S`: steps may be short here
 SHARE, NEWEST = 1 / 3, 0.2  # of the difference; weight of a T that is added to the one kept for a number of samplers
 
@@ -440,11 +441,11 @@ class Seeding:
     def __init__(self, names: Collection[str], now_s: Callable[[], float], lock: AbstractContextManager) -> None:
         self.names, self.on_claim = frozenset(names), list[Callable[[], object]]()
         self._now_s, self._time, self._lock = now_s, SeedingTime(), lock
-        self._step, self._claimed = -1, -1
-        self._begun_s = self._end_s = self._claimed_s = self._waited_s = 0.0
-        self._samples = 0
+        self._step, self._asked, self._claimed = -1, -1, -1
+        self._begun_s = self._end_s = self._left_s = self._asked_s = self._claimed_s = self._waited_s = 0.0
+        self._working, self._samples = set[str](), 0
 
-    def begin(self, step: int, samplers: int) -> float:
+    def begin(self, name: str, step: int, samplers: int) -> float:
         """Note that one of them has the weights of `step` while `samplers` others are there; the seconds that it has.
 
         The first one begins the time of all.
@@ -452,17 +453,37 @@ class Seeding:
         with self._lock:
             now_s = self._now_s()
             if step > self._step:
-                if 0 <= self._step <= self._claimed and self._claimed_s >= self._begun_s:
+                if self._step == self._claimed >= 0 and self._claimed_s >= self._begun_s:
                     times = self._claimed_s - self._begun_s, now_s - self._begun_s
                     self._time.end(*times, self._waited_s, self._samples)
                 self._step, self._begun_s = step, now_s
-                self._end_s = now_s if step <= self._claimed else now_s + self._time.begin(samplers)
-            return max(0.0, self._end_s - now_s) if step == self._step else 0.0
+                seconds = self._time.begin(samplers) if step > self._claimed else 0.0
+                self._end_s = self._left_s = now_s + seconds
+            if step <= max(self._claimed, self._step - 1):
+                return 0.0
+            self._working.add(name)
+            return max(0.0, self._end_s - now_s)
 
-    def left_s(self, step: int) -> float:
-        """The seconds until they leave the devices to the learner, which waits for `step`; inf until they begin."""
+    def left(self, name: str) -> None:
+        """Note that one of them has stopped."""
         with self._lock:
-            return max(0.0, self._end_s - self._now_s()) if step <= self._step else math.inf
+            self._working.discard(name)
+            self._left_s = self._now_s()
+
+    def learner_waits_s(self, step: int) -> float:
+        """Seconds for which the learner, which waits for the claim of `step`, leaves its devices to them.
+
+        They are over when all have stopped, or `LEAVE_S` after T. While none has the weights it waits for T at most.
+        """
+        with self._lock:
+            now_s = self._now_s()
+            if step > self._step:
+                self._asked, self._asked_s = step, (self._asked_s if step == self._asked else now_s)
+                return max(0.0, self._asked_s + self._time.seconds - now_s)
+            if step < self._step or step <= self._claimed or not self._working:
+                return 0.0
+            over_s = self._end_s + LEAVE_S - now_s
+            return self._end_s - now_s if self._end_s > now_s else min(POLL_S, max(0.0, over_s))
 
     def is_claimed(self, step: int) -> bool:
         """True if the learner has the batch of `step`."""
@@ -472,8 +493,8 @@ class Seeding:
         """Note the claim of `step`, of which the learner has computed `computed_s` since they left the devices."""
         with self._lock:
             self._claimed, self._claimed_s, self._samples = step, self._now_s(), samples
-            idle_s = self._claimed_s - self._end_s - computed_s
-            self._waited_s = max(0.0, idle_s) if step == self._step else 0.0
+            idle_s = self._claimed_s - self._left_s - computed_s
+            self._waited_s = max(0.0, idle_s) if step == self._step and not self._working else 0.0
             self._end_s = min(self._end_s, self._claimed_s)
         for wake in self.on_claim:
             wake()

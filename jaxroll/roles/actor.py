@@ -26,10 +26,11 @@ from jaxroll.config.parsing import SOURCE_ITEMS
 from jaxroll.data import sources
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.loop_thread import ended, until_one_ends
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.sampler import MemberPlayer, Members, until_one_ends
+from jaxroll.roles.sampler import MemberPlayer, Members
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient
@@ -51,7 +52,7 @@ def main(args: RoleArgs) -> int:
         interrupted = sessions.install_signal_handlers(session)
         config = args.config  # not on the loop: loading a task's library can take longer than a loop may be blocked
         tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-        sessions.ended(thread.start(_run(session, tokenizer)))
+        ended(thread.start(_run(session, tokenizer)))
         return EXIT_INTERRUPTED if interrupted.is_set() else 0
     finally:
         thread.close()

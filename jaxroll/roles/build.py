@@ -360,8 +360,8 @@ async def serve_http(args: RoleArgs, slots: int, parts: Inference, proxy: Engine
     from jaxroll.serving.http_answers import Served
     from jaxroll.serving.http_requests import EngineLimits
 
-    sampler, engine = args.config.sampler, parts.engine
-    listening = http.listen(LOOPBACK, sampler.http_port + args.index if sampler.http_port else 0)
+    engine, port = parts.engine, args.config.sampler.http_port
+    listening = http.listen(LOOPBACK, port + args.index if port else 0)
     token = http.token(protocol.load_secret(args.run_dir), args.paths.http_token)
     room = EngineLimits(cache_tokens(args.config), parts.tokenizer)
     served = Served(args.run_dir.name, proxy, room, lambda: engine.version, engine.stats,

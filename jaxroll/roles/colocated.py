@@ -60,28 +60,54 @@ class DeviceLock(AbstractContextManager):
     """A lock that is granted in the order of the requests. Not reentrant.
 
     An engine requests it again immediately after each step; with a plain lock it would starve the other roles.
+    Holders of `shared` have devices of their own, so they hold it at the same time, but not with any other.
     """
 
     def __init__(self) -> None:
-        self._guard, self._taken = threading.Lock(), False
-        self._waiting: deque[threading.Semaphore] = deque()
+        self._guard, self._holders, self._is_shared = threading.Lock(), 0, False
+        self._waiting: deque[tuple[threading.Semaphore, bool]] = deque()
+        self.shared = _Shared(self)
 
     def __enter__(self) -> DeviceLock:
-        with self._guard:
-            if not self._taken:
-                self._taken = True
-                return self
-            mine = threading.Semaphore(0)
-            self._waiting.append(mine)
-        mine.acquire()
+        self.acquire(shared=False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self, *, shared: bool) -> None:
+        """Wait until the lock is free, or held by `shared` ones only."""
         with self._guard:
-            if self._waiting:
-                self._waiting.popleft().release()  # handed over to the next waiter, so it stays taken
-            else:
-                self._taken = False
+            mine = threading.Semaphore(0)
+            self._waiting.append((mine, shared))
+            self._grant()
+        mine.acquire()
+
+    def release(self) -> None:
+        """Pass the lock on, if no other one holds it."""
+        with self._guard:
+            self._holders -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            first, shared = self._waiting[0]
+            if self._holders and not (shared and self._is_shared):
+                return
+            self._waiting.popleft()
+            self._holders, self._is_shared = self._holders + 1, shared
+            first.release()
+
+
+class _Shared(AbstractContextManager):
+    def __init__(self, lock: DeviceLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire(shared=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class LockedTrainer(Trainer):
@@ -216,12 +242,13 @@ def main(args: RoleArgs) -> int:
     """Sample, train and evaluate until the schedule's last step is done (0) or until a signal stops the process
     (EXIT_INTERRUPTED)."""
     interrupted, stop = threading.Event(), threading.Event()  # by a signal; by a signal or by a role that failed
-    engines = [sessions.EngineProcess(spec, args) for spec in role_specs(args)]
+    number = lambda spec: int(spec.role.partition("-")[2] or 0)  # noqa: E731
+    engines = [sessions.EngineProcess(spec, replace(args, index=number(spec))) for spec in role_specs(args)]
     from jaxroll.roles import learner
 
     lock, names = DeviceLock(), learner_samplers(args.config)
     seeding = Seeding(names, time.monotonic, threading.Lock()) if names else None
-    others = [RoleThread(engine, lock, stop.set) for engine in engines]
+    others = [RoleThread(engine, lock.shared if names else lock, stop.set) for engine in engines]
     opened = [engine.open() for engine in engines]
     lifeline.print_stacks_on_signal(*opened)
     for session in opened:
@@ -284,7 +311,9 @@ def _wait_for(others: Sequence[RoleThread], limit_s: float, stop: threading.Even
 class RoleThread(threading.Thread):
     """A role with an engine, on its own thread. `error` is the exception that ended it; `failed` is called then."""
 
-    def __init__(self, engine: sessions.EngineProcess, lock: DeviceLock, failed: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: sessions.EngineProcess, lock: AbstractContextManager, failed: Callable[[], None]
+    ) -> None:
         super().__init__(name=engine.spec.role, daemon=True)
         self.error: BaseException | None = None
         self._engine, self._lock, self._failed = engine, lock, failed

@@ -44,7 +44,7 @@ from jaxroll.errors import (
 from jaxroll.loop_thread import DeviceThread, LoopThread
 from jaxroll.models import folders
 from jaxroll.policy import selection
-from jaxroll.records import LogStart, Version
+from jaxroll.records import Claim, LogStart, Version
 from jaxroll.roles.weights import (
     BackgroundPublisher,
     OnThread,
@@ -379,10 +379,9 @@ class LearnerSession:
 
     async def _claim(self, trainer: Trainer, version: Version) -> PackedClaim | None:
         """The batch of this step; None after the last step, a stop request, and the end of the data."""
-        began, step, seeding = self._loop.time(), version.step, self._seeding
-        streamed, computed_s, known = [], 0.0, None
+        began, step, streamed, computed_s, known = self._loop.time(), version.step, [], 0.0, None
         while step < self.config.schedule.steps and not self._stop.is_set():
-            left_s = seeding.left_s(step) if seeding else 0.0  # of samplers on these devices
+            left_s = self._seeding.learner_waits_s(step) if self._seeding else 0.0  # for samplers on these devices
             if self.config.learner.streaming and known is None and not left_s:
                 known = []
             try:
@@ -398,10 +397,7 @@ class LearnerSession:
                 break
             if claim.whole:
                 wait_s, t0 = self._loop.time() - began - computed_s, unix_s()
-                if seeding:
-                    seeding.claimed(step, sum(len(group.members) for group in claim.groups), computed_s)
-                ready = await self._on_device(lambda claim=claim: trainer.prepare(claim))
-                return PackedClaim(ready, wait_s, t0, streamed)
+                return PackedClaim(await self._prepare(trainer, claim, computed_s), wait_s, t0, streamed)
             known, at = [*(known or ()), *(group.group for group in claim.groups)], unix_s()
             await self._on_device(lambda claim=claim: trainer.stream(claim))
             if (end := unix_s()) - at >= DEVICE_POLL_S:  # less is no work of the devices
@@ -423,6 +419,12 @@ class LearnerSession:
             return None  # `_claim` requests it again, with its own patience
         finally:
             pending.cancel()  # also if this call is cancelled: nothing else awaits the task
+        return await self._prepare(trainer, claim)
+
+    async def _prepare(self, trainer: Trainer, claim: Claim, computed_s: float = 0.0) -> Ready:
+        """The packed claim, of which `computed_s` were computed before."""
+        if self._seeding:
+            self._seeding.claimed(claim.step, sum(len(group.members) for group in claim.groups), computed_s)
         return await self._on_device(lambda: trainer.prepare(claim))
 
     async def _step(self, trainer: Trainer, version: Version, work: PackedClaim) -> tuple[Version, PackedClaim | None]:

@@ -33,12 +33,13 @@ from jaxroll.errors import (
     Unauthorized,
     described,
 )
-from jaxroll.policy.step_times import Seeding
+from jaxroll.loop_thread import until_one_ends
 from jaxroll.records import Failed, Grant, Member, Partial, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.session import ActorService, Session, until_one_ends
+from jaxroll.roles.session import Session
 from jaxroll.roles.weights import RoleLog, SwapGate, suspended
 from jaxroll.rollout.episode import Transcript, sampling_params
+from jaxroll.serving.service import ActorService
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
 #
@@ -143,12 +144,18 @@ class Members:
             self.ended.clear()  # later grants are new attempts
         await asyncio.Event().wait()  # it leases no more
 
-    async def rest(self) -> None:
-        """Return all leases, with what their members have sampled, and request none until `works` is set."""
+    async def vacate(self) -> None:
+        """Return the leases of unfinished members, with what these have sampled; request none until `works` is set."""
         self.works.clear()
         self.room.set()
-        await self.store.release([], rests=True)  # first: an open lease call would be granted what is given back
-        await self.give_back()
+        if self._gather is not None:
+            with contextlib.suppress(InfraError, TimeoutError):
+                async with asyncio.timeout(LAST_PUTS_S):
+                    await self._gather()
+                    await self.store.flushed()
+        await self._release(list(self.playing), away=True)
+        for _ in range(2):  # the engine learns of them
+            await asyncio.sleep(0)
 
     def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
         for grant in grants:
@@ -180,11 +187,15 @@ class Members:
             await self._gather()
         await self.store.flushed()
         keys = [key for key in reported if key in self._begun]  # not those that began since, with newer weights
-        await self.store.release(keys, to)
+        await self._release(keys, to)
+        self.repacks += 1
+
+    async def _release(self, keys: Sequence[Key], to: str = "", *, away: bool = False) -> None:
+        await self.store.release(keys, to, away=away)
         for key in self.playing.keys() & keys:  # not those that ended meanwhile: their puts are taken
             if not self.open[key].cancelling():
                 self._move(key)
-        self.moved, self.repacks = self.moved + len(keys), self.repacks + 1
+        self.moved += len(keys)
 
     async def _free(self) -> int:
         """The number of members to request: those of a group or more, or fewer while the store has plenty of work.
@@ -421,31 +432,8 @@ class RolloutPlay:
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """The tasks to run concurrently, forever."""
-        seeding = self._session.seeding
-        return (*self._members.loops(), *((self._seed(seeding),) if seeding else ()))
-
-    async def _seed(self, seeding: Seeding) -> None:
-        """Work for the first seconds of each step, while the learner waits for its batch."""
-        follower, known, claimed = self._session.parts.follower, None, asyncio.Event()
-        seeding.on_claim.append(lambda: self._session.soon(claimed.set))
-
-        async def claim_of(step: int) -> None:
-            while not seeding.is_claimed(step):
-                await claimed.wait()
-                claimed.clear()
-
-        while True:
-            if (version := await follower.other_than(known, LEASE_WAIT_S)) in (None, known):
-                continue
-            known, present = version, (await self._session.store.status())["present"]
-            others = sum(name.startswith("sampler-") and name not in seeding.names for name in present)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(claim_of(version.step), seeding.begin(version.step, others))
-            if not seeding.is_claimed(version.step):
-                async with suspended(self._session.proxy):  # it would sample more after the last flush
-                    await self._members.rest()
-                await claim_of(version.step)
-                self._members.works.set()  # for the next step: nothing is left to lease before its weights
+        shares = sessions.share_devices(self._session, self._members) if self._session.seeding else None
+        return (*self._members.loops(), *((shares,) if shares else ()))
 
     def counts(self) -> dict[str, Any]:
         """Counts of members and episodes for the `stats` rows."""

@@ -14,31 +14,29 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jaxroll import disk, lifeline
+from jaxroll import lifeline
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap, section_rules
-from jaxroll.config.derived import actor_names, episode_tokens
+from jaxroll.config.derived import actor_names
 from jaxroll.config.parsing import labels
 from jaxroll.envs import registry
 from jaxroll.envs.executors import Executors
 from jaxroll.envs.threads import Threads
-from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError, InfraError
-from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread
+from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError
+from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread, ended
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.roles.weights import Profiler, RoleLog
+from jaxroll.roles.weights import Profiler, RoleLog, suspended
 from jaxroll.rollout import episode
 from jaxroll.rollout.episode import RolloutManager, own_bounds
-from jaxroll.rpc import protocol, tls
+from jaxroll.rpc import tls
 from jaxroll.rpc.client import Transport
-from jaxroll.rpc.server import RawServer
-from jaxroll.serving import service
 from jaxroll.serving.agents import Agents
 from jaxroll.store.client import STORE_PATIENCE_S, StoreClient
 
@@ -281,15 +279,6 @@ def loop_thread(name: str, config: Config) -> LoopThread:
     return LoopThread(name, max(BLOCKED_S, 2 * lease_s), min(HAND_OVER_S, lease_s / 15))
 
 
-def ended(session: Future[T], timeout_s: float | None = None) -> T:
-    """The result of `session`. InfraError if foreign code cancelled it."""
-    try:
-        return session.result(timeout_s)
-    except CancelledError as error:
-        reason = "code on the event loop cancelled the session; environments must not cancel tasks of others"
-        raise InfraError(reason) from error
-
-
 def install_signal_handlers(session: Session) -> threading.Event:
     """Stop the session on a stop signal, which also sets the returned event, and print stacks on SIGUSR1."""
     interrupted = threading.Event()
@@ -411,17 +400,51 @@ class EngineProcess:
         self._pool.close()
 
 
-async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
-    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
-    loops = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-        for job in done:
-            job.result()
-    finally:
-        for job in loops:
-            job.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
+LOOK_S = 10.0  # between two looks for other samplers
+
+
+class Vacating(Protocol):
+    """Members that run while `works` is set, and can return their leases."""
+
+    works: asyncio.Event
+
+    async def vacate(self) -> None:
+        """Return all leases and request none until `works` is set."""
+        ...
+
+
+async def share_devices(session: EngineSession, members: Vacating) -> None:
+    """Let members run for the first seconds of each step, while the learner waits for its batch, or no other can."""
+    seeding, works, known, claimed = session.seeding, members.works, None, asyncio.Event()
+    assert seeding is not None, "the devices are the learner's"
+    seeding.on_claim.append(lambda: session.soon(claimed.set))
+
+    async def others() -> int:
+        present = (await session.store.status())["present"]
+        return sum(name.startswith("sampler-") and name not in seeding.names for name in present)
+
+    async def claim_of(step: int) -> None:
+        while not seeding.is_claimed(step):
+            await claimed.wait()
+            claimed.clear()
+
+    while True:
+        if (version := await session.parts.follower.other_than(known, LOOK_S)) in (None, known):
+            continue
+        known = version
+        wait_s = seeding.begin(session.role, version.step, await others())
+        while not seeding.is_claimed(version.step):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(claim_of(version.step), wait_s)
+                break
+            if (there := await others()) and works.is_set():
+                async with suspended(session.proxy):  # it would sample more after the last flush
+                    await members.vacate()
+                seeding.left(session.role)
+            elif not there:
+                works.set()
+            wait_s = LOOK_S
+        works.set()  # for the next step: nothing is left to lease before its weights
 
 
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
@@ -439,61 +462,3 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
         return row
     failed = {f"{label} {kind}": n for label, of in sources.items() for kind, n in of.failed.items()}
     return row | {"sources": {label: of.means() for label, of in sources.items()}, "failed_by_source": failed}
-
-
-# --- Generation service of a sampler's engine, for actors
-
-STATUS_EVERY_S = 2.0  # between two checks if the run is closed
-_GRACE_S = 0.5
-_TOKEN_BYTES = 4  # of a prompt on the wire
-
-
-class ActorService:
-    """Generation service for actors over the engine of `session`."""
-
-    def __init__(self, session: EngineSession) -> None:
-        self._session, self._args, self._config = session, session.args, session.config
-        self._service = service.RunService(
-            session.proxy,
-            session.parts.follower,
-            run_id=session.store.welcome.run_id,
-            config_digest=session.args.config_digest,
-        )
-
-    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """The tasks to run concurrently until the run is closed."""
-        return (self._serve(), self._until_closed(), self._drained())
-
-    def counts(self) -> dict[str, int]:
-        """Requests of actors: open now, and answered since the start."""
-        return {"requests_in_flight": self._service.open, "requests_served": self._service.served}
-
-    async def give_back(self) -> None:
-        """Do nothing: actors hold the leases."""
-
-    async def _serve(self) -> None:
-        args, kept = self._args, self._config.store
-        server = RawServer(
-            service.SERVICE, self._service.methods(), secret=protocol.load_secret(args.run_dir),
-            max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
-            calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
-            held_bytes=service.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
-        )  # fmt: skip
-        port = server.bind(args.host, args.port, insecure=args.insecure)
-        await server.start()
-        try:
-            address = protocol.address(args.host, port)
-            disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
-            self._session.parts.follower.serves_on = address
-            self._session.progress(f"serves actors on {address}")
-            await asyncio.Event().wait()
-        finally:
-            await server.stop(_GRACE_S)
-
-    async def _drained(self) -> None:
-        await self._session.stopping.wait()
-        await self._service.drain()
-
-    async def _until_closed(self) -> None:
-        while not (await self._session.store.status())["closed"]:
-            await asyncio.sleep(STATUS_EVERY_S)

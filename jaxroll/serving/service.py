@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from jaxroll import wire
+from jaxroll import disk, wire
+from jaxroll.config.derived import episode_tokens
 from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
 from jaxroll.policy.routing import SamplerLoad, route, serves
 from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
 from jaxroll.records import Version
 from jaxroll.rollout.episode import GENERATION_LIMIT_S
-from jaxroll.rpc import protocol
+from jaxroll.rpc import protocol, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.intake import Busy
-from jaxroll.rpc.server import Caller, Method
+from jaxroll.rpc.server import Caller, Method, RawServer
 
 SERVICE = "jaxroll.Sampler"
 CALLERS = frozenset({"sampler", "admin"})  # an actor has the right of a sampler
@@ -352,3 +353,61 @@ class Conversation:
         if self._remote is not None:
             self._remote.conversations -= 1
             self._remote = None
+
+
+# --- Generation service of a sampler's engine, for actors
+
+STATUS_EVERY_S = 2.0  # between two checks if the run is closed
+_GRACE_S = 0.5
+_TOKEN_BYTES = 4  # of a prompt on the wire
+
+
+class ActorService:
+    """Generation service for actors over the engine of `session`, an `EngineSession`."""
+
+    def __init__(self, session: Any) -> None:
+        self._session, self._args, self._config = session, session.args, session.config
+        self._service = RunService(
+            session.proxy,
+            session.parts.follower,
+            run_id=session.store.welcome.run_id,
+            config_digest=session.args.config_digest,
+        )
+
+    def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """The tasks to run concurrently until the run is closed."""
+        return (self._serve(), self._until_closed(), self._drained())
+
+    def counts(self) -> dict[str, int]:
+        """Requests of actors: open now, and answered since the start."""
+        return {"requests_in_flight": self._service.open, "requests_served": self._service.served}
+
+    async def give_back(self) -> None:
+        """Do nothing: actors hold the leases."""
+
+    async def _serve(self) -> None:
+        args, kept = self._args, self._config.store
+        server = RawServer(
+            SERVICE, self._service.methods(), secret=protocol.load_secret(args.run_dir),
+            max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
+            calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
+            held_bytes=MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
+        )  # fmt: skip
+        port = server.bind(args.host, args.port, insecure=args.insecure)
+        await server.start()
+        try:
+            address = protocol.address(args.host, port)
+            disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
+            self._session.parts.follower.serves_on = address
+            self._session.progress(f"serves actors on {address}")
+            await asyncio.Event().wait()
+        finally:
+            await server.stop(_GRACE_S)
+
+    async def _drained(self) -> None:
+        await self._session.stopping.wait()
+        await self._service.drain()
+
+    async def _until_closed(self) -> None:
+        while not (await self._session.store.status())["closed"]:
+            await asyncio.sleep(STATUS_EVERY_S)

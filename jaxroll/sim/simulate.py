@@ -296,7 +296,7 @@ def figures(rows: Sequence[Mapping[str, Any]], config: Config, cluster: Cluster 
         paid = [1 - _away_s(events, name, start, end) / elapsed_s for name in sampler_names(config)]
         own = paid[: len(own_samplers(config))]  # the others are on the learner's devices
         prices = [cluster.sampler_costs(index).price_per_hour * share for index, share in enumerate(own)]
-        found["samplers_paid"] = sum(paid)
+        found["samplers_paid"] = sum(own)
         per_s = (sum(prices) + cluster.learner.price_per_hour) / 3600
         found["cost_per_million_tokens"] = per_s / found["tokens_per_s"] * 1e6 if found["tokens_per_s"] else math.inf
     return found

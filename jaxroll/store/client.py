@@ -179,9 +179,9 @@ class StoreClient:
         """End all leases of this process, granted ones whose reply was lost included, as its last call."""
         await self._call("Leave", None, msg.Done)
 
-    async def release(self, grants: Sequence[Key], to: str = "", *, rests: bool = False) -> None:
-        """Return leases; `to` is the sampler for which they are reserved for a while. `rests` ends a lease call."""
-        await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants), to, rests), msg.Members)
+    async def release(self, grants: Sequence[Key], to: str = "", *, away: bool = False) -> None:
+        """Return leases; `to` is the sampler for which they are reserved for a while. `away`: none are asked for."""
+        await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants), to, away), msg.Members)
 
     async def repack(
         self, version: Version, members: int, tokens: int, wait_s: float, *, leaves: bool = False

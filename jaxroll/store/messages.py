@@ -110,12 +110,12 @@ class LeaseReply(msgspec.Struct, frozen=True):
 class Members(msgspec.Struct, frozen=True):
     """Keys of leases: those to renew or release in a call, those lost or ended in a reply.
 
-    `to`: released members are reserved for this sampler. `rests`: the caller's open lease call ends without grants.
+    `to`: released members are reserved for this sampler. `away`: the caller wants none for a while.
     """
 
     members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
     to: Label = ""
-    rests: bool = False
+    away: bool = False
 
 
 class RepackCall(msgspec.Struct, frozen=True):

@@ -179,6 +179,8 @@ BAD = [
           ("too large", ["sampler.mesh.tensor=2"], "make sampler.mesh smaller"),
           ("with two dispatches", ["sampler.dispatches_in_flight=2"], "dispatches_in_flight to 1"),
           ("planned", ["sampler.least_count=1"], "sampler.least_count to 0"),
+          ("with clients", ["sampler.http_port=0"], "sampler.http_port to -1"),
+          ("with a share", ["sampler.memory_fraction=0.5"], "sampler.memory_fraction to 0"),
           ("in a pool", ['placement.pools={"a": {"samplers": 2}}'], "placement.pools to {}"),
           ("on several hosts", ["placement.learner_hosts=2", "learner.mesh.fsdp=2"], "placement.learner_hosts to 1"))),
     pytest.param(["placement.learner_samplers=1", "sampler.count=2", "sampler.flush_tokens=8", "schedule.alpha=1"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import platform
@@ -59,6 +61,10 @@ def test_samplers_of_the_learner_have_no_process_of_their_own() -> None:
     assert "sampler-0" in names and not {"sampler-1", "sampler-2"} & set(names)
     assert specs[1] == plain[1], "the learner starts as without them"
     assert [program.module_of("learner", one) for one in (shared, UNEQUAL)] == ["colocated", "learner"]
+    for index in (0, 1):
+        options, args = argparse.Namespace(command="sampler", process=0), RoleArgs(shared, Path("/r/run"), index=index)
+        with pytest.raises(ConfigError, match="in the learner's process") if index else contextlib.nullcontext():
+            program.checked_host(args, options)
 
 
 def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:

@@ -31,13 +31,13 @@ from jaxroll.control import cli
 from jaxroll.envs import executors, processes
 from jaxroll.envs.processes import MOST_LEFT_THREADS
 from jaxroll.errors import Closed
-from jaxroll.loop_thread import LoopThread
+from jaxroll.loop_thread import LoopThread, until_one_ends
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.evaluator import EvaluatorLoops
-from jaxroll.roles.sampler import Members, until_one_ends
+from jaxroll.roles.sampler import Members
 from jaxroll.roles.session import episode_counts
 from jaxroll.rollout.episode import RolloutManager
 from jaxroll.run_paths import RunPaths

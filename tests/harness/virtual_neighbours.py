@@ -27,10 +27,11 @@ from jaxroll.rewards import scoring_pool
 from jaxroll.rewards.processes import Ready, Reply, Scored, ScoreItem, ScoringProcess, WorkerSettings, frame
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.actor import ActorLoops
-from jaxroll.roles.sampler import ActorService, SamplerLoops
+from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.roles.session import EngineSession, Session
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
+from jaxroll.serving.service import ActorService
 from jaxroll.sim.network import MemoryServer, MemoryTransport
 from jaxroll.sim.world import TOKENIZER
 from tests.harness import virtual_run

@@ -45,6 +45,35 @@ def test_the_lock_is_granted_in_the_order_of_the_requests() -> None:
     assert had == [0, 1, 2, 3, 4]
 
 
+def test_holders_of_devices_of_their_own_share_the_lock_and_no_one_waits_for_ever() -> None:
+    lock, had, leave = DeviceLock(), [], threading.Event()
+
+    def ask(name: str, shared: bool) -> threading.Thread:
+        def hold() -> None:
+            with lock.shared if shared else lock:
+                had.append(name)
+                if shared:
+                    leave.wait(LIMIT_S)
+
+        made = threading.Thread(target=hold, daemon=True)
+        made.start()
+        return made
+
+    threads = [ask("one", True), ask("two", True)]
+    until(lambda: len(had) == 2, "both to have it at the same time")
+    threads.append(ask("learner", False))
+    until(lambda: waiting(lock) == 1, "the learner to ask")
+    threads.append(ask("late", True))
+    until(lambda: waiting(lock) == 2, "another one to ask after it")
+    assert set(had) == {"one", "two"}
+    leave.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert had[2:] == ["learner", "late"]
+    with lock:
+        assert not waiting(lock)
+
+
 def test_a_second_request_comes_after_the_waiting_ones() -> None:
     """As an engine between two steps. A plain lock is nearly always acquired again by the thread that released it."""
     lock, had = DeviceLock(), []
@@ -109,10 +138,10 @@ def test_a_trainer_holds_the_lock_whenever_it_dispatches(monkeypatch: pytest.Mon
     trainer = object.__new__(LockedTrainer)
     trainer._lock = lock
     for name in dispatching:
-        monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: lock._taken}) or name)
+        monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: bool(lock._holders)}) or name)
         words = () if name in ("publishable_params", "base_params") else (None,)
         assert getattr(trainer, name)(*words) in (name, None)
-    assert had == dict.fromkeys(dispatching, True) and not lock._taken
+    assert had == dict.fromkeys(dispatching, True) and not bool(lock._holders)
 
 
 def test_an_engine_holds_the_lock_for_every_step_and_job_and_not_while_idle() -> None:
@@ -123,16 +152,16 @@ def test_an_engine_holds_the_lock_for_every_step_and_job_and_not_while_idle() ->
             return SimpleNamespace(tokens_decoded=len(seen))
 
         def step(self) -> bool:
-            seen.append(("step", lock._taken))
+            seen.append(("step", bool(lock._holders)))
             return len(seen) < 4
 
     host = EngineHost(Engine(), lock)  # pyright: ignore[reportArgumentType]
     thread = threading.Thread(target=host.run, daemon=True)
     thread.start()
     try:
-        assert host.call(lambda: lock._taken).result(LIMIT_S), "a job without the lock"
+        assert host.call(lambda: bool(lock._holders)).result(LIMIT_S), "a job without the lock"
         until(lambda: len(seen) >= 4, "four steps")
-        until(lambda: not lock._taken, "an idle engine to release it")
+        until(lambda: not bool(lock._holders), "an idle engine to release it")
         assert {taken for _, taken in seen} == {True}
     finally:
         host.stop()

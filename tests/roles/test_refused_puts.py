@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.loop_thread import until_one_ends
 from jaxroll.records import Failed, Finished, Member
-from jaxroll.roles.sampler import Members, until_one_ends
+from jaxroll.roles.sampler import Members
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import Store as Silent
 from tests.harness.sampler_members import grant, members, settle

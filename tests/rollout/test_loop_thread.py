@@ -20,9 +20,8 @@ import pytest
 from jaxroll import loop_thread
 from jaxroll.envs.executors import EnvironmentCalls
 from jaxroll.errors import InfraError
-from jaxroll.loop_thread import LoopThread
+from jaxroll.loop_thread import LoopThread, ended
 from jaxroll.protocols import StepResult
-from jaxroll.roles.session import ended
 
 DEADLINE_S = 60.0
 

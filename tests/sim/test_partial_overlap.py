@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,45 +67,80 @@ class Clock:
         self.now_s = 0.0
 
 
+def seeding_of(clock: Clock, *names: str) -> Seeding:
+    return Seeding(names or ("sampler-2",), lambda: clock.now_s, contextlib.nullcontext())
+
+
 def test_the_first_sampler_with_new_weights_begins_the_time_of_all_and_a_claim_ends_it() -> None:
     clock, told = Clock(), list[int]()
-    seeding = Seeding(["sampler-2", "sampler-3"], lambda: clock.now_s, contextlib.nullcontext())
+    seeding = seeding_of(clock, "sampler-2", "sampler-3")
     seeding.on_claim.append(lambda: told.append(1))
-    assert math.isinf(seeding.left_s(0)) and not seeding.is_claimed(0)
-    assert seeding.begin(0, 2) == FIRST_S
+    assert seeding.begin("sampler-2", 0, 2) == FIRST_S
     clock.now_s = 10.0
-    assert seeding.begin(0, 2) == seeding.left_s(0) == FIRST_S - 10.0
+    assert seeding.begin("sampler-3", 0, 2) == seeding.learner_waits_s(0) == FIRST_S - 10.0
     clock.now_s = 30.0
+    assert not seeding.is_claimed(0)
     seeding.claimed(0, 64, 0.0)
-    assert seeding.is_claimed(0) and told == [1] and seeding.left_s(0) == 0.0
-    assert math.isinf(seeding.left_s(1)) and not seeding.is_claimed(1)
+    assert seeding.is_claimed(0) and told == [1] and seeding.learner_waits_s(0) == 0.0
     clock.now_s = 42.0  # the samplers waited for 12 s, the learner not at all
-    assert seeding.begin(1, 2) == pytest.approx(30.0 - 12.0 / 3)
-    assert seeding.begin(0, 2) == 0.0, "weights that are not the newest"
+    assert seeding.begin("sampler-2", 1, 2) == pytest.approx(30.0 - 12.0 / 3)
+    assert seeding.begin("sampler-3", 0, 2) == 0.0, "weights that are not the newest"
 
 
-def test_the_learner_waits_from_the_end_of_the_time_on_but_for_what_it_computes() -> None:
+def test_the_learner_leaves_its_devices_until_all_have_stopped_but_not_without_end() -> None:
     clock = Clock()
-    seeding = Seeding(["sampler-2"], lambda: clock.now_s, contextlib.nullcontext())
-    seeding.begin(0, 2)
+    seeding = seeding_of(clock, "sampler-2", "sampler-3")
+    for name in ("sampler-2", "sampler-3"):
+        seeding.begin(name, 0, 2)
+    clock.now_s = FIRST_S
+    seeding.left("sampler-2")
+    assert 0.0 < seeding.learner_waits_s(0) < 1.0
+    seeding.left("sampler-3")
+    assert seeding.learner_waits_s(0) == 0.0
+    seeding.claimed(0, 64, 0.0)
+    seeding.begin("sampler-2", 1, 2)
+    clock.now_s += 2 * FIRST_S
+    assert seeding.learner_waits_s(1) == 0.0, "one that does not stop"
+
+
+def test_the_learner_waits_for_samplers_whose_weights_do_not_come_for_that_time_at_most() -> None:
+    clock = Clock()
+    seeding = seeding_of(clock)
+    assert seeding.learner_waits_s(0) == FIRST_S
+    clock.now_s = FIRST_S - 1.0
+    assert seeding.learner_waits_s(0) == 1.0
+    clock.now_s = FIRST_S + 1.0
+    assert seeding.learner_waits_s(0) == 0.0
+
+
+def test_the_learner_is_idle_from_the_samplers_leave_on_but_for_what_it_computes() -> None:
+    clock = Clock()
+    seeding = seeding_of(clock)
+    seeding.begin("sampler-2", 0, 2)
     clock.now_s = 20.0
     seeding.claimed(0, 64, 0.0)
-    first = seeding.begin(1, 2)
+    first = seeding.begin("sampler-2", 1, 2)
     assert first == 20.0
-    clock.now_s = 20.0 + first + 9.0
+    clock.now_s = 20.0 + first + 1.0
+    seeding.left("sampler-2")
+    clock.now_s += 9.0
     seeding.claimed(1, 64, computed_s=3.0)
     clock.now_s += 3.0
-    assert seeding.begin(2, 2) == pytest.approx(first + (6.0 - 3.0) / 3)
+    assert seeding.begin("sampler-2", 2, 2) == pytest.approx(first + (6.0 - 3.0) / 3)
 
 
-def test_samplers_whose_weights_come_after_the_claim_do_not_work_and_their_step_is_not_measured() -> None:
+def test_steps_of_which_the_samplers_had_no_weights_in_time_are_not_measured() -> None:
     clock = Clock()
-    seeding = Seeding(["sampler-2"], lambda: clock.now_s, contextlib.nullcontext())
-    seeding.claimed(0, 64, 0.0)
-    clock.now_s = 5.0
-    assert seeding.begin(0, 2) == 0.0
-    clock.now_s = 6.0
-    assert seeding.begin(1, 2) == FIRST_S
+    seeding = seeding_of(clock)
+    seeding.begin("sampler-2", 4, 2)
+    clock.now_s = 30.0
+    seeding.claimed(4, 64, 0.0)
+    clock.now_s = 80.0
+    seeding.claimed(5, 64, 0.0)
+    clock.now_s = 85.0
+    assert seeding.begin("sampler-2", 5, 2) == 0.0
+    clock.now_s = 90.0
+    assert seeding.begin("sampler-2", 6, 2) == FIRST_S
 
 
 def test_in_short_steps_the_least_time_is_a_share_of_the_step() -> None:
@@ -188,8 +222,8 @@ def test_samplers_on_the_learners_devices_are_no_relays() -> None:
     sends = TransferCosts(size_bytes=1e9, bytes_per_s=1e9, sender_bytes_per_s=1e9)
     relayed = replace(config(steps=6), transfer=replace(config().transfer, channel="tcp", relay="tree"))
     relayed = replace(relayed, sampler=replace(relayed.sampler, count=7))
-    four = replace(CLUSTER, transfer=sends, learner=replace(CLUSTER.learner, samplers=4))
-    found = simulate.simulated_rows(relayed, four, Path(), keep=False)
+    relayed = replace(relayed, placement=replace(relayed.placement, learner_samplers=4))
+    found = simulate.simulated_rows(relayed, replace(CLUSTER, transfer=sends), Path(), keep=False)
     fetches = [row for row in found if row.get("kind") == "span" and row.get("what") == "fetch"]
     assert max(row["t1"] - row["t0"] for row in fetches) < 2.5
 
@@ -199,3 +233,23 @@ def test_a_failure_of_the_learners_devices_is_refused() -> None:
         lost = replace(CLUSTER, failures=(RoleFailure(1.0, "sampler-2"),))
         simulate.simulated_rows(config(), lost, Path(), keep=False)
     assert refused.value.key == "placement.learner_samplers"
+
+
+def test_samplers_that_are_much_slower_than_the_learners_devices_work_while_those_are_away() -> None:
+    """If the store counted those as present, slow ones would rest, and steps take a minute."""
+    slow = replace(CLUSTER.sampler, step_overhead_s=0.1)
+    devices = replace(CLUSTER, samplers=(slow, slow, replace(slow, step_overhead_s=0.02)))
+    both = [simulate.scheduled_on(config(), devices, name) for name in ("stream", "partial_overlap")]
+    alone, helped = (
+        [r for r in simulate.simulated_rows(*one, Path(), keep=False) if r.get("kind") == "step"] for one in both
+    )
+    longest = max(b["t1"] - a["t1"] for a, b in itertools.pairwise(alone))
+    assert all(b["t1"] - a["t1"] < longest for a, b in itertools.pairwise(helped))
+    assert helped[-1]["t1"] - helped[0]["t1"] < 0.95 * (alone[-1]["t1"] - alone[0]["t1"])
+
+
+def test_the_learners_devices_go_on_while_no_other_sampler_is_there() -> None:
+    lost = tuple(RoleFailure(60.0, f"sampler-{index}", 2000.0) for index in range(2))
+    found = simulate.simulated_rows(config(), replace(CLUSTER, failures=lost), Path(), keep=False)
+    steps = [row for row in found if row.get("kind") == "step"]
+    assert len(steps) == 20 and steps[-1]["t1"] - steps[0]["t0"] < 1900.0

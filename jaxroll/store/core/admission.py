@@ -184,8 +184,8 @@ def by_holder(settings: Settings, state: State) -> HolderIndex:
 def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
     """The holder that gets the work instead of `name`, whose members are slow or fail; '' if `name` may work.
 
-    A slow holder yields to a sampler with room. A holder that fails too often or is on trial yields to a reliable one
-    that was idle lately. If all others are busy, it may work.
+    A slow holder yields to a sampler with room, one that fails too often or is on trial to a reliable one that was idle
+    lately. If all others are busy, it may work.
     """
     if is_slow(settings, state, name):
         for other in by_holder(settings, state).with_room(name, now_s):
@@ -212,8 +212,8 @@ def are_peers(state: State, name: str, other: str) -> bool:
 
 
 def is_present(settings: Settings, state: State, name: str, now_s: float) -> bool:
-    """True if `name` called recently."""
-    return now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
+    """True if `name` called recently and is not away."""
+    return name not in state.away and now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
 
 
 def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
@@ -268,8 +268,9 @@ def others(settings: Settings, state: State, name: str, now_s: float) -> Iterato
 
 
 def _present(settings: Settings, state: State, now_s: float) -> Iterator[str]:
-    """The holders that called recently, the newest call first."""
-    return itertools.takewhile(lambda name: is_present(settings, state, name, now_s), reversed(state.seen_s))
+    """The holders that called recently, those that are away included, the newest call first."""
+    since_s = now_s - max(PRESENT_S, settings.lease_s)
+    return itertools.takewhile(lambda name: state.seen_s[name] >= since_s, reversed(state.seen_s))
 
 
 def holder_filter(settings: Settings, state: State, name: str, now_s: float) -> Callable[[str], bool]:
@@ -289,9 +290,8 @@ def holder_filter(settings: Settings, state: State, name: str, now_s: float) -> 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
     """True if a failure is put down to `name` and not to its member, because others may do better.
 
-    That is so if many of its last members failed while those of another holder succeed. It is also so if `name` has
-    never put a member and one of the expected holders has failed nothing lately: that one may not be ready yet. A
-    holder that left is not waited for.
+    That is so if many of its last members failed while those of another holder succeed, and if `name` has never put one
+    and an expected holder has failed nothing lately: that may not be ready yet. No holder that left is waited for.
     """
     left = (known for known, session in state.sessions.items() if not session)
     if name not in state.member_s and len({name, *state.failing, *left}) < settings.holders:

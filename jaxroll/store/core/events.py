@@ -67,10 +67,14 @@ class Renew:
 
 @dataclass(frozen=True)
 class Release:
-    """Return of leases. For a while only the holder `to` may lease them, if it is not '' and present."""
+    """Return of leases. For a while only the holder `to` may lease them, if it is not '' and present.
+
+    The holder `away`, if not '', leases none for a while: no other one waits for it or yields to it.
+    """
 
     members: tuple[Key, ...]
     to: str = ""
+    away: str = ""
 
 
 @dataclass(frozen=True)
@@ -437,7 +441,7 @@ class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
     """`name` has room for `room` members and got none (`leases._hunger`); without `why` this ends. Not logged."""
 
     name: str
-    why: str  # "window": it is full; "weights": those of the sampler are not the newest
+    why: str  # "window": it is full; "weights": those of the sampler are not the newest; "away": it asks for none
     room: int = 0
     fetches: bool = False  # it has the newest weights but one, so that it will have them soon
 
@@ -490,5 +494,6 @@ Event = (
 )
 
 LEFT = "the rest is left to samplers that fetch their weights"  # the reason of a NoCredit where a share is used up
+AWAY = "away"  # `Hungry.why` of a sampler that asks for no leases for a while
 LAGGING = "weights"  # `Hungry.why`, and the reason of a NoCredit, where a sampler needs newer ones
 NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)

@@ -449,7 +449,8 @@ def release(settings: Settings, state: State, r: ev.Release, now_s: float) -> De
         slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt:
             given.setdefault(group, []).append(member)
-    return Decision([ev.LeaseEnded(group, tuple(some), "released", reserved_for=to) for group, some in given.items()])
+    ends = [ev.LeaseEnded(group, tuple(some), "released", reserved_for=to) for group, some in given.items()]
+    return Decision([*ends, *([ev.Hungry(r.away, ev.AWAY)] if r.away else [])])
 
 
 def tick(settings: Settings, state: State, r: ev.Tick, now_s: float) -> Decision:

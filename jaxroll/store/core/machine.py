@@ -94,8 +94,8 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
     state.claimed_at_s = state.awaited_at_s = None
     for name in list(state.rooms):
         no_room(state, name)
-    state.idle_s.clear()
-    state.seen_s.clear()
+    for known in (state.idle_s, state.seen_s, state.away):
+        known.clear()
     for health in state.holders.values():
         health.rested_at_s = None
     return state
@@ -189,6 +189,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot.reserved_for = ""
     note_seen(state, e.holder, now_s)
     state.index.update(group)
+    state.away.discard(e.holder)
     no_room(state, e.holder)
     receipt = state.receipts.get(key := state.receipt_key(e.session, e.reserved))
     if receipt is None or receipt.request != e.request:
@@ -420,10 +421,11 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 
 
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
+    (state.away.add if e.why == ev.AWAY else state.away.discard)(e.name)
     if e.why == ev.LAGGING:
         state.behind[e.name], state.rooms[e.name] = now_s, e.room
         state.by_holder.set_room(e.name, now_s, e.room, fetches=e.fetches)
-    elif e.why:
+    elif e.why and e.why != ev.AWAY:
         state.behind.pop(e.name, None)
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
         state.by_holder.set_room(e.name, now_s, e.room)
@@ -435,6 +437,7 @@ def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
 
 
 def _seen(state: State, e: ev.Seen, now_s: float) -> None:
+    state.away.discard(e.name)
     note_seen(state, e.name, now_s)
 
 

@@ -27,10 +27,8 @@ class FlushedTokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class Slot(msgspec.Struct, gc=False):
-    """One member of a group. `attempt` counts its leases; a put must carry the current attempt.
-
-    `digest` belongs to the put that finished it; `failed_digest` to its last failure, reported by `failed_attempt`.
-    """
+    """One member of a group. `attempt` counts its leases; a put must carry the current attempt. `digest` belongs to the
+    put that finished it; `failed_digest` to its last failure, reported by `failed_attempt`."""
 
     status: str = FREE
     attempt: int = 0
@@ -394,6 +392,7 @@ class State(msgspec.Struct, dict=True):
     idle_s: dict[str, float] = {}  # the same, but kept when it gets a lease
     rooms: dict[str, int] = {}  # sampler that is hungry or behind → members for which it has room
     seen_s: dict[str, float] = {}  # holder → when it last leased, put, renewed or asked for a lease
+    away: set[str] = set()  # holders that ask for no leases for a while
     holders: dict[str, Health] = {}  # holders whose members failed lately
     failing: dict[str, float] = {}  # holder → share of its last members that failed, with DATA or INFRA
     questions: dict[str, Question] = {}  # by question hash, the newest last

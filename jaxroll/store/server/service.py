@@ -184,7 +184,7 @@ class StoreService:
         self.paused = False  # by a person; not in the log, so a restart of the store ends it
         self._checkpoint_at: int | Literal["next"] | None = None  # step after which a person wants a checkpoint
         self._profiles = msg.ProfileOrders(metrics.log_all)  # empty unless a person has asked for one
-        self._resting: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session, from `rests` to its next lease call
+        self._away: dict[str, str] = RecentMap(NAMES_KEPT)  # name → session, until its next lease call
         self._reported: dict[str, bool] = RecentMap(8 * NAMES_KEPT)  # request ids; a role has several on their way
         self._relays, self._following = RelayTree(), Counter[str]()  # names of the receivers that wait for weights
         self._repacker, self._intervals = Repacker(room), Intervals(keeper, turns.slot_s)
@@ -248,7 +248,7 @@ class StoreService:
         if not protocol.NAME.fullmatch(call.request):
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
         self._workers.leases(caller)
-        self._resting.pop(caller.name, None)
+        self._away.pop(caller.name, None)
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
         size = 1 if self._keeper.settings.replicate != "together" else self._keeper.settings.group_size
         count = -(-max(members, 1) // size) + 1  # of a group that is split the caller takes a member or more
@@ -256,7 +256,7 @@ class StoreService:
             count = max(count, self._keeper.settings.limiter.batch_groups)
 
         def ask() -> Any:
-            if self._workers.is_surplus(caller) or self._resting.get(caller.name) == caller.session:
+            if self._workers.is_surplus(caller) or self._away.get(caller.name) == caller.session:
                 return ev.Leases((), 0)
             if self.paused and not call.reserved and not over(self._keeper.settings, self._keeper.state):
                 return NoCredit("the run is paused", _PAUSED_ASK_S)
@@ -291,10 +291,10 @@ class StoreService:
 
     async def _release(self, caller: Caller, body: bytes) -> msg.Members:
         call = wire.decode(body, msg.Members)
-        if call.rests:
-            self._resting[caller.name] = caller.session
+        if call.away:
+            self._away[caller.name] = caller.session
             self._keeper.wakeups.notify(LEASE)
-        await self._keeper.answer(ev.Release(call.members, call.to))
+        await self._keeper.answer(ev.Release(call.members, call.to, caller.name if call.away else ""))
         if call.to:
             self._repacker.given(caller.name, len(call.members))
             self._keeper.wakeups.notify(REPACK)

@@ -236,12 +236,12 @@ def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: 
     run(expires())
 
 
-def test_an_open_lease_call_of_a_sampler_that_rests_is_granted_nothing(
+def test_an_open_lease_call_of_a_sampler_that_is_away_is_granted_nothing(
     tmp_path: Path, small: SimpleNamespace, run, waiting
 ) -> None:
     config = small.configured(alpha=0.0)
 
-    async def rests() -> None:
+    async def acts() -> None:
         async with (
             small.serving(tmp_path, config),
             small.connected(tmp_path, config, "learner") as learner,
@@ -252,14 +252,15 @@ def test_an_open_lease_call_of_a_sampler_that_rests_is_granted_nothing(
             held = small.keys(await first.lease(V0, 4))
             waits = asyncio.ensure_future(first.lease(V0, 4, 30.0))
             await waiting("lease")
-            await first.release([], rests=True)
+            await first.release([], away=True)
             assert await asyncio.wait_for(waits, 10.0) == []
             await first.release(held)
             given = small.keys(await second.lease(V0, 4))
-            assert given and {key[:2] for key in given} <= {key[:2] for key in held}
+            assert given == [(g, m, 2) for g, m, _ in held], "it had room, and nothing is kept for it"
+            await second.release(given)
             assert small.keys(await first.lease(V0, 4)), "its next call is granted as before"
 
-    run(rests())
+    run(acts())
 
 
 def test_a_batch_larger_than_a_message_comes_in_pages(
