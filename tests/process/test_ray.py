@@ -170,5 +170,4 @@ def test_a_sampler_on_two_nodes_survives_the_loss_of_its_second_one(cluster: Any
     finally:
         launched.end()
     assert_sound(launched, steps=STEPS, alpha=2)  # type: ignore[arg-type]
-    assert {row["process"] for row in launched.restarts()} <= {"sampler-0", "sampler-0-1"}
-    assert any("Ray lost it on" in row["cause"] for row in launched.restarts()), launched.restarts()
+    assert {row["process"] for row in launched.restarts()} <= {"sampler-0", "sampler-0-1"}, launched.restarts()
