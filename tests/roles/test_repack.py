@@ -143,7 +143,7 @@ class Planner:
     async def flushed(self) -> None:
         pass
 
-    async def release(self, keys: list[Key], to: str) -> None:
+    async def release(self, keys: list[Key], to: str, *, away: bool = False) -> None:
         self.given.append((keys, to))
 
 
