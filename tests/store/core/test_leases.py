@@ -6,6 +6,7 @@ import pytest
 
 from jaxroll.errors import Closed, NoCredit, StaleClient
 from jaxroll.records import Version
+from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import NAMES_KNOWN, outstanding
@@ -144,6 +145,22 @@ def test_a_process_that_leaves_ends_its_leases_and_is_forgotten(machine: Machine
     with pytest.raises(StaleClient):
         machine.lease(1)
     assert len(machine.lease(100, name="T")) == 8
+
+
+def test_a_process_that_is_away_counts_as_absent_until_it_asks_again(machine: Machine) -> None:
+    settings, state = machine.core.settings, machine.state
+    machine.lease(1, name="T")
+    keys = machine.lease(100)
+    present = lambda: list(admission.others(settings, machine.state, "T", machine.now))  # noqa: E731
+    with pytest.raises(NoCredit, match="window"):
+        machine.lease(1)
+    assert present() == ["S"] and "S" in state.rooms
+    machine.ask(ev.Release(tuple(keys), away="S"))
+    assert present() == [] and not any("S" in table for table in (state.rooms, state.hungry, state.behind))
+    assert admission.yields_to(settings, state, "T", machine.now) == ""
+    machine.ask(ev.Renew("S-1", ()))
+    assert present() == []
+    assert machine.lease(1) and present() == ["S"]
 
 
 def test_a_process_that_leaves_late_takes_nothing_from_its_successor(machine: Machine) -> None:
