@@ -239,6 +239,14 @@ def holders_that_are_not_ready_yet_are_forgotten(patch: Patch) -> None:
     wrap(patch, admission, "is_broken_alone", alone)
 
 
+@breaks("9 shares")
+def holders_that_are_away_count_as_present(patch: Patch) -> None:
+    def present(original: Any, settings: Any, state: Any, *rest: Any) -> bool:
+        return original(settings, SimpleNamespace(seen_s=state.seen_s, away=()), *rest)
+
+    wrap(patch, admission, "is_present", present)
+
+
 @breaks("failures: rest")
 def claims_do_not_forgive_failures(patch: Patch) -> None:
     patch.setattr(machine, "KEPT_BY_CLAIM", 1.0)

@@ -104,6 +104,7 @@ class Books:
         self.slow: set[str] = set()  # samplers that the store calls slow
         self.proved: set[str] = set()  # holders that have put a member
         self.seen: dict[str, float] = {}  # holder → time of its last call
+        self.away: set[str] = set()  # those that ask for no leases for a while
         self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
         self.avoided = 0  # how often a member was left to another holder
         self.ended_as_slow = 0  # leases
@@ -281,6 +282,7 @@ class Books:
         self.behind.clear()
         self.published_at = now
         self.seen.clear()
+        self.away.clear()
         for health in self.health.values():
             health["at"] = None
         self.awaited = False

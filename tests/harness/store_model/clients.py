@@ -65,7 +65,8 @@ class Sampler:
             key = rng.choice(list(self.holding))
             self.holding.pop(key)
             to = rng.choice(world.samplers).name if world.moves else ""
-            world.ask(self, ev.Release((key,), to), ignore)
+            away = self.name if world.away and rng.random() < 0.7 else ""
+            world.ask(self, ev.Release((key,), to, away), ignore)
         elif world.sent:
             put = rng.choice(world.sent)
             world.ask(self, replace(put, digest="other") if rng.random() < 0.3 else put, ignore)

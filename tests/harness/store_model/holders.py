@@ -26,8 +26,9 @@ class Holders(LearnerSide):
         return [o for o in there if not self.yields(o, now) and not self.is_ill(o, now)]
 
     def is_there(self, name: str, now: float) -> bool:
-        """True if it called recently."""
-        return name in self.seen and now - self.seen[name] <= max(THERE_S, self.rules.lease_s)
+        """True if it called recently, and asks for leases."""
+        called = name in self.seen and now - self.seen[name] <= max(THERE_S, self.rules.lease_s)
+        return called and name not in self.away
 
     def fails(self, name: str) -> bool:
         """True if more than a tenth of its last members failed."""

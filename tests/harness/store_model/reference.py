@@ -70,6 +70,10 @@ class Reference(Sharing):
                 member["status"] = FREE
                 if self.sessions.get(r.to):
                     member |= {"rest": now + RESERVED_S, "for": r.to}
+        if r.away:
+            self.away.add(r.away)
+            for known in (self.rooms, self.behind):
+                known.pop(r.away, None)
 
     def on_Tick(self, r: ev.Tick, reply: Any, now: float) -> None:
         if not r.stalled_s:
@@ -136,6 +140,7 @@ class Reference(Sharing):
         idle = isinstance(reply, Exception) and self.published is not None and r.version.step >= self.published[1]
         if grants or (idle and (before is None or now - before >= SEEN_S)):
             self.seen[r.name] = now
+            self.away.discard(r.name)
 
     def is_for_another(self, r: ev.Lease, reply: str, now: float) -> bool:
         """True if a slow or failing sampler gets no members but reserved ones, as a better one was just idle."""

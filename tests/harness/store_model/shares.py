@@ -96,9 +96,11 @@ class Sharing(Holders):
         elif reply.startswith("no credit: weights") and " behind" in reply:
             if now - self.seen.get(r.name, -math.inf) <= FETCHES_S:
                 self.behind[r.name] = (now, r.max_members, self.base() - r.version.step == 1)
+                self.away.discard(r.name)
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
             self.rooms.pop(r.name, None)
             self.behind.pop(r.name, None)
             if reply.startswith("no credit: window"):
                 self.rooms[r.name] = (now, r.max_members, False)
                 self.idle[r.name] = now
+                self.away.discard(r.name)

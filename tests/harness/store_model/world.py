@@ -80,6 +80,7 @@ class World:
         self.learner_share = self.rng.choice((7, 15, 28))  # of the operations, in percent
         self.hostile = self.rng.random() < 0.5
         self.moves = seed % 8 == 1  # members from one sampler to another
+        self.away = seed % 11 == 2  # samplers ask for no leases for a while
         self.samplers = [Sampler(f"s{i}") for i in range(self.rng.randint(1, 3))]
         self.samplers[0].broken = self.rng.choice(("INFRA", "DATA")) if self.rng.random() < 0.3 else ""
         self.samplers[-1].slow = seed % 4 == 1

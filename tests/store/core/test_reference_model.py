@@ -34,6 +34,7 @@ RARE = {  # the first seed, counted from 0, whose run shows the bug; if it no lo
     "future_version_accepted": 14,
     "groups_are_not_judged": 10,
     "head_skipped": 10,
+    "holders_that_are_away_count_as_present": 277,
     "holders_that_are_not_ready_yet_are_forgotten": 5,
     "last_batch_delivered_against_the_policy": 41,
     "limit_of_rejections_is_not_counted_anew": 10,
