@@ -255,8 +255,7 @@ workloads. With α = 1 it keeps about half of that gain at half the age. `one_st
 length, and gains less with a long tail, because a batch waits for its longest answer. Without staleness, synchronous
 training on shared devices is best or within 2 % of the best where devices stay: separate ones are idle in turn, and a
 switch of roles costs nothing here. Where devices are lost, `partial overlap` is best without staleness: it alone has
-flushes here, so that rollouts of a lost device go on elsewhere ([migration](fleet.md)). Conversations start again when
-they move, so it is slow with agents. `pure` and `interval` are for users who need their rules: all tokens of a sequence
+flushes here, so that rollouts of a lost device go on elsewhere ([migration](fleet.md)). `pure` and `interval` are for users who need their rules: all tokens of a sequence
 at one version, or an age of exactly one.
 """
 _TABLE = """## {title}
@@ -298,7 +297,7 @@ Workloads were computed in calls of their own. Rates are medians over seeds, wit
 that is more than {clearly:.0%} slower with the first seed got no other seeds. The null workload has no random numbers
 and one seed. `stream` has a learner that [streams](../scheduling.md#streaming) micro-batches of 16,384 tokens. With
 [`partial overlap`](../scheduling.md#partial-overlap) its devices also generate for T seconds of each step, by RLBoost's
-rule.
+rule. Conversations that cannot move go on there while it computes, at no cost here.
 """
 
 

@@ -369,7 +369,7 @@ def run(config: Config, request: LaunchOptions, words: Sequence[str]) -> int:
 
 
 def _spec(process: RayProcess, group: PlacementGroup, path: Path) -> ProcessSpec:
-    gang = group.name if len(group.processes) > 1 else ""
+    gang = group.processes[0].name if len(group.processes) > 1 else ""
     role, ready = program.role_of(process.name), RunPaths(path).store_address
     if group.here:
         env = program.common_env(str(program.default_cache_dir(path, os.environ))) | program.cpu_env()

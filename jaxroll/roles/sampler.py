@@ -40,6 +40,7 @@ from jaxroll.roles.session import Session
 from jaxroll.roles.weights import RoleLog, SwapGate, suspended
 from jaxroll.rollout.episode import Transcript, sampling_params
 from jaxroll.serving.service import ActorService
+from jaxroll.store.flushes import Stream
 
 # --- Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned
 #
@@ -140,12 +141,14 @@ class Members:
                 self._plenty = sum(len(grant.members) for grant in grants) == free
                 self._start_all(grants)
             elif unplayed := [(one.group, *member) for one in grants for member in one.members]:
-                await self.store.release(unplayed)
+                await self.store.release(unplayed, away=not self.works.is_set())
             self.ended.clear()  # later grants are new attempts
         await asyncio.Event().wait()  # it leases no more
 
-    async def vacate(self) -> None:
-        """Return the leases of unfinished members, with what these have sampled; request none until `works` is set."""
+    async def vacate(self, generating: Callable[[], Collection[tuple[int, int]]]) -> bool:
+        """Return the leases of members (group, member) that generate, with what these have sampled; request none until
+        `works` is set. True if others go on: they need no device now, or would begin again elsewhere.
+        """
         self.works.clear()
         self.room.set()
         if self._gather is not None:
@@ -153,9 +156,13 @@ class Members:
                 async with asyncio.timeout(LAST_PUTS_S):
                     await self._gather()
                     await self.store.flushed()
-        await self._release(list(self.playing), away=True)
+        now = generating()
+        keys = [key for key, one in self.playing.items() if key[:2] in now and _sent(one) >= one.sampled]
+        stays = len(self.playing) > len(keys)
+        await self._release(keys, away=True)
         for _ in range(2):  # the engine learns of them
             await asyncio.sleep(0)
+        return stays
 
     def _start_all(self, grants: Sequence[Grant], *, joins: bool = False) -> None:
         for grant in grants:
@@ -348,7 +355,7 @@ class Members:
 
     def _move(self, key: Key) -> None:
         """Cancel a member that goes on elsewhere."""
-        self.tokens_moved += stream.unended() if (stream := self.playing[key].stream) else 0
+        self.tokens_moved += max(0, _sent(one := self.playing[key]) - one.sampled)
         self._cancel(key)
 
     def _cancel(self, key: Key) -> None:
@@ -380,6 +387,11 @@ class Members:
         if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
             with contextlib.suppress(Closed):
                 await self.store.release(unput)
+
+
+def _sent(transcript: Transcript) -> int:
+    """The sampled tokens of a member that the store has."""
+    return transcript.stream.sent if isinstance(transcript.stream, Stream) else 0
 
 
 # --- The role

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from jaxroll.envs.threads import Threads
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, ConfigError
 from jaxroll.loop_thread import BLOCKED_S, HAND_OVER_S, LoopThread, ended
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
+from jaxroll.records import Version
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Profiler, RoleLog, suspended
 from jaxroll.rollout import episode
@@ -400,7 +401,7 @@ class EngineProcess:
         self._pool.close()
 
 
-LOOK_S = 10.0  # between two looks for other samplers
+LOOK_S, SOON_S = 10.0, 1.0  # between two looks for other samplers; for members that could not leave before
 
 
 class Vacating(Protocol):
@@ -408,8 +409,8 @@ class Vacating(Protocol):
 
     works: asyncio.Event
 
-    async def vacate(self) -> None:
-        """Return all leases and request none until `works` is set."""
+    async def vacate(self, generating: Callable[[], Collection[tuple[int, int]]]) -> bool:
+        """Return leases and request none until `works` is set; True if some members go on (`sampler.Members`)."""
         ...
 
 
@@ -419,9 +420,10 @@ async def share_devices(session: EngineSession, members: Vacating) -> None:
     assert seeding is not None, "the devices are the learner's"
     seeding.on_claim.append(lambda: session.soon(claimed.set))
 
-    async def others() -> int:
-        present = (await session.store.status())["present"]
-        return sum(name.startswith("sampler-") and name not in seeding.names for name in present)
+    async def others(version: Version | None = None) -> int:
+        status = await session.store.status()
+        there = {name for name in status["present"] if name.startswith("sampler-")} - seeding.names
+        return sum(version is None or status["holders"].get(name) == str(version) for name in there)
 
     async def claim_of(step: int) -> None:
         while not seeding.is_claimed(step):
@@ -431,19 +433,19 @@ async def share_devices(session: EngineSession, members: Vacating) -> None:
     while True:
         if (version := await session.parts.follower.other_than(known, LOOK_S)) in (None, known):
             continue
-        known = version
+        known, stays = version, False
         wait_s = seeding.begin(session.role, version.step, await others())
         while not seeding.is_claimed(version.step):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(claim_of(version.step), wait_s)
                 break
-            if (there := await others()) and works.is_set():
+            if (able := await others(version)) and (works.is_set() or stays):
                 async with suspended(session.proxy):  # it would sample more after the last flush
-                    await members.vacate()
+                    stays = await members.vacate(session.proxy.generating)
                 seeding.left(session.role)
-            elif not there:
+            elif not able:
                 works.set()
-            wait_s = LOOK_S
+            wait_s = SOON_S if stays else LOOK_S
         works.set()  # for the next step: nothing is left to lease before its weights
 
 

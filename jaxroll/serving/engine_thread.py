@@ -152,6 +152,7 @@ class EngineProxy:
         self._host, self._loop, self._ids = host, loop, itertools.count()
         self._intervals: list[tuple[int, int, float, float, int]] = []
         self._open: dict[int, asyncio.Future] = {}
+        self._members: dict[int, tuple[int, int]] = {}  # by request
         self._admitting = asyncio.Event()
         self._admitting.set()
         self._pieces: deque[tuple[OnTokens, Completion]] = deque()
@@ -197,7 +198,7 @@ class EngineProxy:
             self._loop.call_soon_threadsafe(_resolve, done, result)
 
         self._host.engine.add(request, deliver)
-        self._open[request.id] = done
+        self._open[request.id], self._members[request.id] = done, (key.group, key.member)
         self._host.wake()
         try:
             result = await done
@@ -206,12 +207,16 @@ class EngineProxy:
             self._host.wake()
             raise
         finally:
-            del self._open[request.id]
+            del self._open[request.id], self._members[request.id]
         completion = result.completion
         if params.seed is None:
             sampled = len(completion.tokens) - (len(before.tokens) if before is not None else 0)
             self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, sampled))
         return completion
+
+    def generating(self) -> set[tuple[int, int]]:
+        """The members (group, member) that have a request in the engine."""
+        return set(self._members.values())
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generation until `resume`; returns when the engine samples nothing more. Weight swaps take effect.

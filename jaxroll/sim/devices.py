@@ -167,6 +167,10 @@ class SimulatedEngine:
         """No parameters."""
         return {}
 
+    def generating(self) -> set[tuple[int, int]]:
+        """See EngineProxy."""
+        return {(one.key.group, one.key.member) for one in (*self._waiting, *self._active)}
+
     async def pause(self, mode: str) -> None:
         """Decode nothing until `resume`, from the next dispatch on; new weights take effect."""
         self.paused = mode
@@ -189,15 +193,11 @@ class SimulatedEngine:
         piece_tokens: int = 1,
         may_sample: object = None,  # the simulated store answers in time
     ) -> Completion:
-        """An answer whose length is drawn for this member and turn; cancelling the call aborts it.
-
-        It begins with the tokens `before`; `on_tokens` gets later ones, `piece_tokens` at a time.
-        """
-        alike = self._workload.answers_alike
-        own = chance("answer", self._config, key.group, key.member, len(prompt)).gauss(0.0, 1.0)
-        score = math.sqrt(1 - alike) * own
-        if alike:
-            score += math.sqrt(alike) * chance("answers", self._config, key.group).gauss(0.0, 1.0)
+        """An answer whose length is drawn for this member and turn; cancelling the call aborts it. It begins with the
+        tokens `before`; `on_tokens` gets later ones, `piece_tokens` at a time."""
+        alike, own = self._workload.answers_alike, chance("answer", self._config, key.group, key.member, len(prompt))
+        shared = chance("answers", self._config, key.group).gauss(0.0, 1.0) if alike else 0.0
+        score = math.sqrt(1 - alike) * own.gauss(0.0, 1.0) + math.sqrt(alike) * shared
         length = min(wanted := max(1, round(self._workload.answer_tokens.at(score))), params.max_tokens)
         done = asyncio.get_running_loop().create_future()
         begun = 0 if before is None else len(before.tokens)
@@ -327,7 +327,7 @@ class SimulatedEngine:
         """Add `steps` tokens to each request that still runs, and end those that are complete."""
         sampled = finished = 0
         for request in running:
-            if request not in self._active:
+            if request not in self._active or request.done.done():
                 continue  # aborted meanwhile
             count = min(steps, request.length - request.sampled)
             request.add(version, count)

@@ -34,18 +34,19 @@ class Leaving(Store):
 def test_a_sampler_that_vacates_returns_its_members_before_it_ends_them_and_asks_for_none() -> None:
     async def job() -> None:
         work = members(store := Leaving())
-        work._start_all([Grant(0, TASK, ((0, 1), (1, 1)), 30.0)])
-        finished = work.open[0, 1, 1]
+        work._start_all([Grant(0, TASK, ((0, 1), (1, 1), (2, 1)), 30.0)])
+        finished, in_environment = work.open[0, 1, 1], work.open[0, 2, 1]
         await settle()
         del work.playing[0, 1, 1]  # its episode has ended, and its put is on the way
-        vacating = asyncio.ensure_future(work.vacate())
+        vacating = asyncio.ensure_future(work.vacate(lambda: {(0, 0), (0, 1)}))
         await settle()
         assert store.given == [([(0, 0, 1)], "away")] and not work.works.is_set()
         assert not work.open[0, 0, 1].cancelling(), "the store may still refuse or need its tokens"
         store.answered.set()
-        await vacating
+        assert await vacating, "one goes on"
         await settle()
-        assert work.open.keys() == {(0, 1, 1)} and not finished.cancelling()
+        assert work.open.keys() == {(0, 1, 1), (0, 2, 1)}
+        assert not finished.cancelling() and not in_environment.cancelling()
         assert (work.moved, work.repacks) == (1, 0)
 
     run(job())
@@ -63,7 +64,7 @@ class Followed:
         return self.version
 
     async def status(self) -> dict[str, Any]:
-        return {"present": self.present}
+        return {"present": self.present, "holders": dict.fromkeys(self.present, str(self.version))}
 
 
 class Worker:
@@ -71,9 +72,10 @@ class Worker:
         self.works, self.vacated = asyncio.Event(), 0
         self.works.set()
 
-    async def vacate(self) -> None:
+    async def vacate(self, generating: Callable[[], Any]) -> bool:
         self.works.clear()
         self.vacated += 1
+        return False
 
 
 class Instants:
@@ -98,7 +100,7 @@ def test_a_sampler_leaves_the_learners_devices_after_its_time_unless_it_is_the_l
         store, worker = Followed(), Worker()
         seeding = Seeding(["sampler-1"], lambda: clock.now_s, contextlib.nullcontext())
         seeding._time.seconds = 0.02
-        proxy = SimpleNamespace(paused="keep")
+        proxy = SimpleNamespace(paused="keep", generating=set)
         session: Any = SimpleNamespace(role="sampler-1", seeding=seeding, store=store, proxy=proxy,
                                        parts=SimpleNamespace(follower=store), soon=lambda call: call())  # fmt: skip
         playing = asyncio.ensure_future(sessions.share_devices(session, worker))

@@ -381,6 +381,7 @@ def _forked(state: State, version: Version, cut: Cut) -> None:
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     _forget_receipts(state, state.sessions.pop(e.name, ""))
     state.sessions[e.name] = e.session  # newest last
+    state.away.discard(e.name)
     state.pools.pop(e.name, None)
     if e.pool:
         state.pools[e.name] = e.pool
@@ -394,6 +395,7 @@ def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
         health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
         no_room(state, oldest := next(iter(state.sessions)))
+        state.away.discard(oldest)
         state.pools.pop(oldest, None)
         _forget_receipts(state, state.sessions.pop(oldest))
 

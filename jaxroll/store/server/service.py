@@ -294,7 +294,8 @@ class StoreService:
         if call.away:
             self._away[caller.name] = caller.session
             self._keeper.wakeups.notify(LEASE)
-        await self._keeper.answer(ev.Release(call.members, call.to, caller.name if call.away else ""))
+        is_it = call.away and self._keeper.state.sessions.get(caller.name) == caller.session
+        await self._keeper.answer(ev.Release(call.members, call.to, caller.name if is_it else ""))
         if call.to:
             self._repacker.given(caller.name, len(call.members))
             self._keeper.wakeups.notify(REPACK)

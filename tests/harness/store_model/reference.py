@@ -39,6 +39,7 @@ class Reference(Sharing):
             self.sessions[r.name] = r.session
             self.free(lambda m: m["name"] == r.name and m["session"] != r.session)
             self.failing.pop(r.name, None)
+            self.away.discard(r.name)
             if health := self.health.get(r.name):
                 health |= {"failures": 0, "at": None}
 
@@ -53,6 +54,7 @@ class Reference(Sharing):
             health |= {"failures": 0, "at": None}
         for known in (self.idle, self.rooms, self.behind, self.seen):
             known.pop(r.name, None)
+        self.away.discard(r.name)
 
     def on_Renew(self, r: ev.Renew, reply: Any, now: float) -> None:
         for key in r.members:
