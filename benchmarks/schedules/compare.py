@@ -255,8 +255,8 @@ workloads. With α = 1 it keeps about half of that gain at half the age. `one_st
 length, and gains less with a long tail, because a batch waits for its longest answer. Without staleness, synchronous
 training on shared devices is best or within 2 % of the best where devices stay: separate ones are idle in turn, and a
 switch of roles costs nothing here. Where devices are lost, `partial overlap` is best without staleness: it alone has
-flushes here, so that rollouts of a lost device go on elsewhere ([migration](fleet.md)). `pure` and `interval` are for users who need their rules: all tokens of a sequence
-at one version, or an age of exactly one.
+flushes here, so that rollouts of a lost device go on elsewhere ([migration](fleet.md)). `pure` and `interval` are for
+users who need their rules: all tokens of a sequence at one version, or an age of exactly one.
 """
 _TABLE = """## {title}
 
