@@ -456,7 +456,7 @@ class Seeding:
                 if self._step == self._claimed >= 0 and self._claimed_s >= self._begun_s:
                     times = self._claimed_s - self._begun_s, now_s - self._begun_s
                     self._time.end(*times, self._waited_s, self._samples)
-                self._step, self._begun_s = step, now_s
+                self._step, self._begun_s, self._working = step, now_s, set()
                 seconds = self._time.begin(samplers) if step > self._claimed else 0.0
                 self._end_s = self._left_s = now_s + seconds
             if step <= max(self._claimed, self._step - 1):
@@ -467,8 +467,8 @@ class Seeding:
     def left(self, name: str) -> None:
         """Note that one of them has stopped."""
         with self._lock:
+            self._left_s = self._now_s() if name in self._working else self._left_s
             self._working.discard(name)
-            self._left_s = self._now_s()
 
     def learner_waits_s(self, step: int) -> float:
         """Seconds for which the learner, which waits for the claim of `step`, leaves its devices to them.
@@ -478,12 +478,12 @@ class Seeding:
         with self._lock:
             now_s = self._now_s()
             if step > self._step:
-                self._asked, self._asked_s = step, (self._asked_s if step == self._asked else now_s)
+                self._asked_s, self._asked = (self._asked_s if step == self._asked else now_s), step
                 return max(0.0, self._asked_s + self._time.seconds - now_s)
             if step < self._step or step <= self._claimed or not self._working:
                 return 0.0
-            over_s = self._end_s + LEAVE_S - now_s
-            return self._end_s - now_s if self._end_s > now_s else min(POLL_S, max(0.0, over_s))
+            left_s = self._end_s - now_s
+            return left_s if left_s > 0 else max(0.0, min(POLL_S, left_s + LEAVE_S))
 
     def is_claimed(self, step: int) -> bool:
         """True if the learner has the batch of `step`."""

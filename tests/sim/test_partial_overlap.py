@@ -99,8 +99,18 @@ def test_the_learner_leaves_its_devices_until_all_have_stopped_but_not_without_e
     assert seeding.learner_waits_s(0) == 0.0
     seeding.claimed(0, 64, 0.0)
     seeding.begin("sampler-2", 1, 2)
+    seeding.begin("sampler-3", 1, 2)
     clock.now_s += 2 * FIRST_S
     assert seeding.learner_waits_s(1) == 0.0, "one that does not stop"
+    seeding.claimed(1, 64, 0.0)
+    seconds = seeding.begin("sampler-2", 2, 2)
+    clock.now_s += seconds
+    seeding.left("sampler-2")
+    assert seeding.learner_waits_s(2) == 0.0, "one that worked in the step before and has no weights of this one"
+    clock.now_s += 6.0
+    seeding.left("sampler-2")  # again, for a member that went on
+    seeding.claimed(2, 64, 0.0)
+    assert seeding.begin("sampler-2", 3, 2) == pytest.approx(seconds + 6.0 / 3)
 
 
 def test_the_learner_waits_for_samplers_whose_weights_do_not_come_for_that_time_at_most() -> None:
