@@ -7,7 +7,7 @@ Read `engine` first (the public interface), then `scheduler` (which sequences ru
     engine           the engine: one thread steps it, any thread sends commands
     scheduler        slots and pages of sequences, preemption, order of prefills (pure)
     sequence         the scheduler's values, free pages, shared prefixes of prompts; counters and latencies (pure)
-    work             executes the schedule on the device
+    work             executes the schedule on the device; the devices of an engine on several hosts
     device           device state, and one dispatch per operation
     programs         jitted prefill, insert and page moves
     decoding         jitted decode steps: sampling, and speculative decoding

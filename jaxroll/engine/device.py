@@ -7,26 +7,26 @@ host is that of recorded experts.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import hashlib
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxroll import disk
 from jaxroll import sharding as layout
 from jaxroll.engine import programs, requests
 from jaxroll.engine.requests import Sizes
 from jaxroll.engine.sequence import MemoryShare, fitting_pages
-from jaxroll.errors import no_memory_limit
+from jaxroll.errors import ConfigError, no_memory_limit
 from jaxroll.kernels.choice import PLAIN, EngineChoices
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
@@ -221,7 +221,7 @@ class Device:
         work["insert, restore and copy"] = self._run_empty_moves
         where, cache = self._programs.replicated, jax.config.values["jax_compilation_cache_dir"]
         key = f"{dict(where.mesh.shape)} {self._sizes} {self.dtypes} {self.served}"
-        for what in programs.one_at_a_time(work, key, cache if where.is_fully_addressable else None):
+        for what in one_at_a_time(work, key, cache if where.is_fully_addressable else None):
             _timed(progress, what, work[what])
         self._warm = self._compiled()
 
@@ -257,129 +257,6 @@ class Device:
         return jax.jit(lambda: jax.random.key(seed), out_shardings=where)()
 
 
-# --- one engine on several hosts (docs/placement.md)
-#
-# All processes run the same programs in the same order. Process 0 has the requests and decides; what it takes from its
-# host as an input is sent to the others, which have no other source. Sizes, seed and programs follow from the config.
-
-
-class Operation(msgspec.Struct, frozen=True):
-    """A call of `Device` with its inputs, which all processes make now."""
-
-    what: str
-    numbers: tuple[int, ...] = ()
-    arrays: tuple[np.ndarray, ...] = ()
-
-
-class LeadingDevice(Device):
-    """The device of process 0. It sends every operation to the other processes before it runs it here.
-
-    The pages of a preempted request stay on the hosts that have its devices.
-    """
-
-    def __init__(self, send: Callable[[Operation], None], *args: Any, **options: Any) -> None:
-        self._send, self._saves, self._is_warming = send, 0, False
-        self._unused: SimpleQueue[int] = SimpleQueue()  # numbers of saved pages that no request needs any more
-        super().__init__(*args, **options)
-
-    def _repeat(self, what: str, *numbers: int, arrays: tuple[np.ndarray, ...] = ()) -> None:
-        while not self._unused.empty():
-            self._send(Operation("forget", (self._unused.get(),)))
-        self._send(Operation(what, numbers, arrays))
-
-    def _prefill(self, params: Held, fresh: bool, bucket: int, packed: np.ndarray) -> None:
-        self._repeat("prefill", int(fresh), bucket, arrays=(packed,))
-        super()._prefill(params, fresh, bucket, packed)
-
-    def _update(self, what: str, *inputs: np.ndarray) -> None:
-        self._repeat(what, arrays=inputs)
-        super()._update(what, *inputs)
-
-    def _put_tables(self, packed: np.ndarray) -> None:
-        self._repeat("tables", arrays=(packed,))
-        super()._put_tables(packed)
-
-    def save(self, shard: int, held: Taken, tokens: int) -> SavedPages:
-        """See Device. Every process keeps its shards."""
-        found = super().save(shard, held, tokens)
-        weakref.finalize(found, self._unused.put, self._saves)
-        return found
-
-    def _read_pages(self, place: np.ndarray) -> Any:
-        self._saves += 1
-        self._repeat("save", self._saves, arrays=(place,))
-        return self._saves, super()._read_pages(place)
-
-    def _write_pages(self, place: np.ndarray, pages: Any) -> None:
-        number, own = pages
-        self._repeat("load", number, arrays=(place,))
-        super()._write_pages(place, own)
-
-    def _read_experts(self, place: np.ndarray) -> jax.Array:
-        self._repeat("experts", arrays=(place,))
-        return super()._read_experts(place)
-
-    def decode(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
-        """See Device."""
-        self._repeat("decode", steps, until_idle or 0)
-        return super().decode(params, steps, until_idle)
-
-    def held(self, params: Params) -> Held:
-        """See Device. The other processes use the parameters that they have placed last."""
-        self._repeat("hold", int(self._is_warming))
-        return super().held(params)
-
-    def warmup(self, params: Params | None, progress: Progress | None) -> None:
-        """See Device. The other processes keep the parameters for the swap to them."""
-        self._is_warming = True
-        super().warmup(params, progress)
-        self._is_warming = False
-
-
-class FollowingDevice(Device):
-    """The device of another process, which runs the operations that process 0 sends, with its own shards.
-
-    `placed` are the parameters that process 0 swaps in next.
-    """
-
-    placed: Params | None = None
-    _held: Held | None = None
-
-    def run(self, operation: Operation) -> None:
-        """Run what process 0 runs now; does not wait for the devices, except in "save"."""
-        what, numbers, arrays = operation.what, operation.numbers, operation.arrays
-        match what:
-            case "prefill":
-                self._prefill(self._in_use, bool(numbers[0]), numbers[1], *arrays)
-            case "decode":
-                self.decode(self._in_use, numbers[0], numbers[1] or None)
-            case "tables":
-                self._put_tables(*arrays)
-            case "save":
-                self._saved[numbers[0]] = self._read_pages(*arrays)
-            case "load":
-                self._write_pages(arrays[0], self._saved[numbers[0]])
-            case "forget":
-                del self._saved[numbers[0]]
-            case "experts":
-                self._read_experts(*arrays)
-            case "hold":
-                assert self.placed is not None, "process 0 has placed the same version before"
-                self._held = None
-                self._held, self.placed = self.held(self.placed), self.placed if numbers[0] else None
-            case _:
-                self._update(what, *arrays)
-
-    @functools.cached_property
-    def _saved(self) -> dict[int, Any]:
-        return {}
-
-    @property
-    def _in_use(self) -> Held:
-        assert self._held is not None, "process 0 has weights before it dispatches"
-        return self._held
-
-
 def _batches(entries: Sequence, size: int) -> list[Sequence]:
     return [entries[at : at + size] for at in range(0, len(entries), size)]
 
@@ -391,6 +268,55 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
     work()
     if progress is not None:
         progress(f"compiled {what}, {time.monotonic() - start_s:.1f} s")
+
+
+# --- the engines of one machine compile each program once
+
+LOCK_LIMIT_S, LOCK_PAUSE_S = 300.0, 0.1
+
+
+def one_at_a_time(names: Iterable[str], key: str, folder: str | None) -> Iterator[str]:
+    """`names` of programs, in an order in which processes of this machine compile none of them at the same time.
+
+    Samplers and evaluator of a machine often have equal programs, and start together. Each name has a file in `folder`,
+    the compilation cache. The process that is the first to lock it compiles, and marks the file when it asks for the
+    next name; until then that name comes later for others, but not more than LOCK_LIMIT_S later. No process waits for a
+    marked one. `key` tells programs of one name apart; programs that it confuses are compiled by each process.
+    """
+    pending, limit_s = list(names), time.monotonic() + LOCK_LIMIT_S
+    while pending and folder and time.monotonic() < limit_s:
+        for name in pending:
+            with contextlib.ExitStack() as held:
+                if (mark_compiled := _compile_lock(held, Path(folder), f"{jax.__version__} {key} {name}")) is not None:
+                    yield name
+                    pending.remove(name)
+                    limit_s = time.monotonic() + LOCK_LIMIT_S
+                    mark_compiled()
+                    break
+        else:
+            time.sleep(LOCK_PAUSE_S)
+    yield from pending
+
+
+def _compile_lock(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
+    """None if another process compiles `label`; otherwise the callback to run after its compilation."""
+    locks = folder / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        file: IO[bytes] = held.enter_context((locks / hashlib.sha256(label.encode()).hexdigest()).open("ab", 0))
+        if file.tell():
+            return lambda: None
+        disk.lock(file)
+    except BlockingIOError:
+        return None
+    except (OSError, ConfigError):  # a full or read-only cache, or one without locks: the process compiles by itself
+        return lambda: None
+
+    def mark() -> None:
+        with contextlib.suppress(OSError):
+            file.write(b"compiled")
+
+    return mark
 
 
 # --- the number of pages, from the memory of a device

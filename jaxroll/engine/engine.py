@@ -24,12 +24,12 @@ from jaxroll.clock import unix_s
 from jaxroll.config import Config, WeightSwap
 from jaxroll.config.derived import cache_tokens, page_size, support_tokens
 from jaxroll.engine import device, programs, requests
-from jaxroll.engine.device import Device, FollowingDevice
+from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Unfinished
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
-from jaxroll.engine.work import EngineWork, InFlight
+from jaxroll.engine.work import EngineWork, FollowingDevice, InFlight
 from jaxroll.errors import DataError, TransferError
 from jaxroll.kernels.choice import AUTO, check_quantised
 from jaxroll.models import cache as kv

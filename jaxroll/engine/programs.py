@@ -7,14 +7,10 @@ that row, so within one program a request's tokens do not depend on its slot, it
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import IO, Any, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from jaxroll import disk
 from jaxroll import sharding as layout
 from jaxroll.algorithms import sampling
 from jaxroll.config import WeightSwap
@@ -391,55 +386,6 @@ def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeS
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     """`state` with `slots` idle."""
     return replace(state, status=jnp.where(slots, inputs.IDLE, state.status))
-
-
-# --- the engines of one machine compile each program once
-
-LOCK_LIMIT_S, LOCK_PAUSE_S = 300.0, 0.1
-
-
-def one_at_a_time(names: Iterable[str], key: str, folder: str | None) -> Iterator[str]:
-    """`names` of programs, in an order in which processes of this machine compile none of them at the same time.
-
-    Samplers and evaluator of a machine often have equal programs, and start together. Each name has a file in `folder`,
-    the compilation cache. The process that is the first to lock it compiles, and marks the file when it asks for the
-    next name; until then that name comes later for others, but not more than LOCK_LIMIT_S later. No process waits for a
-    marked one. `key` tells programs of one name apart; programs that it confuses are compiled by each process.
-    """
-    pending, limit_s = list(names), time.monotonic() + LOCK_LIMIT_S
-    while pending and folder and time.monotonic() < limit_s:
-        for name in pending:
-            with contextlib.ExitStack() as held:
-                if (mark_compiled := _compile_lock(held, Path(folder), f"{jax.__version__} {key} {name}")) is not None:
-                    yield name
-                    pending.remove(name)
-                    limit_s = time.monotonic() + LOCK_LIMIT_S
-                    mark_compiled()
-                    break
-        else:
-            time.sleep(LOCK_PAUSE_S)
-    yield from pending
-
-
-def _compile_lock(held: contextlib.ExitStack, folder: Path, label: str) -> Callable[[], object] | None:
-    """None if another process compiles `label`; otherwise the callback to run after its compilation."""
-    locks = folder / "locks"
-    try:
-        locks.mkdir(parents=True, exist_ok=True)
-        file: IO[bytes] = held.enter_context((locks / hashlib.sha256(label.encode()).hexdigest()).open("ab", 0))
-        if file.tell():
-            return lambda: None
-        disk.lock(file)
-    except BlockingIOError:
-        return None
-    except (OSError, ConfigError):  # a full or read-only cache, or one without locks: the process compiles by itself
-        return lambda: None
-
-    def mark() -> None:
-        with contextlib.suppress(OSError):
-            file.write(b"compiled")
-
-    return mark
 
 
 def check_sizes(sizes: Sizes, weight_swap: str) -> None:

@@ -1,22 +1,30 @@
-"""Execution of the schedule on the device: compute prompts, start requests, move pages, record tokens."""
+"""Execution of the schedule on the device: compute prompts, start requests, move pages, record tokens.
+
+Also the devices of an engine on several hosts.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 
 from jaxroll.engine import requests
-from jaxroll.engine.device import Device, Dispatch, SavedPages
+from jaxroll.engine.device import Device, Dispatch, SavedPages, Taken
 from jaxroll.engine.ledger import DispatchResult, Ended, Filled, Ledger, Unfinished
 from jaxroll.engine.requests import Add, OnTokens, Result, Sizes, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import PrefillChunk, PrefillSpan, Prefix, Sequence, Start
 from jaxroll.errors import DataError
-from jaxroll.models.params import Held
-from jaxroll.protocols import Completion, Supports
+from jaxroll.models.params import Held, Params
+from jaxroll.protocols import Completion, Progress, Supports
 from jaxroll.records import Version
 
 Decode = Callable[[list[int]], str]
@@ -342,3 +350,126 @@ class EngineWork:
                 one.before = None
         self._ledger.swap_version(version)
         return discarded
+
+
+# --- one engine on several hosts (docs/placement.md)
+#
+# All processes run the same programs in the same order. Process 0 has the requests and decides; what it takes from its
+# host as an input is sent to the others, which have no other source. Sizes, seed and programs follow from the config.
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A call of `Device` with its inputs, which all processes make now."""
+
+    what: str
+    numbers: tuple[int, ...] = ()
+    arrays: tuple[np.ndarray, ...] = ()
+
+
+class LeadingDevice(Device):
+    """The device of process 0. It sends every operation to the other processes before it runs it here.
+
+    The pages of a preempted request stay on the hosts that have its devices.
+    """
+
+    def __init__(self, send: Callable[[Operation], None], *args: Any, **options: Any) -> None:
+        self._send, self._saves, self._is_warming = send, 0, False
+        self._unused: SimpleQueue[int] = SimpleQueue()  # numbers of saved pages that no request needs any more
+        super().__init__(*args, **options)
+
+    def _repeat(self, what: str, *numbers: int, arrays: tuple[np.ndarray, ...] = ()) -> None:
+        while not self._unused.empty():
+            self._send(Operation("forget", (self._unused.get(),)))
+        self._send(Operation(what, numbers, arrays))
+
+    def _prefill(self, params: Held, fresh: bool, bucket: int, packed: np.ndarray) -> None:
+        self._repeat("prefill", int(fresh), bucket, arrays=(packed,))
+        super()._prefill(params, fresh, bucket, packed)
+
+    def _update(self, what: str, *inputs: np.ndarray) -> None:
+        self._repeat(what, arrays=inputs)
+        super()._update(what, *inputs)
+
+    def _put_tables(self, packed: np.ndarray) -> None:
+        self._repeat("tables", arrays=(packed,))
+        super()._put_tables(packed)
+
+    def save(self, shard: int, held: Taken, tokens: int) -> SavedPages:
+        """See Device. Every process keeps its shards."""
+        found = super().save(shard, held, tokens)
+        weakref.finalize(found, self._unused.put, self._saves)
+        return found
+
+    def _read_pages(self, place: np.ndarray) -> Any:
+        self._saves += 1
+        self._repeat("save", self._saves, arrays=(place,))
+        return self._saves, super()._read_pages(place)
+
+    def _write_pages(self, place: np.ndarray, pages: Any) -> None:
+        number, own = pages
+        self._repeat("load", number, arrays=(place,))
+        super()._write_pages(place, own)
+
+    def _read_experts(self, place: np.ndarray) -> jax.Array:
+        self._repeat("experts", arrays=(place,))
+        return super()._read_experts(place)
+
+    def decode(self, params: Held, steps: int, until_idle: int | None) -> Dispatch:
+        """See Device."""
+        self._repeat("decode", steps, until_idle or 0)
+        return super().decode(params, steps, until_idle)
+
+    def held(self, params: Params) -> Held:
+        """See Device. The other processes use the parameters that they have placed last."""
+        self._repeat("hold", int(self._is_warming))
+        return super().held(params)
+
+    def warmup(self, params: Params | None, progress: Progress | None) -> None:
+        """See Device. The other processes keep the parameters for the swap to them."""
+        self._is_warming = True
+        super().warmup(params, progress)
+        self._is_warming = False
+
+
+class FollowingDevice(Device):
+    """The device of another process, which runs the operations that process 0 sends, with its own shards.
+
+    `placed` are the parameters that process 0 swaps in next.
+    """
+
+    placed: Params | None = None
+    _held: Held | None = None
+
+    def run(self, operation: Operation) -> None:
+        """Run what process 0 runs now; does not wait for the devices, except in "save"."""
+        what, numbers, arrays = operation.what, operation.numbers, operation.arrays
+        match what:
+            case "prefill":
+                self._prefill(self._in_use, bool(numbers[0]), numbers[1], *arrays)
+            case "decode":
+                self.decode(self._in_use, numbers[0], numbers[1] or None)
+            case "tables":
+                self._put_tables(*arrays)
+            case "save":
+                self._saved[numbers[0]] = self._read_pages(*arrays)
+            case "load":
+                self._write_pages(arrays[0], self._saved[numbers[0]])
+            case "forget":
+                del self._saved[numbers[0]]
+            case "experts":
+                self._read_experts(*arrays)
+            case "hold":
+                assert self.placed is not None, "process 0 has placed the same version before"
+                self._held = None
+                self._held, self.placed = self.held(self.placed), self.placed if numbers[0] else None
+            case _:
+                self._update(what, *arrays)
+
+    @functools.cached_property
+    def _saved(self) -> dict[int, Any]:
+        return {}
+
+    @property
+    def _in_use(self) -> Held:
+        assert self._held is not None, "process 0 has weights before it dispatches"
+        return self._held

@@ -23,8 +23,9 @@ from jaxroll import sharding as layouts
 from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.config.derived import cache_tokens, channel_of, update_in_force_s, update_slot_s
 from jaxroll.data import sources
-from jaxroll.engine.device import Device, FollowingDevice, LeadingDevice, Operation
+from jaxroll.engine.device import Device
 from jaxroll.engine.engine import Engine, EngineConfig, following_device
+from jaxroll.engine.work import FollowingDevice, LeadingDevice, Operation
 from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError, described
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora

@@ -12,9 +12,9 @@ import pytest
 from jaxroll import sharding, wire
 from jaxroll.config import MeshConfig
 from jaxroll.engine import programs
-from jaxroll.engine.device import FollowingDevice, LeadingDevice, Operation
 from jaxroll.engine.engine import Engine, EngineConfig, following_device
 from jaxroll.engine.requests import Result
+from jaxroll.engine.work import FollowingDevice, LeadingDevice, Operation
 from jaxroll.records import Version
 from tests.engine import conftest
 from tests.harness.processes import ran_together

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll import sharding
 from jaxroll.config import MeshConfig
-from jaxroll.engine import programs, requests
+from jaxroll.engine import device, programs, requests
 from jaxroll.models import families
 from jaxroll.tools import hlo
 
@@ -91,7 +91,7 @@ def test_a_preempted_requests_pages_stay_divided_over_the_devices():
 
 def test_engines_of_one_machine_compile_no_program_at_the_same_time(tmp_path):
     names = ["prefill", "extend", "decode"]
-    first, second = (programs.one_at_a_time(names, "tensor=2", str(tmp_path)) for _ in range(2))
+    first, second = (device.one_at_a_time(names, "tensor=2", str(tmp_path)) for _ in range(2))
     assert [next(first), next(second), next(first)] == ["prefill", "extend", "decode"]
     assert next(second) == "prefill"  # whose program is in the cache by now
     assert list(first) == ["extend"]
@@ -99,30 +99,30 @@ def test_engines_of_one_machine_compile_no_program_at_the_same_time(tmp_path):
 
 
 def test_no_engine_waits_for_programs_that_are_compiled_or_differ(tmp_path):
-    assert list(programs.one_at_a_time(["decode"], "tensor=1", str(tmp_path))) == ["decode"]
-    readers = [programs.one_at_a_time(["decode"], "tensor=1", str(tmp_path)) for _ in range(3)]
+    assert list(device.one_at_a_time(["decode"], "tensor=1", str(tmp_path))) == ["decode"]
+    readers = [device.one_at_a_time(["decode"], "tensor=1", str(tmp_path)) for _ in range(3)]
     assert [next(reader) for reader in readers] == ["decode"] * 3
-    assert next(programs.one_at_a_time(["decode"], "tensor=2", str(tmp_path))) == "decode"
+    assert next(device.one_at_a_time(["decode"], "tensor=2", str(tmp_path))) == "decode"
 
 
 def test_an_engine_does_not_wait_for_ever_for_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "LOCK_LIMIT_S", 0.3)
-    stopped = programs.one_at_a_time(["decode"], "", str(tmp_path))
+    monkeypatch.setattr(device, "LOCK_LIMIT_S", 0.3)
+    stopped = device.one_at_a_time(["decode"], "", str(tmp_path))
     assert next(stopped) == "decode"
-    assert list(programs.one_at_a_time(["decode", "insert"], "", str(tmp_path))) == ["insert", "decode"]
+    assert list(device.one_at_a_time(["decode", "insert"], "", str(tmp_path))) == ["insert", "decode"]
 
 
 def test_an_engine_that_ends_leaves_its_program_to_the_others(tmp_path):
-    ended = programs.one_at_a_time(["decode", "insert"], "", str(tmp_path))
+    ended = device.one_at_a_time(["decode", "insert"], "", str(tmp_path))
     assert next(ended) == "decode"
     ended.close()
-    first, second = (programs.one_at_a_time(["decode", "insert"], "", str(tmp_path)) for _ in range(2))
+    first, second = (device.one_at_a_time(["decode", "insert"], "", str(tmp_path)) for _ in range(2))
     assert [next(first), next(second)] == ["decode", "insert"]
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_wait(tmp_path):
     (tmp_path / "file").touch()
     for folder in (None, str(tmp_path / "file")):
-        first, second = (programs.one_at_a_time(["decode", "insert"], "", folder) for _ in range(2))
+        first, second = (device.one_at_a_time(["decode", "insert"], "", folder) for _ in range(2))
         assert next(first) == "decode"
         assert list(second) == ["decode", "insert"]

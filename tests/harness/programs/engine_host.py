@@ -20,9 +20,10 @@ import numpy as np
 
 from jaxroll import lifeline, sharding, wire
 from jaxroll.config import MeshConfig, RoleHosts
-from jaxroll.engine.device import Device, LeadingDevice, Operation
+from jaxroll.engine.device import Device
 from jaxroll.engine.engine import Engine, EngineConfig, following_device
 from jaxroll.engine.requests import Request, Result
+from jaxroll.engine.work import LeadingDevice, Operation
 from jaxroll.learner import multihost
 from jaxroll.learner.multihost import Command
 from jaxroll.models import families, params
