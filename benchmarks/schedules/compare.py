@@ -297,7 +297,7 @@ Workloads were computed in calls of their own. Rates are medians over seeds, wit
 that is more than {clearly:.0%} slower with the first seed got no other seeds. The null workload has no random numbers
 and one seed. `stream` has a learner that [streams](../scheduling.md#streaming) micro-batches of 16,384 tokens. With
 [`partial overlap`](../scheduling.md#partial-overlap) its devices also generate for T seconds of each step, by RLBoost's
-rule. Its figures are those of commit 3a51981b, in which conversations began again where they moved.
+rule.
 """
 
 
