@@ -112,7 +112,10 @@ def speculation(runs: Runs, scale: Speculation, folder: Path, rounds: int) -> di
             f"{text} {arm}": lambda text=text, arm=arm: child.ask(f"{text} {arm}") for text in TEXTS for arm in ARMS
         }
         found = runs.alternate(named, rounds)
-    result: dict[str, Any] = {"aim": {"repeats tokens_per_pass": 1.5, "fails time": 1.05}, "scale": asdict(scale)}
+    result: dict[str, Any] = {
+        "aim": {"repeats tokens_per_pass": 1.5, "fails time": 1.05, "far time": 1.05},
+        "scale": asdict(scale),
+    }
     for text in TEXTS:
         off, on = (found[f"{text} {arm}"] for arm in ARMS)
         same = [ours == theirs for one, two in zip(on, off, strict=True) for ours, theirs in _pairs(one, two)]
@@ -126,8 +129,8 @@ def speculation(runs: Runs, scale: Speculation, folder: Path, rounds: int) -> di
             "accepted": on[-1]["accepted"],
             "equal": sum(same) / len(same),
         }
-    repeats, fails = result["repeats"]["tokens_per_pass"]["min"], result["fails"]["time"]["value"]
-    return result | {"met": repeats >= 1.5 and fails <= 1.05}
+    repeats = result["repeats"]["tokens_per_pass"]["min"]
+    return result | {"met": repeats >= 1.5 and all(result[text]["time"]["value"] <= 1.05 for text in ("fails", "far"))}
 
 
 def _pairs(one: dict, other: dict) -> list[tuple[list[int], list[int]]]:

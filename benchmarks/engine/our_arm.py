@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from jaxroll.records import Version
 SPEC = ModelSpec("tiny", **MODEL)
 
 
-def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
+def engine(
+    folder: Path, options: dict[str, Any], draft: tuple[ModelSpec, dict[str, jax.Array]] | None = None
+) -> tuple[Engine, dict[str, jax.Array]]:
     """A warm engine without weights whose slots are spread over all devices, and the folder's weights."""
     mesh = sharding.build(MeshConfig(data=jax.device_count()))
-    made = Engine(SPEC, mesh, sharding.SAMPLER, EngineConfig(seed=0, **options))
+    small, values = draft or (None, None)
+    made = Engine(replace(SPEC, draft=small), mesh, sharding.SAMPLER, EngineConfig(seed=0, **options), draft=values)
     where = params.shardings(SPEC, mesh, sharding.SAMPLER)
     weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
     made.warmup(weights)

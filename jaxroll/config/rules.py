@@ -112,11 +112,13 @@ def _check_names(config: Config) -> None:
 def _check_unread(config: Config) -> None:
     """Refuse keys that the chosen kind does not read."""
     channel, connections, used = config.transfer.channel, config.transfer.connections, channel_of(config)
+    drafts = config.sampler.draft_tokens
     for key, given, switch, value, reads in (
         ("task.path", config.task.path, "task.source", config.task.source, FILES),
         ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
         ("transfer.path", config.transfer.path, "transfer.channel", channel, ("tensorstore",)),
         ("transfer.connections", connections if connections > 1 else 0, "transfer.channel", used, ("tcp",)),
+        ("sampler.draft_model", config.sampler.draft_model, "sampler.draft_tokens", drafts, (drafts or 4,)),
     ):
         if given and value not in reads:
             remedy = f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out."

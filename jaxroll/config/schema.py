@@ -284,6 +284,8 @@ class SamplerConfig:
     dispatches_in_flight: Annotated[int, ValueRange(least=1, most=2)] = 1
     # Tokens per slot and decode step that speculative decoding drafts and verifies at once (docs/engine.md). 0: none.
     draft_tokens: Annotated[int, ValueRange(least=0, most=16)] = 0
+    # Folder of a smaller model with the same tokenizer, which drafts these tokens. Empty: prompt lookup drafts them.
+    draft_model: str = ""
     # Compile one layer (of each kind) and run it in a loop: compile time does not grow with depth (docs/models.md).
     scan_layers: bool = False
     # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.

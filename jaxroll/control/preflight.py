@@ -238,6 +238,8 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
     _check_memory(config, model, inventory)
     if model_folder(config):
         folders.check_weights(config.model, model)
+    folders.with_draft(config.sampler, model)
+    tokenizers.check_draft(config.sampler.draft_model, tokenizer)
     if config.learner.lora_path:
         peft.check(config.learner, model)
 
@@ -316,6 +318,7 @@ def _check_files(config: Config) -> None:
         ("model.path", config.model.path),
         ("tokenizer.path", config.tokenizer.path),
         ("learner.lora_path", config.learner.lora_path),
+        ("sampler.draft_model", config.sampler.draft_model),
         *data,
     ):
         if path and not Path(path).expanduser().exists():
@@ -326,7 +329,7 @@ def _check_files(config: Config) -> None:
 
 def _how_to_get(key: str, path: str) -> str:
     """The way to get the missing folder of a released model; empty for another key."""
-    if key not in ("model.path", "tokenizer.path", "task.reward_args.reward_model.path"):
+    if key not in ("model.path", "tokenizer.path", "sampler.draft_model", "task.reward_args.reward_model.path"):
         return ""
     return (
         " Put the folder of a Hugging Face checkpoint there (config.json, *.safetensors, tokenizer.json), as by"
@@ -357,12 +360,8 @@ def _check_reward_model(task: TaskConfig) -> None:
             here = "" if path in str(error.value) else f"{error.key} = {error.value!r}: "
             raise ConfigError(key, path, f"{here}{error.reason}", error.remedy) from error
         if not template:
-            raise ConfigError(
-                key,
-                path,
-                "its tokenizer has no chat template, which shows prompt and answer",
-                "Add chat_template.jinja to the folder.",
-            )
+            reason = "its tokenizer has no chat template, which shows prompt and answer"
+            raise ConfigError(key, path, reason, "Add chat_template.jinja to the folder.")
 
 
 def _check_algorithm(name: str) -> None:

@@ -1,12 +1,16 @@
-"""Decode steps of an engine: sampling, and speculative decoding with drafts by prompt lookup.
+"""Decode steps of an engine: sampling, and speculative decoding with drafts by prompt lookup or by a smaller model.
 
 With `Sizes.draft` = k > 0, a step drafts up to k tokens per slot: those that followed an earlier occurrence of the
-sequence's last tokens (prompt lookup decoding, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). One pass of
-the model computes the logits after the last token and after each drafted one. At each of these positions the engine
-samples with the key that it would use there without a draft, and it keeps the samples up to and including the first
-one that differs from the draft. So every token is a sample of the model's own distribution, and no residual
-distribution is needed. For a draft that is certain of its token, Leviathan et al. (arXiv 2211.17192) accept with the
-same probability: p(token).
+sequence's last tokens (prompt lookup decoding, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), or those of
+a draft model (`ModelSpec.draft`). One pass of the model computes the logits after the last token and after each drafted
+one. At each of these positions the engine samples with the key that it would use there without a draft, and it keeps
+the samples up to and including the first one that differs from the draft. So every token is a sample of the model's own
+distribution, and no residual distribution is needed. For a draft that is certain of its token, Leviathan et al. (arXiv
+2211.17192) accept with the same probability: p(token).
+
+A draft model samples with the keys of the model, too, so both take the same Gumbel noise. Two distributions with a
+total variation distance of d then agree on a token with a probability of at least (1 - d) / (1 + d), at any temperature
+(Daliri et al., arXiv 2408.07978), and tokens do not depend on the draft model.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from jaxroll.models import cache as kv
 from jaxroll.models import transformer
 from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.params import Held
+from jaxroll.models.params import DRAFT, Held
 from jaxroll.sharding import Layout
 
 # A draft continues the longest earlier run of tokens that equals the last ones, and the latest of equally long ones.
@@ -38,7 +42,11 @@ SHORTEST_RUN, LONGEST_RUN = 2, 4
 RATE = 1 / 8
 # Drafts are verified when at least this many drafted tokens are expected to be right, as a mean over running slots. A
 # pass over several tokens per slot takes longer where it is limited by arithmetic, as on a CPU or with many slots.
-WORTH = 1.0
+# With one drafted token, no chance is certain: then this share of those drafted is enough.
+WORTH, SHARE = 1.0, 0.8
+# A draft model begins with the chance FIRST: four drafted tokens are verified once its first guess was right.
+# When its chance falls below LEAST, it drafts no more for the sequence: it lacks keys and values of the tokens after.
+FIRST, LEAST, NEVER = 0.5, 0.25, -1.0
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +79,12 @@ class Model:
     spec: ModelSpec
     layout: Layout
     attention: EngineChoices
+    draft: Model | None = None
+
+
+def divided(params: Held) -> tuple[Held, Held]:
+    """The parameters of the model, and those of its draft model (empty without one)."""
+    return {name: value for name, value in params.items() if name != DRAFT}, params.get(DRAFT, {})
 
 
 # --- sampling
@@ -214,24 +228,64 @@ def drafts(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Draft:
-    """The drafted tokens of the next step, of which the first `lengths` count; `worth`: the step verifies them."""
+    """The drafted tokens of the next step, of which the first `lengths` count; `worth`: the step verifies them.
+
+    The tokens of a draft model, which drafts for the slots in `found`, come later (`_guessed`).
+    """
 
     tokens: Int[Array, "S most"]
     lengths: Int[Array, " S"]
+    found: Bool[Array, " S"]
     worth: Bool[Array, ""]
 
 
-def _drafted(state: DecodeState, most: int) -> _Draft:
+def _drafted(state: DecodeState, most: int, *, by_model: bool) -> _Draft:
     """The draft of the step after `state`."""
     assert state.chances is not None
     running, column = state.status == inputs.RUNNING, state.requests.T
-    tokens, found = drafts(state.text, state.positions, most)
+    if by_model:
+        tokens, found = jnp.zeros((len(running), most), jnp.int32), state.chances != NEVER
+    else:
+        tokens, found = drafts(state.text, state.positions, most)
     found &= running & ((column[inputs.FLAGS] & inputs.NO_DRAFTS) == 0)
     # All tokens of a step fit behind the prompt, so no write goes beyond the slot's pages.
     lengths = jnp.where(found, jnp.minimum(most, column[inputs.MAX_TOKENS] - state.counts - 1), 0)
     chain = jnp.cumprod(jnp.broadcast_to(state.chances[:, None], tokens.shape), axis=1)
     right = jnp.sum(jnp.where(jnp.arange(most)[None] < lengths[:, None], chain, 0.0))
-    return _Draft(tokens, lengths, jnp.any(lengths > 0) & (right >= WORTH * jnp.sum(running)))
+    enough = min(WORTH, SHARE * most) * jnp.sum(running)
+    return _Draft(tokens, lengths, found, jnp.any(lengths > 0) & (right >= enough))
+
+
+def _guessed(
+    model: Model, params: Held, by: SamplingRows, state: DecodeState, draft: _Draft, tables: Int[Array, "S J"]
+) -> tuple[DecodeState, _Draft]:
+    """`draft` with the tokens of the draft model (`params`), and `state` with their keys and values in its cache.
+
+    All of them if the step verifies them; otherwise the first, to compare it with the sample. The same without one.
+    """
+    small, cache = model.draft, state.cache.draft
+    if small is None or cache is None:
+        return state, draft
+    tables, vocab, column = state.cache.tables(0, tables), model.spec.vocab_size, by.requests.T
+    settings = by.real(inputs.TEMPERATURE), column[inputs.TOP_K], by.real(inputs.TOP_P)
+
+    def one(step: Array, carry: tuple[Array, Array, kv.KVCache]) -> tuple[Array, Array, kv.KVCache]:
+        token, tokens, cache = carry
+        at = jnp.where(draft.found & (step <= draft.lengths), state.positions + step, -1)
+        logits, cache = transformer.decode(
+            small.spec, params, cache, token, at, tables, layout=small.layout, attention=small.attention.paged.name
+        )
+        # Noise is drawn for a whole vocabulary, and padded ones differ between models of one tokenizer.
+        more = ((0, 0), (0, max(0, vocab - logits.shape[1])))
+        logits = jnp.pad(logits[:, :vocab], more, constant_values=-jnp.inf)
+        keys = jax.vmap(sampling.position_key)(by.keys, state.positions + 1 + step + column[inputs.KEY_OFFSET])
+        token, _ = sampling.sample(logits, keys, *settings, some_truncate=False)
+        return token, tokens.at[:, step].set(token, mode="drop"), cache
+
+    # One pass more than drafted tokens: if all are kept, the cache needs the last of them.
+    passes = jnp.where(draft.worth, draft.tokens.shape[1] + 1, jnp.any(draft.found).astype(jnp.int32))
+    _, tokens, cache = jax.lax.fori_loop(0, passes, one, (state.tokens, draft.tokens, cache))
+    return replace(state, cache=replace(state.cache, draft=cache)), replace(draft, tokens=tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -376,6 +430,8 @@ def decode(
     """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle."""
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
+    params, drafting = divided(params)
+    next_draft = partial(_drafted, most=sizes.draft, by_model=model.draft is not None)
     where = jnp.where(state.status == inputs.RUNNING, state.positions, -1)
     last, by = jnp.max(where), sampling_rows(sizes, seed, state.requests)
     if state.side is not None:
@@ -398,6 +454,7 @@ def decode(
         step, state, draft, drafted, ran, *rows = carry
         running, row = state.status == inputs.RUNNING, state.counts - before
         furthest = jnp.max(jnp.where(running, state.positions, -1))
+        state, draft = _guessed(model, drafting, by, state, draft, tables)
         if verifies:
             after, made = _verified(model, params, by, state, draft, tables, furthest)
             drafted += draft.lengths
@@ -406,13 +463,17 @@ def decode(
             tokens, logprobs, support = (x[:, None] for x in (after.tokens, after.logprobs, after.support))
             made = _Step(tokens, logprobs, support, after.counts - state.counts)
         right = (made.tokens[:, 0] == draft.tokens[:, 0]).astype(jnp.float32)
-        chances = jnp.where(draft.lengths > 0, state.chances + RATE * (right - state.chances), state.chances)
+        chances = state.chances
+        assert chances is not None
+        chances = jnp.where(draft.lengths > 0, chances + RATE * (right - chances), chances)
+        if model.draft is not None:
+            chances = jnp.where(chances < LEAST, NEVER, chances)
         after = replace(after, chances=chances)
         ahead = jnp.arange(made.tokens.shape[1])[None]
         at = jnp.where(ahead < made.counts[:, None], row[:, None] + ahead, sizes.dispatch_tokens)
         put = lambda old, new: old.at[at, jnp.arange(slots)[:, None]].set(new, mode="drop")  # noqa: E731
         rows = (put(row, new) for row, new in zip(rows, (made.tokens, made.logprobs, made.support), strict=True))
-        return step + 1, after, _drafted(after, sizes.draft), drafted, ran + running, *rows
+        return step + 1, after, next_draft(after), drafted, ran + running, *rows
 
     def some(carry):
         # Two loops instead of a condition, whose branches would copy the cache.
@@ -429,7 +490,7 @@ def decode(
     if sizes.draft:
         nothing = jnp.zeros_like(before)
         steps, after, _, *tallies, tokens, logprobs, support = jax.lax.while_loop(
-            continues, some, (start, state, _drafted(state, sizes.draft), nothing, nothing, *rows)
+            continues, some, (start, state, next_draft(state), nothing, nothing, *rows)
         )
     else:
         steps, after, tokens, logprobs, support = jax.lax.while_loop(continues, one, (start, state, *rows))

@@ -62,9 +62,21 @@ class Device:
     """Slots, a cache and compiled programs on one mesh. Construction allocates, `warmup` compiles."""
 
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: EngineChoices = PLAIN
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        rules: Rules,
+        sizes: Sizes,
+        *,
+        seed: int,
+        attention: EngineChoices = PLAIN,
+        draft: Params | None = None,
     ) -> None:
         self._sizes, self.served = sizes, model_params.served(spec)
+        self._draft: Held = {}
+        if spec.draft is not None:
+            assert draft is not None, "a draft model needs its parameters"
+            self._draft[model_params.DRAFT] = programs.held(spec.draft, draft, mesh, rules)
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
         self.shardings = self._programs.params
         self._state = self._programs.empty()
@@ -203,8 +215,9 @@ class Device:
     # --- weights
 
     def held(self, params: Params) -> Held:
-        """The arrays that the programs take for `params`: stacked for layers in a loop, quantized if configured."""
-        return dict(params) if self._programs.hold is None else self._programs.hold(params)
+        """`params` for the programs: stacked or quantized as configured, with those of the draft model."""
+        own = dict(params) if self._programs.hold is None else self._programs.hold(params)
+        return own | self._draft
 
     def warmup(self, params: Params | None, progress: Progress | None) -> None:
         """Compile every program for parameters like `params` (None: zeros), and run each once without effect."""

@@ -29,7 +29,7 @@ from jaxroll.engine.ledger import Unfinished
 from jaxroll.engine.requests import OnDone, Request, Result, Sizes
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import EngineStats, Latencies, Limits, Sequence
-from jaxroll.engine.work import EngineWork, FollowingDevice, InFlight
+from jaxroll.engine.work import EngineWork, InFlight
 from jaxroll.errors import DataError, TransferError
 from jaxroll.kernels.choice import AUTO, check_quantised
 from jaxroll.models import cache as kv
@@ -138,7 +138,13 @@ class EngineConfig:
     def model(self, spec: ModelSpec) -> ModelSpec:
         """`spec` for the programs of this engine. ConfigError for a model whose weights cannot be quantized."""
         check_quantised(self.weight_dtype, spec.experts)
-        return replace(spec, scan=self.scan_layers, kv_dtype=self.kv_dtype, weight_dtype=self.weight_dtype)
+        scan, draft = self.scan_layers, spec.draft and replace(spec.draft, scan=self.scan_layers)
+        return replace(spec, scan=scan, kv_dtype=self.kv_dtype, weight_dtype=self.weight_dtype, draft=draft)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """The configured implementations of attention, for `programs.kernels_and_sizes`."""
+        return {"prefill": self.prefill_attention, "paged": self.paged_attention}
 
     def sizes(self, shards: int) -> Sizes:
         """The static sizes of the programs, with slots in `shards` shards."""
@@ -179,9 +185,10 @@ class EngineConfig:
 class Engine:
     """Slots, a KV cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` sets the weights.
 
-    Stop strings need `decode`, the tokenizer's function. `attention` holds the chosen attention implementations, and
-    `memory` how the cache was sized, empty without a `memory_fraction`. Then construction compiles, too, and reports
-    to `progress`. Of an engine on several hosts, process 0 has a `LeadingDevice`.
+    Stop strings need `decode`, the tokenizer's function, and a `spec` with a draft model needs `draft`, its parameters.
+    `attention` holds the chosen attention implementations, and `memory` how the cache was sized, empty without a
+    `memory_fraction`. Then construction compiles, too, and reports to `progress`. Of an engine on several hosts,
+    process 0 has a `LeadingDevice`.
     """
 
     def __init__(
@@ -195,20 +202,19 @@ class Engine:
         clock: Callable[[], float] = unix_s,
         progress: Progress | None = None,
         make_device: Callable[..., Device] = Device,
+        draft: Params | None = None,
     ) -> None:
         shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
         sizes = config.sizes(shards)
         programs.check_sizes(sizes, config.weight_swap)
         self.weight_swap, self._clock = config.weight_swap, clock
         self._name, self._vocab_size, spec = spec.name, spec.vocab_size, config.model(spec)
-        kernels, self.memory = {"prefill": config.prefill_attention, "paged": config.paged_attention}, ""
-        if config.memory_fraction:
-            sizes, self.memory = device.sized_by_memory(
-                spec, mesh, rules, sizes, config.memory_fraction, kernels, progress
-            )
-        self.attention, self._sizes = programs.kernels_and_sizes(spec, mesh, sizes, **kernels)
+        self.memory, share = "", config.memory_fraction
+        if share:
+            sizes, self.memory = device.sized_by_memory(spec, mesh, rules, sizes, share, config.kernels, progress)
+        self.attention, self._sizes = programs.kernels_and_sizes(spec, mesh, sizes, **config.kernels)
         sizes = self._sizes
-        self._device = make_device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
+        self._device = make_device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention, draft=draft)
         self._scheduler = Scheduler(
             sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes), sizes.rings
         )
@@ -490,11 +496,3 @@ class Engine:
     def _leave(self, ids: list[int]) -> None:
         with self._ids_lock:
             self._ids.difference_update(ids)
-
-
-def following_device(spec: ModelSpec, mesh: Mesh, rules: Rules, config: EngineConfig) -> FollowingDevice:
-    """The device of another process of an engine on several hosts, of which process 0 has the `Engine`."""
-    sizes, spec = config.sizes(kv.shards_of(config.slots, mesh, rules)), config.model(spec)
-    kernels = {"prefill": config.prefill_attention, "paged": config.paged_attention}
-    attention, sizes = programs.kernels_and_sizes(spec, mesh, sizes, **kernels)
-    return FollowingDevice(spec, mesh, rules, sizes, seed=config.seed, attention=attention)

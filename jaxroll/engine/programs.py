@@ -92,7 +92,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: En
     # The heads of saved pages stay where they are in the pools: otherwise every device would get all of them.
     saved = jax.tree.map(lambda pool: NamedSharding(mesh, PartitionSpec(None, pool.sharding.spec[1])), like.cache)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table_columns))
-    model = Model(spec, Layout(mesh, rules), attention)
+    model = Model(spec, Layout(mesh, rules), attention, _draft_model(spec, mesh, rules, sizes))
     # A new partial per engine, because jitted wrappers of one function share a cache, and
     # `Device.compiles` counts this engine's programs.
     update = lambda change: jax.jit(  # noqa: E731
@@ -131,12 +131,23 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: En
         saved=saved,
         params=model_params.shardings(spec, mesh, rules),
         held=held,
-        hold=jax.jit(partial(model_params.held, spec, layout=model.layout), out_shardings=params)
-        if spec.scan or spec.weight_dtype
-        else None,
+        hold=_hold(spec, mesh, rules),
         tables=tables,
         replicated=whole,
     )
+
+
+def _hold(spec: ModelSpec, mesh: Mesh, rules: Rules) -> Callable[[Params], Held] | None:
+    if not spec.scan and not spec.weight_dtype:
+        return None
+    where = model_params.held_shardings(spec, mesh, rules)
+    return jax.jit(partial(model_params.held, spec, layout=Layout(mesh, rules)), out_shardings=where)
+
+
+def held(spec: ModelSpec, params: Params, mesh: Mesh, rules: Rules) -> Held:
+    """`params` as `EnginePrograms.hold` returns them."""
+    hold = _hold(spec, mesh, rules)
+    return dict(params) if hold is None else hold(params)
 
 
 def choose_kernels(
@@ -160,7 +171,14 @@ def kernels_and_sizes(
 ) -> tuple[EngineChoices, Sizes]:
     """The implementations, and `sizes` with rings where these need less memory."""
     attention = choose_kernels(spec, mesh, sizes, prefill=prefill, paged=paged)
-    return attention, with_rings(sizes, spec, attention)
+    return attention, with_rings(replace(sizes, draft_model=spec.draft is not None), spec, attention)
+
+
+def _draft_model(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Model | None:
+    if spec.draft is None:
+        return None
+    limited = replace(sizes, pages=sizes.shard_pages)  # it has no contiguous copy of its cache
+    return Model(spec.draft, Layout(mesh, rules), choose_kernels(spec.draft, mesh, limited))
 
 
 def with_rings(sizes: Sizes, spec: ModelSpec, attention: EngineChoices) -> Sizes:
@@ -173,7 +191,8 @@ def with_rings(sizes: Sizes, spec: ModelSpec, attention: EngineChoices) -> Sizes
     if not window or attention.paged.name != choice.XLA or ringed.ring * ringed.rings >= sizes.shard_pages:
         return sizes
     # Pages that no layer uses must not limit the engine.
-    return ringed if sizes.experts or not all(spec.each_window) else replace(ringed, pages=0)
+    used = sizes.experts or spec.draft or not all(spec.each_window)
+    return ringed if used else replace(ringed, pages=0)
 
 
 def lowered(
@@ -254,27 +273,51 @@ def _prefill(model: Model, bucket: int, params: Held, state: DecodeState, packed
     batch = inputs.unpack_prefill(packed, bucket)
     fill = partial(kv.begun, shards=batch.shards, lengths=batch.lengths)
 
-    def keep(cache: kv.KVCache, layer: int | Array, window: int, k: Array, v: Array) -> kv.KVCache:
-        keys, values, first, _ = cache.of(layer, window)
-        put = partial(fill, tables=cache.tables(window, batch.tables) + first, ring=cache.ring_of(window))
-        return cache.with_layer(layer, window, put(keys, k), put(values, v))
+    def computed(
+        model: Model, params: Held, cache: kv.KVCache, tables: Int[Array, "R J"]
+    ) -> tuple[Float[Array, "R V"], kv.KVCache]:
+        def keep(cache: kv.KVCache, layer: int | Array, window: int, k: Array, v: Array) -> kv.KVCache:
+            keys, values, first, _ = cache.of(layer, window)
+            put = partial(fill, tables=cache.tables(window, tables) + first, ring=cache.ring_of(window))
+            return cache.with_layer(layer, window, put(keys, k), put(values, v))
 
-    options = {"layout": model.layout, "attention": model.attention.prefill.name}
-    logits, cache, experts = transformer.prefill_into(
-        model.spec, params, state.cache, keep, batch.tokens, batch.lengths, **options
-    )
-    if cache.experts is not None and experts is not None:
-        cache = replace(cache, experts=fill(cache.experts, experts, tables=cache.tables(0, batch.tables)))
-    return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
+        options = {"layout": model.layout, "attention": model.attention.prefill.name}
+        logits, cache, experts = transformer.prefill_into(
+            model.spec, params, cache, keep, batch.tokens, batch.lengths, **options
+        )
+        if cache.experts is not None and experts is not None:
+            cache = replace(cache, experts=fill(cache.experts, experts, tables=cache.tables(0, tables)))
+        return logits, cache
+
+    return _with_prompts(model, params, state, batch, computed)
 
 
 def _extend(model: Model, bucket: int, params: Held, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing more tokens behind those already in the pages, with the logits after them."""
     batch = inputs.unpack_prefill(packed, bucket)
-    pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
-    logits, cache = transformer.extend(
-        model.spec, params, state.cache, batch.tokens, pages, batch.lengths, layout=model.layout
-    )
+
+    def computed(
+        model: Model, params: Held, cache: kv.KVCache, tables: Int[Array, "R J"]
+    ) -> tuple[Float[Array, "R V"], kv.KVCache]:
+        pages = transformer.Pages(batch.shards, tables, batch.starts)
+        return transformer.extend(model.spec, params, cache, batch.tokens, pages, batch.lengths, layout=model.layout)
+
+    return _with_prompts(model, params, state, batch, computed)
+
+
+def _with_prompts(
+    model: Model,
+    params: Held,
+    state: DecodeState,
+    batch: inputs.Prefill,
+    computed: Callable[[Model, Held, kv.KVCache, Int[Array, "R J"]], tuple[Float[Array, "R V"], kv.KVCache]],
+) -> DecodeState:
+    """`state` with the prompts of `batch` in the caches of the model and of its draft model, and the logits."""
+    own, drafting = decoding.divided(params)
+    logits, cache = computed(model, own, state.cache, batch.tables)
+    if model.draft is not None and cache.draft is not None:
+        _, draft = computed(model.draft, drafting, cache.draft, cache.tables(0, batch.tables))
+        cache = replace(cache, draft=draft)
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
@@ -286,7 +329,7 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
     drawn = decoding.draw(by, state.logits[rows], positions, text, state.allowed[slots], sizes.support)
     state = _with_copies(state, shards, sources, targets)
     text = decoding.with_token(text, drawn[0], positions)
-    return _write_slot(state, slots, requests, text, drawn, positions, jnp.ones_like(drawn[0]))
+    return _write_slot(sizes, state, slots, requests, text, drawn, positions, jnp.ones_like(drawn[0]))
 
 
 def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
@@ -295,10 +338,12 @@ def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> Dec
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
     # The host has the support of its last token.
     support = jnp.full((len(tokens), sizes.support), sampling.NO_TOKEN, jnp.int32)
-    return _write_slot(state, slots, requests, text, (tokens, inputs.floats(logprobs), support), positions, counts)
+    drawn = tokens, inputs.floats(logprobs), support
+    return _write_slot(sizes, state, slots, requests, text, drawn, positions, counts)
 
 
 def _write_slot(
+    sizes: Sizes,
     state: DecodeState,
     slots: Int[Array, " N"],
     requests: Int[Array, "N C"],
@@ -322,7 +367,9 @@ def _write_slot(
         support=put(state.support, support),
         positions=put(state.positions, positions),
         counts=put(state.counts, counts),
-        chances=None if state.chances is None else put(state.chances, jnp.zeros(len(slots))),
+        chances=None
+        if state.chances is None
+        else put(state.chances, jnp.full(len(slots), decoding.FIRST if sizes.draft_model else 0.0)),
         status=put(state.status, decoding.status_after(requests, tokens, counts)),
     )
 

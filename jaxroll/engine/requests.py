@@ -229,6 +229,7 @@ class Sizes:
     draft: int = 0  # tokens that a decode step may draft per slot; 0: no speculative decoding
     window: int = 0  # of the layers with rings (`models.cache`), at most; 0: no rings
     truncation: bool = False  # requests may truncate, also without `support`
+    draft_model: bool = False  # a model drafts, instead of prompt lookup
 
     @property
     def sorts(self) -> bool:

@@ -50,6 +50,8 @@ class KVCache:
     `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`). With
     layers in a loop, `joint` has the layers of each pool, which has the pages of all of them: page p of its n-th layer
     is p + n·P. With a `ring` (R) above 0, the layers with a window have rings; they have the last of joint pools.
+
+    `draft` has the keys and values of `ModelSpec.draft`, which has no rings, in pages with the same numbers.
     """
 
     keys: tuple[Pool, ...]
@@ -58,6 +60,7 @@ class KVCache:
     joint: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
     ring: int = field(default=0, metadata={"static": True})
     in_rings: tuple[bool, ...] = field(default=(), metadata={"static": True})  # of each pool; empty without rings
+    draft: KVCache | None = None
 
     @property
     def shards(self) -> int:
@@ -128,11 +131,13 @@ class KVCache:
         experts = None
         if self.experts is not None:
             experts = change(self.experts, 1, 0, *(other.experts for other in others))
+        draft = self.draft and self.draft.map(change, *(other.draft for other in others if other.draft))
         return replace(
             self,
             keys=each(self.keys, *(other.keys for other in others)),
             values=each(self.values, *(other.values for other in others)),
             experts=experts,
+            draft=draft,
         )
 
 
@@ -179,7 +184,9 @@ def abstract(
     of_layer = {False: pages, True: rings * ring}
     leaves = tuple(of_layers(len(layers) * of_layer[one]) for layers, one in zip(every, in_rings, strict=True))
     recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec), pages) if experts else None
-    return KVCache(leaves, leaves, recorded, tuple(every) if spec.scan else (), ring, tuple(in_rings) if ring else ())
+    draft = spec.draft and abstract(spec.draft, shards, pages, page_tokens, mesh, rules)
+    joint, rings_of = tuple(every) if spec.scan else (), tuple(in_rings) if ring else ()
+    return KVCache(leaves, leaves, recorded, joint, ring, rings_of, draft)
 
 
 def empty(

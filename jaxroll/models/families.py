@@ -84,6 +84,7 @@ class ModelSpec:
     scan: bool = False  # programs have one layer (of each kind), which they run in a loop
     kv_dtype: str = ""  # of pages in an engine (`kernels.quantised`); empty: the compute dtype
     weight_dtype: str = ""  # of the layers' matrices in an engine, likewise
+    draft: ModelSpec | None = None  # the model that drafts tokens in an engine (speculative decoding)
     value_head: bool = False  # of a critic: one number per token instead of logits
     family: str = "qwen3"  # see `families`: names and config.json of the parameters' files
     attention_bias: bool = False  # of queries, keys and values

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jaxroll import disk
-from jaxroll.config import MODEL_SIZES, Config, ModelConfig
+from jaxroll.config import MODEL_SIZES, Config, ModelConfig, SamplerConfig
 from jaxroll.config.derived import model_folder
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import families, hf_config
@@ -329,6 +329,22 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
     except TypeError as error:
         reason = f"its {name} has a key that is unknown, or lacks one ({error})"
         raise ConfigError("model.path", str(folder), reason, "Copy it again.") from error
+
+
+def with_draft(config: SamplerConfig, model: ModelSpec) -> ModelSpec:
+    """`model` with the draft model in the folder `config.draft_model`, if one is set. Reads only headers.
+
+    ConfigError as `described` and `check_weights`.
+    """
+    if not (folder := config.draft_model):
+        return model
+    try:
+        draft = described(Path(folder), model.compute_dtype)
+        check_weights(ModelConfig(path=folder), draft)
+    except ConfigError as error:
+        here = "" if folder in str(error.value) else f"{error.key} = {error.value!r}: "
+        raise ConfigError("sampler.draft_model", folder, f"{here}{error.reason}", error.remedy) from error
+    return dataclasses.replace(model, draft=draft)
 
 
 def as_stored(folder: Path, model: ModelSpec) -> ModelSpec:

@@ -27,10 +27,11 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import Converted, Index, Tensors, TensorShape, spec
 from jaxroll.models.hf_config import names, of_experts
 from jaxroll.models.layers import Block, Decoder
-from jaxroll.sharding import Layout, Rules, replicated, sharding
+from jaxroll.sharding import Layout, Rules, placed_once, replicated, sharding
 
 Params = dict[str, jax.Array]
-Held = dict[str, jax.Array | Quantised]  # parameters in an engine
+Held = dict[str, Any]  # parameters in an engine: arrays, some quantized, and with the key DRAFT those of a draft model
+DRAFT = "draft"
 
 
 def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -322,7 +323,18 @@ def abstract_held(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, Any]:
     """The arrays of `held` of what an engine is served, as ShapeDtypeStructs with shardings."""
     shapes = jax.eval_shape(functools.partial(held, spec, layout=None), served(spec))
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
-    return jax.tree.map(place, shapes, held_shardings(spec, mesh, rules))
+    found = jax.tree.map(place, shapes, held_shardings(spec, mesh, rules))
+    return found | ({DRAFT: abstract_held(spec.draft, mesh, rules)} if spec.draft else {})
+
+
+def draft_model(config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Params | None:
+    """The parameters of `spec.draft`, from its folder, as an engine is served them; None without a draft model."""
+    if (draft := spec.draft) is None:
+        return None
+    values, where = weights(ModelConfig(path=config.sampler.draft_model), draft), shardings(draft, mesh, rules)
+    return {
+        name: placed_once(np.asarray(values[name], leaf.dtype), where[name]) for name, leaf in served(draft).items()
+    }
 
 
 # --- Weights of an imported model: read from a folder (see `folders`), and conversion between layouts

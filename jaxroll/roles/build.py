@@ -24,13 +24,15 @@ from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.config.derived import cache_tokens, channel_of, update_in_force_s, update_slot_s
 from jaxroll.data import sources
 from jaxroll.engine.device import Device
-from jaxroll.engine.engine import Engine, EngineConfig, following_device
+from jaxroll.engine.engine import Engine, EngineConfig
+from jaxroll.engine.programs import kernels_and_sizes
 from jaxroll.engine.work import FollowingDevice, LeadingDevice, Operation
 from jaxroll.errors import EXIT_INTERRUPTED, JaxRollError, TransferError, described
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import Params
 from jaxroll.models import families, folders, params
+from jaxroll.models.cache import shards_of
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Relay, Version, VersionRef
@@ -39,7 +41,7 @@ from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import Layout
+from jaxroll.sharding import Layout, Rules
 from jaxroll.store.messages import RelayState
 from jaxroll.text import tokenizers
 from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
@@ -143,7 +145,14 @@ def inference(
     engine_config = EngineConfig.of(config, role, slots=slots, weight_swap=weight_swap)
     make_device = Device if leader is None else partial(LeadingDevice, partial(_send_operation, leader))
     engine = Engine(
-        spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode, progress=progress, make_device=make_device
+        spec,
+        mesh,
+        layouts.SAMPLER,
+        engine_config,
+        decode=text.decode,
+        progress=progress,
+        make_device=make_device,
+        draft=params.draft_model(config, spec, mesh, layouts.SAMPLER),
     )
     progress.devices(mesh, engine.attention.described())
     if engine.memory:
@@ -165,7 +174,7 @@ def inference(
 def _model_and_mesh(
     config: Config, text: Tokenizer, role: str, mesh: MeshConfig, first_device: int = 0
 ) -> tuple[ModelSpec, Mesh]:
-    spec = model_spec(config, text)
+    spec = folders.with_draft(config.sampler, model_spec(config, text))
     families.check_mesh(spec, mesh, f"{role}.mesh")
     return spec, layouts.build(mesh, jax.devices()[first_device:])
 
@@ -268,9 +277,19 @@ def follow(args: RoleArgs, leader: Follower | None = None) -> int:
     with joined:
         spec, mesh = _model_and_mesh(config, tokenizer(config), "sampler", config.sampler.mesh)
         engine_config = EngineConfig.of(config, "sampler")
-        device = following_device(spec, mesh, layouts.SAMPLER, engine_config)
+        draft = params.draft_model(config, spec, mesh, layouts.SAMPLER)
+        device = following_device(spec, mesh, layouts.SAMPLER, engine_config, draft)
         receiver = Receiver(config.transfer, token=weights_token(args.run_dir), tls=tls_files.load(args.run_dir))
         return run_commands(joined, device, _arriving(config, receiver, spec, mesh))
+
+
+def following_device(
+    spec: ModelSpec, mesh: Mesh, rules: Rules, config: EngineConfig, draft: Params | None = None
+) -> FollowingDevice:
+    """The device of another process of an engine on several hosts, of which process 0 has the `Engine`."""
+    sizes, spec = config.sizes(shards_of(config.slots, mesh, rules)), config.model(spec)
+    attention, sizes = kernels_and_sizes(spec, mesh, sizes, **config.kernels)
+    return FollowingDevice(spec, mesh, rules, sizes, seed=config.seed, attention=attention, draft=draft)
 
 
 def run_commands(leader: Follower, device: FollowingDevice, arriving: WeightFetcher) -> int:

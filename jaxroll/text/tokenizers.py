@@ -311,6 +311,17 @@ def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")
 
 
+_PROBE = "The answer is 3.14: naïve λ-terms, 東京 🙂\n\tdef f(x): return x**2  # <|end|>"
+
+
+def check_draft(folder: str, text: Tokenizer) -> None:
+    """Raise ConfigError if the draft model in `folder` (empty: none) comes with another tokenizer than `text`."""
+    if folder and isinstance(text, HFTokenizer) and (Path(folder) / "tokenizer.json").is_file():
+        if HFTokenizer(folder).encode(_PROBE) != text.encode(_PROBE):
+            reason = "its tokenizer has other tokens, so none of its drafts would be right"
+            raise ConfigError("sampler.draft_model", folder, reason, "Use a smaller model of the same family.")
+
+
 # --- conversations as tokens, as an episode with the same messages would contain them
 
 

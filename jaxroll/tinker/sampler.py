@@ -155,7 +155,9 @@ class Models:
         self._base = trainer.initial(config, args.run_dir, self.layout)
         # Requests choose their own truncation.
         engine_config = replace(EngineConfig.of(config, "sampler", weight_swap="drain"), truncation=True)
-        self.engine = Engine(self.spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
+        spec = folders.with_draft(config.sampler, self.spec)
+        draft = model_params.draft_model(config, spec, mesh, layouts.SAMPLER)
+        self.engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode, draft=draft)
         self.host = EngineHost(self.engine)
         self._receiver = Receiver(folders.with_transfer_deadline(config).transfer, token=token)
         self._held: OrderedDict[str, tuple[Lora | None, Params]] = OrderedDict()

@@ -205,14 +205,12 @@ def engine_programs(
 
     With `largest_only`, prefill has its largest bucket alone: smaller ones need less of everything.
     """
-    sampler = config.sampler
     settings = EngineConfig.of(config, "sampler")
-    spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
+    spec = settings.model(folders.with_draft(config.sampler, spec))
+    sizes = settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     engine.check_sizes(sizes, settings.weight_swap)
     sizes = replace(sizes, buckets=sizes.buckets[-1:]) if largest_only else sizes
-    chosen, sizes = engine.kernels_and_sizes(
-        spec, mesh, sizes, prefill=sampler.prefill_attention, paged=sampler.paged_attention
-    )
+    chosen, sizes = engine.kernels_and_sizes(spec, mesh, sizes, **settings.kernels)
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
 
     def found() -> Iterator[Described]:
@@ -230,9 +228,9 @@ def sized_cache(
     As a sampler chooses them at its start, from programs compiled for `described`, a topology, or read from `folder`.
     ConfigError if the model does not fit.
     """
-    sampler = config.sampler
     settings = EngineConfig.of(config, "sampler")
-    spec, sizes = settings.model(spec), settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
+    spec = settings.model(folders.with_draft(config.sampler, spec))
+    sizes = settings.sizes(cache.shards_of(settings.slots, mesh, SAMPLER))
     engine.check_sizes(sizes, settings.weight_swap)
     share = device.memory_share(spec, mesh, SAMPLER, limit_bytes, settings.memory_fraction)
 
@@ -245,9 +243,8 @@ def sized_cache(
         most = max(cost.temp_bytes + cost.output_bytes - cost.alias_bytes for cost in costs)
         return most + sum(cost.code_bytes for cost in costs)
 
-    kernels = {"prefill": sampler.prefill_attention, "paged": sampler.paged_attention}
-    sizes, share = device.sized(spec, mesh, SAMPLER, sizes, share, run_bytes, **kernels)
-    sampler = replace(sampler, cache_pages=sizes.pages * sizes.shards)
+    sizes, share = device.sized(spec, mesh, SAMPLER, sizes, share, run_bytes, **settings.kernels)
+    sampler = replace(config.sampler, cache_pages=sizes.pages * sizes.shards)
     return replace(config, sampler=sampler), device.described(sizes, share)
 
 

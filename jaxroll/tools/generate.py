@@ -37,7 +37,7 @@ from jaxroll.learner import critic, lora, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
-from jaxroll.models import families, params
+from jaxroll.models import families, folders, params
 from jaxroll.models import params as pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Task, Version
@@ -91,7 +91,9 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     where = params.shardings(spec, mesh, layouts.SAMPLER)
     placed = jax.device_put(values, where)
     engine_config = EngineConfig.of_requests(config, slots, longest_prompt(config) + max_tokens, penalties=penalties)
-    engine = Engine(spec, mesh, layouts.SAMPLER, engine_config, decode=text.decode)
+    with_draft = folders.with_draft(config.sampler, spec)
+    draft = params.draft_model(config, with_draft, mesh, layouts.SAMPLER)
+    engine = Engine(with_draft, mesh, layouts.SAMPLER, engine_config, decode=text.decode, draft=draft)
     # stdout is for the answers alone
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)

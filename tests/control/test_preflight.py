@@ -275,6 +275,8 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
         "a reward model of two labels",
         "a reward model without a score head",
     ),
+    "models/folders.py::with_draft": ("a draft model without weights", "a draft model of odd heads"),
+    "text/tokenizers.py::check_draft": ("a draft model with another tokenizer",),
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
     "learner/peft.py": ("adapters that are not there",),
     "models/params.py::leaves": ("weights of another model", "weights too few"),

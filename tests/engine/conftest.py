@@ -42,9 +42,9 @@ class Ticks:
 
 
 @functools.cache
-def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
+def weights(mesh: MeshConfig = ONE, which: int = 0, spec: families.ModelSpec = SPEC) -> params.Params:
     """Parameters number `which` on a mesh. They are scaled up, so that the model has opinions."""
-    made = params.init(SPEC, jax.random.key(which), sharding.build(mesh), sharding.SAMPLER)
+    made = params.init(spec, jax.random.key(which), sharding.build(mesh), sharding.SAMPLER)
     return made | {"embed": made["embed"] * 12.0}
 
 
@@ -65,7 +65,14 @@ def programs_of(
 
 
 @functools.cache
-def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | None = None, **overrides: Any) -> Engine:
+def shared_engine(
+    mesh: MeshConfig = ONE,
+    decode: Callable[[list[int]], str] | None = None,
+    spec: families.ModelSpec = SPEC,
+    draft: int | None = None,
+    **overrides: Any,
+) -> Engine:
+    """With a draft model in `spec`, its parameters are number `draft`."""
     sizes = {
         "slots": 4,
         "max_tokens": 32,
@@ -78,7 +85,10 @@ def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | N
     config = EngineConfig(**(sizes | overrides))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "build", programs_of)
-        engine = Engine(SPEC, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks())
+        of_draft = None if draft is None or spec.draft is None else weights(mesh, draft, spec.draft)
+        engine = Engine(
+            spec, sharding.build(mesh), sharding.SAMPLER, config, decode=decode, clock=Ticks(), draft=of_draft
+        )
     engine.warmup(None)  # programs compiled for zeros serve every test's weights without another compilation
     return engine
 
@@ -249,5 +259,27 @@ def assert_replayed(model) -> Callable[..., None]:
                 assert margins[differing[0]] < naive_engine.NEAR_TIE, (request, wanted, got)
                 ties += 1
         assert ties <= 1, f"{ties} near-ties in {tokens} tokens"
+
+    return check
+
+
+@pytest.fixture
+def assert_naive(spec, seed, model) -> Callable[..., None]:
+    """Tokens, log-probs and ends equal the naive reference with parameters `which`, up to one near-tie."""
+
+    def check(requests: Iterable[Request], results: dict[int, Result], which: int = 0) -> None:
+        ties = 0
+        for request in requests:
+            wanted, got = naive_engine.trace(spec, model(which), request, seed), results[request.id].completion
+            shared = min(len(wanted.tokens), len(got.tokens))
+            differing = np.flatnonzero(wanted.tokens[:shared] != got.tokens[:shared])
+            if len(differing):
+                assert wanted.margins[differing[0]] < naive_engine.NEAR_TIE, (request, wanted, got)
+                ties += 1
+                continue
+            assert len(wanted.tokens) == len(got.tokens), request
+            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+            assert got.finish == ("stop" if got.tokens[-1] in request.params.stop_tokens else "length")
+        assert ties <= 1
 
     return check

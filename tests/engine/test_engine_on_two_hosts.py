@@ -12,10 +12,11 @@ import pytest
 from jaxroll import sharding, wire
 from jaxroll.config import MeshConfig
 from jaxroll.engine import programs
-from jaxroll.engine.engine import Engine, EngineConfig, following_device
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Result
 from jaxroll.engine.work import FollowingDevice, LeadingDevice, Operation
 from jaxroll.records import Version
+from jaxroll.roles.build import following_device
 from tests.engine import conftest
 from tests.harness.processes import ran_together
 
@@ -73,10 +74,10 @@ def test_two_processes_answer_as_one_does(tmp_path):
         folder.mkdir()
         ran_together(_SCRIPT, folder, processes, devices=2)
         found[processes] = {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
-    assert found[1].keys() == found[2].keys() == {"heads", "slots"}
+    assert found[1].keys() == found[2].keys() == {"heads", "slots", "drafts"}
     for case, one in found[1].items():
         assert one.keys() == found[2][case].keys()
         for name, value in one.items():
             np.testing.assert_array_equal(value, found[2][case][name], f"{case}: {name}")
         assert len(one["versions 0"]) == 2, f"{case}: no swap in between"
-    assert found[1]["heads"]["preemptions"] > 0
+    assert found[1]["heads"]["preemptions"] > 0 and found[1]["drafts"]["accepted"] > 0

@@ -62,28 +62,6 @@ def counted(bench) -> tuple[int, int]:
     return stats.tokens_drafted, stats.tokens_accepted
 
 
-@pytest.fixture
-def assert_naive(spec, seed, model):
-    """Tokens, log-probs and ends equal the naive reference, up to one near-tie."""
-
-    def check(requests, results):
-        ties = 0
-        for request in requests:
-            wanted, got = naive_engine.trace(spec, model(), request, seed), results[request.id].completion
-            shared = min(len(wanted.tokens), len(got.tokens))
-            differing = np.flatnonzero(wanted.tokens[:shared] != got.tokens[:shared])
-            if len(differing):
-                assert wanted.margins[differing[0]] < naive_engine.NEAR_TIE, (request, wanted, got)
-                ties += 1
-                continue
-            assert len(wanted.tokens) == len(got.tokens), request
-            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
-            assert got.finish == ("stop" if got.tokens[-1] in request.params.stop_tokens else "length")
-        assert ties <= 1
-
-    return check
-
-
 @pytest.mark.parametrize("temperature", [0.0, None], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("paged", ["dense", pytest.param("xla", marks=pytest.mark.soak)])
 def test_tokens_and_log_probs_are_those_of_one_token_at_a_time(bench, assert_naive, paged, temperature):
@@ -197,8 +175,9 @@ def test_supports_penalties_masks_and_stop_strings_are_those_without_drafts(benc
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("draft", [None, 1], ids=["lookup", "model"])
 @pytest.mark.parametrize("count", [100_000])
-def test_the_distribution_is_the_targets(bench, spec, model, count):
+def test_the_distribution_is_the_targets(bench, spec, model, count, draft):
     """The first two tokens of a pass. The prompt is that of 256 whose first drafted token is likeliest to be right."""
     temperature, V, weights = 2.0, spec.vocab_size, model()
     probabilities = jax.jit(
@@ -213,7 +192,8 @@ def test_the_distribution_is_the_targets(bench, spec, model, count):
     prompt, first = text[:7], int(text[7])
     given = Completion(np.array([first], np.int32), np.zeros(1, np.float32), (VersionRun(Version(0, 1), 1),), "")
     params = SamplingParams(3, temperature=temperature)
-    b = bench(paged_attention="dense", **SIZES, **({"slots": 64} if count > 10_000 else {}))
+    drafting = {} if draft is None else {"spec": dataclasses.replace(spec, draft=spec), "draft": draft}
+    b = bench(paged_attention="dense", **SIZES, **({"slots": 64} if count > 10_000 else {}), **drafting)
     before = counted(b)
     b.add(*(Request(i, prompt, GenerationKey(i, 0), params, before=given) for i in range(count)))
     b.finish(limit=count)

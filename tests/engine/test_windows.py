@@ -54,9 +54,17 @@ def conversations(count: int = 12) -> list[Request]:
 def played(variant: str, mesh: MeshConfig = ONE, **overrides: Any) -> tuple[Engine, list[Request], dict[int, Result]]:
     """Conversations of two turns, with preemptions and a weight swap in the first.
 
-    Without a limit of pages there is no preemption; weights are swapped when the first answer has ended.
+    Without a limit of pages there is no preemption; weights are swapped when the first answer has ended. With `draft`
+    the model is its own draft model, at the first version.
     """
-    engine = Engine(golden(variant)[0], sharding.build(mesh), sharding.SAMPLER, EngineConfig(**(SIZES | overrides)))
+    spec, draft = golden(variant)[0], weights(variant, 0, mesh) if overrides.pop("draft", False) else None
+    engine = Engine(
+        replace(spec, draft=draft and spec),
+        sharding.build(mesh),
+        sharding.SAMPLER,
+        EngineConfig(**(SIZES | overrides)),
+        draft=draft,
+    )
     results: dict[int, Result] = {}
 
     def add(requests: list[Request]) -> None:
@@ -132,6 +140,7 @@ def test_tokens_and_log_probs_are_those_of_whole_rows() -> None:
         ("gemma3_text", {}),
         ("gemma3_text", {"scan_layers": True}),
         ("gemma3_text", {"draft_tokens": 2, "cache_pages": 112}),
+        ("gemma3_text", {"draft_tokens": 2, "cache_pages": 112, "draft": True}),
         ("gemma3_text", {"mesh": MeshConfig(data=2), "cache_pages": 104}),
         ("gemma3_text", {"mesh": MeshConfig(data=2), "cache_pages": 104, "scan_layers": True}),
         ("qwen2_yarn_windows", {}),

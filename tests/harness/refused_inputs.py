@@ -65,6 +65,14 @@ def named(count: int) -> dict[str, int]:
     return {hf_config.name(spec, ours): count for ours in hf_config.ours(spec)}
 
 
+def draft_of_others(here: Path) -> None:
+    """A draft model in the folder small, with another tokenizer than that in hf."""
+    words = {"type": "WordLevel", "vocab": {"<e>": 0, "a": 1}, "unk_token": "a"}
+    weights(named(1000), tokenizer={**WORDS, "model": words}, tokenizer_config={"eos_token": "<e>"})(here)
+    (here / "hf").rename(here / "small")
+    folder(tokenizer=WORDS, tokenizer_config={"eos_token": "<e>"})(here)
+
+
 def module(text: str) -> Make:
     """A module game.py in the working folder."""
     return lambda here: (here / "game.py").write_text(text)
@@ -95,6 +103,7 @@ GAME = [
 GYM = ["task.source=game", "task.name=gymnasium", "task.env=gymnasium"]
 HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
+DRAFTS = ["sampler.draft_tokens=4", "sampler.draft_model=hf"]
 REWARD_MODEL = ["task.reward=reward_model", 'task.reward_args={"reward_model": {"path": "hf"}}']
 SCORES = {**HUGGING_FACE, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 WORDS = {"model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"}, "version": "1.0"}
@@ -360,6 +369,16 @@ CASES: dict[str, Case] = {
     "weights of another model": (
         weights({"model.norm.weight": 12}), PATH, "model.path", "hf", "no tensor 'model.embed_tokens.weight'"),
     "weights too few": (weights(named(12)), PATH, "model.path", "hf", "hold 156 numbers"),
+    "a draft model that is not there": (None, DRAFTS, "sampler.draft_model", "hf", "no such file"),
+    "a draft model without weights": (
+        folder(config=HUGGING_FACE), DRAFTS, "sampler.draft_model", "hf", "holds neither"),
+    "a draft model of odd heads": (
+        folder(config={**HUGGING_FACE, "head_dim": 7}), DRAFTS, "sampler.draft_model", "hf", "model.head_dim = 7"),
+    "a draft model with another tokenizer": (
+        draft_of_others, ["sampler.draft_tokens=4", "sampler.draft_model=small", *HF], "sampler.draft_model", "small",
+        "other tokens"),
+    "a draft model that drafts nothing": (
+        None, ["sampler.draft_model=hf"], "sampler.draft_model", "hf", "sampler.draft_tokens is 0"),
     "weights unreadable": (
         folder(config=HUGGING_FACE, model_j="", **{"model.safetensors.index": {"weight_map": {"a": "nowhere"}}}), PATH,
         "model.path", "hf", "nowhere"),

@@ -21,7 +21,7 @@ import numpy as np
 from jaxroll import lifeline, sharding, wire
 from jaxroll.config import MeshConfig, RoleHosts
 from jaxroll.engine.device import Device
-from jaxroll.engine.engine import Engine, EngineConfig, following_device
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.engine.work import LeadingDevice, Operation
 from jaxroll.learner import multihost
@@ -30,6 +30,7 @@ from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles import build
+from jaxroll.roles.build import following_device
 
 SPEC = families.spec("nano")
 SIZES: dict[str, Any] = {
@@ -43,10 +44,18 @@ SIZES: dict[str, Any] = {
     "truncation": True,
 }
 # Heads on two processes, with requests that lose their pages; slots on two processes; new weights over a new cache.
+# With drafts, the first weights are those of a draft model, too.
 CASES: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
     "heads": (MeshConfig(tensor=2), {"cache_pages": 10}),
     "slots": (MeshConfig(data=2), {"weight_swap": "reprefill", "scan_layers": True}),
+    "drafts": (MeshConfig(tensor=2), {"cache_pages": 10, "draft_tokens": 2}),
 }
+
+
+def draft_model(config: EngineConfig, mesh: jax.sharding.Mesh) -> tuple[families.ModelSpec, params.Params | None]:
+    """The model of a case, and the parameters of its draft model."""
+    drafts = config.draft_tokens > 0
+    return replace(SPEC, draft=SPEC if drafts else None), weights(mesh, Version(0, 1)) if drafts else None
 
 
 def weights(mesh: jax.sharding.Mesh, version: Version) -> params.Params:
@@ -103,6 +112,7 @@ def answered(engine: Engine, place: Callable[[Version], params.Params]) -> dict[
         pass
     assert engine.stats().compiles == 0 and sorted(done) == list(range(11)), (engine.stats(), sorted(done))
     found: dict[str, np.ndarray] = {"preemptions": np.array(engine.stats().preemptions)}
+    found["accepted"] = np.array(engine.stats().tokens_accepted)
     for number, result in done.items():
         one = result.completion
         found[f"tokens {number}"], found[f"logprobs {number}"] = one.tokens, one.logprobs
@@ -125,7 +135,8 @@ def lead(send: Callable[[Command], None] | None, folder: Path) -> None:
                 send(Command("place", version))
             return weights(mesh, version)
 
-        engine = Engine(SPEC, mesh, sharding.SAMPLER, config, make_device=make)
+        spec, draft = draft_model(config, mesh)
+        engine = Engine(spec, mesh, sharding.SAMPLER, config, make_device=make, draft=draft)
         np.savez(folder / f"{name}.npz", **answered(engine, place))  # type: ignore[arg-type]
         if send is not None:
             send(Command("end of case"))
@@ -156,7 +167,8 @@ def follow(leader: multihost.Follower) -> None:
             return
         of_mesh, options = CASES[command.text]
         mesh, config = sharding.build(of_mesh), EngineConfig(**SIZES | options)
-        device = following_device(SPEC, mesh, sharding.SAMPLER, config)
+        spec, draft = draft_model(config, mesh)
+        device = following_device(spec, mesh, sharding.SAMPLER, config, draft)
         build.run_commands(_UntilEndOfCase(commands, leader.serves), device, Made(mesh))  # type: ignore[arg-type]
         assert not device._saved, "process 0 needs no pages any more"
 
