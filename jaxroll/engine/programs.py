@@ -300,7 +300,8 @@ def _extend(model: Model, bucket: int, params: Held, state: DecodeState, packed:
         model: Model, params: Held, cache: kv.KVCache, tables: Int[Array, "R J"]
     ) -> tuple[Float[Array, "R V"], kv.KVCache]:
         pages = transformer.Pages(batch.shards, tables, batch.starts)
-        return transformer.extend(model.spec, params, cache, batch.tokens, pages, batch.lengths, layout=model.layout)
+        options = {"layout": model.layout, "attention": model.attention.prefill.name}
+        return transformer.extend(model.spec, params, cache, batch.tokens, pages, batch.lengths, **options)
 
     return _with_prompts(model, params, state, batch, computed)
 

@@ -72,6 +72,25 @@ def pages(name: str, layout: Layout | None) -> Callable[..., Array]:
     return partial(_divided_pages, paged, layout)
 
 
+def continued(layout: Layout | None) -> Callable[..., Array]:
+    """More tokens of rows over one shard of the paged cache by splash attention, with the arguments of `splash_behind`,
+    but pools of one shard [1, K, P, U, H]."""
+    return partial(_divided_continued, _needed("splash", layout))
+
+
+def _divided_continued(
+    layout: Layout, q: Array, k: Array, v: Array, keys: Array, values: Array, *of_rows: Array
+) -> Array:
+    """`of_rows`: tables [R, J], starts [R] and lengths [R]."""
+
+    def one(q: Array, k: Array, v: Array, keys: Array, values: Array, *of_rows: Array) -> Array:
+        return splash_behind(q, k, v, keys[0], values[0], *of_rows)
+
+    queries, new, pool = _spec(layout, _QUERIES, q), _spec(layout, _KEYS, k), _spec(layout, _POOL, keys)
+    each = (_spec(layout, ("rows", None)[: array.ndim], array) for array in of_rows)
+    return _divided(one, layout, (queries, new, new, pool, pool, *each), queries)(q, k, v, keys, values, *of_rows)
+
+
 def _masked(mask: Array, q: Array, k: Array, v: Array) -> Array:
     return grouped(q, k, v, mask)
 
@@ -243,6 +262,54 @@ def splash(
     return cast(Array, out).swapaxes(1, 2)[:, :T]
 
 
+def splash_behind(
+    q: Float[Array, "R T N H"],
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "R J"],
+    starts: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "R T N H"]:
+    """Causal attention of `lengths` new tokens of each row, which also see its tokens 0 … starts - 1 in the pages.
+
+    Keys have their rotation, so their order does not matter: a row's pages come first, as far as they are in use, then
+    its new keys. Blocks of pages behind `starts` are neither fetched by the kernel nor computed. Rows are computed one
+    after the other, each with a copy of its pages. Outputs behind `lengths` are undefined.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+    T, N, H = q.shape[1:]
+    K, P, U = keys.shape[:3]
+    known, block = tables.shape[1] * U, block_tokens(T)
+    q, k, v = (lengthened(x, block).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
+    new = q.shape[2]
+    wide = block_tokens(known + new)
+    before = -(-(known + new) // wide) * wide - new
+    kernel = _splash_kernel(N, new, block, None, 0, interpret, before, wide)
+    index = jnp.arange(before + new)
+
+    def one(row: tuple[Array, ...]) -> Array:
+        q, k, v, table, start, length = row
+
+        def seen(pool: Array, new: Array) -> Array:
+            found = pool[:, jnp.clip(table, 0, P - 1)].reshape(K, known, H)
+            return jnp.concatenate([jnp.pad(found, ((0, 0), (0, before - known), (0, 0))), new], axis=1)
+
+        # Each block of padding behind the new tokens sees itself, so that its outputs are finite.
+        behind = jnp.where(index < before + length, 1, _PADDING + index // wide)
+        ids = jnp.where(index < before, jnp.where(index < start, 1, 0), behind)
+        own = ids[before:]
+        visited = _common_blocks(kernel.fwd_mask_info, own, ids, block, wide)
+        skipping = type(kernel)(visited, None, None, **kernel.kwargs)
+        return skipping(q, seen(keys, k), seen(values, v), segment_ids=SegmentIds(own, ids))
+
+    return jax.lax.map(one, (q, k, v, tables, starts, lengths)).swapaxes(1, 2)[:, :T]
+
+
 def separate_padding(segments: Int[Array, "*rows T"], block: int) -> Int[Array, "*rows T"]:
     """`segments` in which the padding of each block of `block` tokens is a segment of its own, above all others.
 
@@ -261,15 +328,17 @@ def sparse(kernel: Any, ids: Int[Array, " T"], block: int, keys: int) -> Any:
     """
     forward, queries, keys_values = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     return type(kernel)(
-        _common_blocks(forward, ids, block, block),
-        None if queries is None else _common_blocks(queries, ids, block, block),
-        None if keys_values is None else _common_blocks(keys_values, ids, block, keys, by_keys=True),
+        _common_blocks(forward, ids, ids, block, block),
+        None if queries is None else _common_blocks(queries, ids, ids, block, block),
+        None if keys_values is None else _common_blocks(keys_values, ids, ids, block, keys, by_keys=True),
         **kernel.kwargs,
     )
 
 
-def _common_blocks(info: Any, ids: Int[Array, " T"], queries: int, keys: int, *, by_keys: bool = False) -> Any:
-    """The blocks that a kernel visits, [1, queries, keys], less those without a common segment.
+def _common_blocks(
+    info: Any, of_queries: Array, of_keys: Array, queries: int, keys: int, *, by_keys: bool = False
+) -> Any:
+    """The blocks that a kernel visits, [1, queries, keys], less those without a common segment; ids are [T].
 
     The kernel takes the keys' block that `data_next` names, or with `by_keys` the queries' block, and visits all of one
     block's before the next. A block that it skips names the data of the next one that it computes: no other is fetched.
@@ -277,7 +346,7 @@ def _common_blocks(info: Any, ids: Int[Array, " T"], queries: int, keys: int, *,
     named, shape = jnp.asarray(info.data_next, jnp.int32)[0], info.data_next.shape[1:]
     row, column = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None]
     of_query, of_key = (named, column) if by_keys else (row, named)
-    own, other = ids.reshape(-1, queries), ids.reshape(-1, keys)
+    own, other = of_queries.reshape(-1, queries), of_keys.reshape(-1, keys)
     common = (own.min(1)[of_query] <= other.max(1)[of_key]) & (other.min(1)[of_key] <= own.max(1)[of_query])
     computed = jnp.asarray(info.block_mask)[0] * common
     order, flat = (computed.T, named.T.ravel()) if by_keys else (computed, named.ravel())
@@ -309,11 +378,24 @@ def backward_keys(tokens: int, block: int, head: int) -> int | None:
 
 
 def _splash_kernel(
-    heads: int, tokens: int, block: int, keys: int | None, window: int, interpret: bool
-) -> Callable[..., Any]:
+    heads: int,
+    tokens: int,
+    block: int,
+    keys: int | None,
+    window: int,
+    interpret: bool,
+    before: int = 0,
+    wide: int = 0,
+) -> Any:
+    """The kernel of rows of `tokens` tokens in blocks of `block`. It has no backward pass for rows behind `before`
+    earlier keys, which all queries may see, with blocks of `wide` keys."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    if wide:
+        sizes = kernels.BlockSizes(block_q=block, block_kv=wide, block_kv_compute=wide)
+        causal = masks.MultiHeadMask([masks.CausalMask((tokens, before + tokens), before)] * heads)
+        return kernels.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
     sizes = kernels.BlockSizes(
         block_q=block,
         block_kv=block,

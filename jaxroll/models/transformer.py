@@ -273,17 +273,18 @@ def extend(
     lengths: Int[Array, " R"],
     *,
     layout: Layout | None = None,
+    attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], KVCache]:
     """The logits after each row's last token, and the cache with the rows' `lengths` tokens from pages.starts on.
 
     Earlier tokens are read from the row's pages: a long prompt is computed in several such chunks, and a conversation
-    continues after its cached tokens.
+    continues after its cached tokens. With "splash" layers without a window use that, if one shard has all pages.
     """
-    decoder, T = outer(spec, params), tokens.shape[1]
-    U, windows = cache.page_tokens, set(spec.each_window)
+    decoder, T, U, windows = outer(spec, params), tokens.shape[1], cache.page_tokens, set(spec.each_window)
     own = {window: cache.tables(window, pages.tables) for window in windows}
     near = {window: within(own[window], pages.starts, window, T, U) for window in windows}
     reached = {window: reach(starts, T, U) for window, (_, starts) in near.items()}
+    fused = placed.continued(layout) if attention == "splash" and cache.shards == 1 and not spec.kv_dtype else None
 
     def attend(held: KVCache, layer: Layer, window: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
         (keys, values, first, count), ring = held.of(layer, window), held.ring_of(window)
@@ -296,15 +297,16 @@ def extend(
             keys, values = (_one_pool(copy(pool, one)) for pool, one in new)
             return paged(q, keys, values, jnp.arange(tables.size).reshape(tables.shape), starts, far, window), held
         keys, values, *_ = held.of(layer, window)
+        if fused and not window:
+            return fused(q, k, v, keys, values, tables + first, starts, lengths), held
         if held.shards > 1 and held.joint:  # the pages of other layers are not gathered
             cut = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=2)
             keys, values, first = jax.tree.map(cut, keys), jax.tree.map(cut, values), 0
         everywhere = tables + first + pages.shards[:, None] * keys.shape[2]
         return paged(q, _one_pool(keys), _one_pool(values), everywhere, starts, far, window), held
 
-    positions = pages.starts[:, None] + jnp.arange(T)[None]
-    start = _pinned(decoder.embedded(tokens), layout)
-    x, held, chosen = through(spec, params, decoder, start, positions, cache, attend, layout)
+    x, positions = _pinned(decoder.embedded(tokens), layout), pages.starts[:, None] + jnp.arange(T)[None]
+    x, held, chosen = through(spec, params, decoder, x, positions, cache, attend, layout)
     if held.experts is not None and chosen is not None:
         tables = cache.tables(0, pages.tables)
         held = replace(held, experts=filled(held.experts, chosen, pages.shards, tables, pages.starts, lengths))
@@ -392,8 +394,8 @@ def decode_contiguous(
         out = dense.attend(side, layer, split(q), where, last, window).reshape(q.shape)
         return out, (pages.with_layer(layer, window, keys, values), side)
 
-    start = decoder.embedded(tokens[:, None])
-    x, (held, side), chosen = through(spec, params, decoder, start, positions[:, None], (cache, side), attend, layout)
+    x = decoder.embedded(tokens[:, None])
+    x, (held, side), chosen = through(spec, params, decoder, x, positions[:, None], (cache, side), attend, layout)
     held = replace(held, experts=_with_record(cache.experts, chosen, split, here, where))
     return decoder.logits(decoder.final_norm(x[:, 0])), constrained(held, layout), side
 

@@ -233,3 +233,37 @@ def test_a_kernel_without_a_layout_is_refused() -> None:
 def test_cudnn_is_not_given_segments() -> None:
     with pytest.raises(ValueError, match="takes no segment ids"):
         placed.rows("cudnn", T, jnp.asarray(SEGMENTS), LAYOUT)(*rows_problem())
+
+
+# --- tokens behind those in pages
+
+
+@pytest.mark.parametrize(("tokens", "entries"), [(150, 20), (600, 3)])
+def test_tokens_behind_pages_equal_the_loop(monkeypatch: pytest.MonkeyPatch, tokens: int, entries: int) -> None:
+    """Rows that begin within a page, one without new tokens; unused entries of a table are invalid, or unread pages."""
+    monkeypatch.setattr(placed, "_LONG", 256)
+    monkeypatch.setattr(placed, "_BLOCKS", (128,))
+    rng, starts, lengths = np.random.default_rng(5), np.array([37, 48, 0, 16]), np.array([tokens, 20, 0, 129])
+    q, k, v = (jnp.asarray(rng.normal(size=(4, tokens, heads, H)), jnp.float32) for heads in (N, K, K))
+    keys, values = (jnp.asarray(rng.normal(size=(K, 4 * entries, U, H)), jnp.float32) for _ in range(2))
+    tables = rng.permutation(4 * entries).reshape(4, entries)
+    unread = keys.at[:, tables[:, 3:].ravel()].set(jnp.nan), values.at[:, tables[:, 3:].ravel()].set(1e30)
+    got = jax.jit(partial(placed.splash_behind, interpret=True))(q, k, v, *unread, tables, starts, lengths)
+    assert np.isfinite(got[3]).all(), "padding too"
+    for row in np.flatnonzero(lengths):
+        start, length = starts[row], lengths[row]
+        seen = [
+            jnp.concatenate([pool[:, tables[row]].reshape(K, -1, H)[:, :start], new[row, :length].swapaxes(0, 1)], 1)
+            for pool, new in ((keys, k), (values, v))
+        ]
+        mask = jnp.arange(start + length)[None] <= start + jnp.arange(length)[:, None]
+        expected = attention.grouped(q[row, None, :length], *(x.swapaxes(0, 1)[None] for x in seen), mask[None])
+        np.testing.assert_allclose(got[row, :length], expected[0], atol=2e-6)
+
+
+def test_blocks_of_unread_pages_are_not_visited() -> None:
+    """A row of 512 tokens behind 600 visits the two blocks of its pages and its own, of 17 blocks of 512 keys."""
+    kernel = placed._splash_kernel(1, 512, 512, None, 0, interpret=True, before=8192, wide=512)
+    ids = jnp.where(jnp.arange(8704) < 600, 1, jnp.where(jnp.arange(8704) < 8192, 0, 1))
+    visited = placed._common_blocks(kernel.fwd_mask_info, ids[8192:], ids, 512, 512)
+    assert np.flatnonzero(np.asarray(visited.block_mask)[0, 0]).tolist() == [0, 1, 16]

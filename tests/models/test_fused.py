@@ -76,3 +76,34 @@ def test_prompts(values: params.Params, monkeypatch: pytest.MonkeyPatch) -> None
         for name in ("splash", "xla")
     )
     np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
+
+
+def test_more_tokens_of_a_prompt(values: params.Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind pages of one shard, with heads on two devices; the cache is written alike to the bit."""
+    monkeypatch.setattr(placed, "splash_behind", partial(placed.splash_behind, interpret=True))
+    layout, rng = Layout(sharding.build(MeshConfig(tensor=2)), sharding.SAMPLER), np.random.default_rng(4)
+    own = jax.device_put(values, params.shardings(SPEC, layout.mesh, sharding.SAMPLER))
+    like = cache.abstract(SPEC, 1, P, U, layout.mesh, sharding.SAMPLER)
+    held = jax.tree.map(
+        lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding), like
+    )
+    tables = rng.permutation(P)[: 2 * J].reshape(2, J).astype(np.int32)
+    tokens, lengths = rng.integers(0, SPEC.vocab_size, (2, 10)).astype(np.int32), np.array([10, 4], np.int32)
+    pages = transformer.Pages(np.zeros(2, np.int32), tables, np.array([13, 8], np.int32))
+
+    def extended(name: str) -> tuple[jax.Array, cache.KVCache]:
+        extend = partial(transformer.extend, SPEC, layout=layout, attention=name)
+        return jax.jit(extend)(own, held, tokens, pages, lengths)
+
+    (fused, written), (plain, expected) = extended("splash"), extended("xla")
+    np.testing.assert_allclose(fused, plain, atol=2e-5)
+    jax.tree.map(np.testing.assert_array_equal, written, expected)
+    assert "pallas" in str(
+        jax.make_jaxpr(partial(transformer.extend, SPEC, layout=layout, attention="splash"))(
+            own, held, tokens, pages, lengths
+        )
+    ) and "pallas" not in str(
+        jax.make_jaxpr(partial(transformer.extend, SPEC, layout=layout, attention="xla"))(
+            own, held, tokens, pages, lengths
+        )
+    )

@@ -30,7 +30,7 @@ def costs() -> Costs:
 
 
 # Forward, the same again for the backward pass (remat), and all gradients; elsewhere one kernel for the one layer.
-@pytest.mark.parametrize(("name", "kernels"), [("accumulate", 3), ("prefill_192", 1), ("decode", 1)])
+@pytest.mark.parametrize(("name", "kernels"), [("accumulate", 3), ("prefill_192", 1), ("decode", 1), ("extend", 1)])
 def test_the_kernels_are_in_the_programs(costs: Costs, name: str, kernels: int) -> None:
     assert costs[name, True]["custom_calls"] == kernels
     assert costs[name, False]["custom_calls"] == 0
@@ -42,6 +42,7 @@ def test_the_choice_is_reported(costs: Costs) -> None:
         "accumulate": "splash (auto on tpu)",
         "prefill_192": "splash (auto on tpu)",
         "decode": "pallas (auto on tpu)",
+        "extend": "splash (auto on tpu)",
     }
 
 

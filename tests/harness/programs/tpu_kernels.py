@@ -10,6 +10,7 @@ The caller sets the environment (`aot.tpu_environment`). Every line on stdout is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,15 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
             yield name, str(chosen), lowered[name]
 
 
+def continued(topology: str) -> Iterator[tuple[str, str, jax.stages.Lowered]]:
+    """As `programs`: more tokens behind cached ones, with all pages in one shard of four devices."""
+    spec, mesh = dataclasses.replace(LEAN, kv_heads=4), aot.topology_mesh(MeshConfig(tensor=4), topology)
+    sizes = requests.Sizes(8, 4096, 4, 4, (512,), 4, 4)
+    for wanted in ("auto", "xla"):
+        serving = engine.choose_kernels(spec, mesh, sizes, prefill=wanted, paged=wanted)
+        yield "extend", str(serving.prefill), engine.lowered(spec, mesh, SAMPLER, sizes, serving)["extend_512"]
+
+
 def moves() -> Iterator[dict[str, Any]]:
     """Programs that move the pages of a preempted request, and their memory in shares of a device's part of the table.
 
@@ -116,7 +126,9 @@ def main(topology: str, size: str) -> None:
         for row in moves():
             print(json.dumps(row | {"attention": ""}), flush=True)
     case = CASES[size]
-    for name, chosen, lowered in programs(case, topology):
+    for name, chosen, lowered in itertools.chain(
+        programs(case, topology), continued(topology) if size == "lean" else ()
+    ):
         row: dict[str, Any] = {"name": name, "attention": chosen}
         text = lowered.as_text()
         if not chosen.startswith("xla"):
