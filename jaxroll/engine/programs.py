@@ -102,7 +102,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: En
         sizes,
         prefill={
             (fresh, bucket): jax.jit(
-                partial(_prefill if fresh else _extend, model, bucket),
+                partial(_in_blocks, _prefill if fresh else _extend, model, sizes, bucket),
                 in_shardings=(params, state, whole),
                 out_shardings=state,
                 donate_argnums=1,
@@ -266,6 +266,33 @@ def abstract_state(
         status=integers,
         chances=leaf((slots,), jnp.float32) if sizes.draft else None,
     )
+
+
+def _in_blocks(
+    compute: Callable[..., DecodeState],
+    model: Model,
+    sizes: Sizes,
+    bucket: int,
+    params: Held,
+    state: DecodeState,
+    packed: Int[Array, "R C"],
+) -> DecodeState:
+    """`compute` of the rows of a prefill in use, as many at once as keep a device busy: the others cost nothing."""
+    rows, some = sizes.rows, sizes.rows_at_once(bucket)
+    if some >= rows:
+        return compute(model, bucket, params, state, packed)
+    blocks, used = -(-rows // some), jnp.max(jnp.where(packed[:, bucket] > 0, jnp.arange(rows) + 1, 0))
+    unused = jnp.zeros((blocks * some - rows, packed.shape[1]), packed.dtype).at[:, bucket + 3].set(sizes.logit_rows)
+    packed = jnp.concatenate([packed, unused])
+
+    def one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        step, state = carry
+        block = jax.lax.dynamic_slice_in_dim(packed, step * some, some)
+        return step + 1, compute(model, bucket, params, state, block)
+
+    # `blocks` is a constant of the condition, so that readers of the program know the trips of the loop.
+    there = lambda carry: (carry[0] < blocks) & (carry[0] * some < used)  # noqa: E731
+    return jax.lax.while_loop(there, one, (jnp.int32(0), state))[1]
 
 
 def _prefill(model: Model, bucket: int, params: Held, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:

@@ -21,6 +21,7 @@ MaySample = Callable[[int], int]  # tokens sampled so far → how many more may 
 OnTokens = Callable[[Completion], None]  # new tokens of a running request; their `finish` is ""
 
 _KEY_LIMIT = 2**31
+PREFILL_TOKENS = 256  # from about as many on, arithmetic and not reading the weights bounds a pass on an accelerator
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +270,11 @@ class Sizes:
     def shard_pages(self) -> int:
         """P: the pages of a shard. By default a full table for each slot, and one page to copy for each prompt."""
         return self.pages or self.slots // self.shards * self.table + self.logit_rows
+
+    def rows_at_once(self, bucket: int) -> int:
+        """The rows of a prefill that are computed at once: PREFILL_TOKENS tokens or more, divided over the shards."""
+        rows = -(-PREFILL_TOKENS // bucket)
+        return min(self.rows, -(-rows // self.shards) * self.shards)
 
     def prefill_shape(self, bucket: int) -> tuple[int, int]:
         """The shape of the array of `pack_prefill` for `bucket`."""
