@@ -3,7 +3,8 @@
     python -m benchmarks.engine.prefill [--quick] [--case=NAME ...] [--rounds=N]
 
 Both arms are engines of this process with the model of benchmarks/engine; `whole` has blocks of all rows. Tokens must
-be equal. `long` and `short`: prompts of random lengths, answers that end one by one. `turns`: each answer is continued
+be equal. `long` and `short`: prompts of random lengths, answers that end one by one; `fine`: as `long`, with more
+buckets. `turns`: each answer is continued
 by a second turn, behind cached pages. `full`: every prefill has all its rows. The last line is one JSON object; of each
 case the time of `blocks` over that of `whole`, and the tokens that prefills computed over those that were wanted.
 """
@@ -52,6 +53,7 @@ class Case:
 
 CASES = {
     "long": Case((256, 512), 8, (128, 512), (8, 64)),
+    "fine": Case((192, 256, 320, 384, 448, 512), 8, (128, 512), (8, 64)),
     "short": Case((32, 64), 16, (16, 64), (8, 64)),
     "turns": Case((64, 512), 8, (128, 400), (8, 64), turns=2),
     "full": Case((512,), 8, (512, 512), (16, 16)),

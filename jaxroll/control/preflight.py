@@ -238,7 +238,7 @@ def check(config: Config, report: Progress | None = None, inventory: Inventory |
     _check_memory(config, model, inventory)
     if model_folder(config):
         folders.check_weights(config.model, model)
-    folders.with_draft(config.sampler, model)
+    folders.check_draft(config.sampler, model)
     tokenizers.check_draft(config.sampler.draft_model, tokenizer)
     if config.learner.lora_path:
         peft.check(config.learner, model)
@@ -275,11 +275,13 @@ def _check_memory(config: Config, model: ModelSpec, inventory: Inventory | None)
     if fraction and inventory and inventory.gpu_memory_mb:
         shared = inventory.gpus < sum(device_processes(config).values())
         of_process = config.placement.sampler_memory_fraction if shared else GPU_SHARE
-        count = families.parameter_count(model) // (mesh.tensor * mesh.expert)
+        count = families.parameter_count(model) // (mesh.tensor * mesh.expert)  # embeddings are not quantized: a bound
         size_bytes = count * (2 if model.compute_dtype == "bfloat16" else 4)
         limit_bytes = int(of_process * inventory.gpu_memory_mb * 2**20)
-        # Embeddings are not quantized, so this is less than what the version in use takes.
-        share = MemoryShare(limit_bytes, fraction, size_bytes, count if config.sampler.weight_dtype else size_bytes)
+        in_use = count if config.sampler.weight_dtype else size_bytes
+        if draft := folders.with_draft(config.sampler, model).draft:
+            in_use += families.parameter_count(draft) // mesh.tensor * size_bytes // count
+        share = MemoryShare(limit_bytes, fraction, size_bytes, in_use)
         fitting_pages(share, lambda pages: 0, 0, 0)
 
 

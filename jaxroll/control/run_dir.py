@@ -48,6 +48,7 @@ RESUMABLE = (
     "sampler.slots",
     "sampler.scoring_workers",
     "sampler.http_port",
+    "sampler.draft_",
     "sampler.scoring_idle_s",
     "sampler.mesh.",
     "learner.checkpoint",

@@ -46,7 +46,7 @@ RATE = 1 / 8
 WORTH, SHARE = 1.0, 0.8
 # A draft model begins with the chance FIRST: four drafted tokens are verified once its first guess was right.
 # When its chance falls below LEAST, it drafts no more for the sequence: it lacks keys and values of the tokens after.
-FIRST, LEAST, NEVER = 0.5, 0.25, -1.0
+FIRST, LEAST, NEVER = 0.5, 0.1, -1.0
 
 
 @jax.tree_util.register_dataclass
@@ -271,6 +271,7 @@ def _guessed(
 
     def one(step: Array, carry: tuple[Array, Array, kv.KVCache]) -> tuple[Array, Array, kv.KVCache]:
         token, tokens, cache = carry
+        token = jnp.minimum(token, small.spec.vocab_size - 1)  # ids that it does not have
         at = jnp.where(draft.found & (step <= draft.lengths), state.positions + step, -1)
         logits, cache = transformer.decode(
             small.spec, params, cache, token, at, tables, layout=small.layout, attention=small.attention.paged.name

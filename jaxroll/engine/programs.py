@@ -92,7 +92,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: En
     # The heads of saved pages stay where they are in the pools: otherwise every device would get all of them.
     saved = jax.tree.map(lambda pool: NamedSharding(mesh, PartitionSpec(None, pool.sharding.spec[1])), like.cache)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table_columns))
-    model = Model(spec, Layout(mesh, rules), attention, _draft_model(spec, mesh, rules, sizes))
+    model = Model(spec, Layout(mesh, rules), attention, _draft_model(spec, mesh, rules, sizes, attention))
     # A new partial per engine, because jitted wrappers of one function share a cache, and
     # `Device.compiles` counts this engine's programs.
     update = lambda change: jax.jit(  # noqa: E731
@@ -174,11 +174,13 @@ def kernels_and_sizes(
     return attention, with_rings(replace(sizes, draft_model=spec.draft is not None), spec, attention)
 
 
-def _draft_model(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Model | None:
+def _draft_model(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: EngineChoices) -> Model | None:
+    """The draft model, with fused kernels only where the model has some."""
     if spec.draft is None:
         return None
     limited = replace(sizes, pages=sizes.shard_pages)  # it has no contiguous copy of its cache
-    return Model(spec.draft, Layout(mesh, rules), choose_kernels(spec.draft, mesh, limited))
+    wanted = {use: choice.XLA if name == choice.XLA else choice.AUTO for use, name in attention.names().items()}
+    return Model(spec.draft, Layout(mesh, rules), choose_kernels(spec.draft, mesh, limited, **wanted))
 
 
 def with_rings(sizes: Sizes, spec: ModelSpec, attention: EngineChoices) -> Sizes:
@@ -310,7 +312,7 @@ def _prefill(model: Model, bucket: int, params: Held, state: DecodeState, packed
 
         options = {"layout": model.layout, "attention": model.attention.prefill.name}
         logits, cache, experts = transformer.prefill_into(
-            model.spec, params, cache, keep, batch.tokens, batch.lengths, **options
+            model.spec, params, cache, keep, _known(model, batch), batch.lengths, **options
         )
         if cache.experts is not None and experts is not None:
             cache = replace(cache, experts=fill(cache.experts, experts, tables=cache.tables(0, tables)))
@@ -328,9 +330,14 @@ def _extend(model: Model, bucket: int, params: Held, state: DecodeState, packed:
     ) -> tuple[Float[Array, "R V"], kv.KVCache]:
         pages = transformer.Pages(batch.shards, tables, batch.starts)
         options = {"layout": model.layout, "attention": model.attention.prefill.name}
-        return transformer.extend(model.spec, params, cache, batch.tokens, pages, batch.lengths, **options)
+        return transformer.extend(model.spec, params, cache, _known(model, batch), pages, batch.lengths, **options)
 
     return _with_prompts(model, params, state, batch, computed)
+
+
+def _known(model: Model, batch: inputs.Prefill) -> Int[Array, "R T"]:
+    """The tokens, with the last id in place of those that a draft model does not have."""
+    return jnp.minimum(batch.tokens, model.spec.vocab_size - 1)
 
 
 def _with_prompts(

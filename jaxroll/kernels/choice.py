@@ -101,6 +101,10 @@ class EngineChoices:
     prefill: Choice = UNASKED
     paged: Choice = UNASKED
 
+    def names(self) -> dict[str, str]:
+        """The name of the implementation for each use."""
+        return {"prefill": self.prefill.name, "paged": self.paged.name}
+
     def described(self) -> dict[str, str]:
         """Each use with its choice, as text."""
         return {"prefill": str(self.prefill), "paged": str(self.paged)}

@@ -7,6 +7,7 @@ as written by `jaxroll sft` and `jaxroll weights import` (model.json, arrays und
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -324,7 +325,7 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
     try:
         if name == CONFIG_FILE:
             return hf_config.from_huggingface(values, compute_dtype=compute_dtype)
-        fields: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
+        fields: dict[str, Any] = {**values, "compute_dtype": compute_dtype, "draft": None}
         return ModelSpec(**fields)
     except TypeError as error:
         reason = f"its {name} has a key that is unknown, or lacks one ({error})"
@@ -332,19 +333,31 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
 
 
 def with_draft(config: SamplerConfig, model: ModelSpec) -> ModelSpec:
-    """`model` with the draft model in the folder `config.draft_model`, if one is set. Reads only headers.
-
-    ConfigError as `described` and `check_weights`.
-    """
-    if not (folder := config.draft_model):
+    """`model` with the draft model in the folder `config.draft_model`, if one is set; its weights are not read."""
+    if not config.draft_model:
         return model
+    with of_draft(config.draft_model):
+        draft = described(Path(config.draft_model), model.compute_dtype)
+        if draft.value_head:
+            raise ConfigError("model", draft.name, "it is no language model", "Give one.")
+    return dataclasses.replace(model, draft=draft)
+
+
+def check_draft(config: SamplerConfig, model: ModelSpec) -> None:
+    """Raise ConfigError when the draft model of `with_draft` or its weights cannot be used. Reads only headers."""
+    if draft := with_draft(config, model).draft:
+        with of_draft(config.draft_model):
+            check_weights(ModelConfig(path=config.draft_model), draft)
+
+
+@contextlib.contextmanager
+def of_draft(folder: str) -> Iterator[None]:
+    """Errors are about the draft model in `folder`."""
     try:
-        draft = described(Path(folder), model.compute_dtype)
-        check_weights(ModelConfig(path=folder), draft)
+        yield
     except ConfigError as error:
         here = "" if folder in str(error.value) else f"{error.key} = {error.value!r}: "
         raise ConfigError("sampler.draft_model", folder, f"{here}{error.reason}", error.remedy) from error
-    return dataclasses.replace(model, draft=draft)
 
 
 def as_stored(folder: Path, model: ModelSpec) -> ModelSpec:

@@ -331,7 +331,9 @@ def draft_model(config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules) -> Pa
     """The parameters of `spec.draft`, from its folder, as an engine is served them; None without a draft model."""
     if (draft := spec.draft) is None:
         return None
-    values, where = weights(ModelConfig(path=config.sampler.draft_model), draft), shardings(draft, mesh, rules)
+    with folders.of_draft(config.sampler.draft_model):
+        values = weights(ModelConfig(path=config.sampler.draft_model), draft)
+    where = shardings(draft, mesh, rules)
     return {
         name: placed_once(np.asarray(values[name], leaf.dtype), where[name]) for name, leaf in served(draft).items()
     }

@@ -189,7 +189,7 @@ def _arriving(config: Config, receiver: Receiver, spec: ModelSpec, mesh: Mesh) -
 # --- a sampler on several hosts
 #
 # Process 0 has the requests, the scheduler and the connection to the store. It sends a command for each program that it
-# runs, and the others run it too (`engine.device`). Every process fetches the parts of the weights for its own devices.
+# runs, and the others run it too (`engine.work`). Every process fetches the parts of the weights for its own devices.
 
 
 def _send_operation(leader: Leader, operation: Operation) -> None:

@@ -315,9 +315,16 @@ _PROBE = "The answer is 3.14: naïve λ-terms, 東京 🙂\n\tdef f(x): return x
 
 
 def check_draft(folder: str, text: Tokenizer) -> None:
-    """Raise ConfigError if the draft model in `folder` (empty: none) comes with another tokenizer than `text`."""
-    if folder and isinstance(text, HFTokenizer) and (Path(folder) / "tokenizer.json").is_file():
-        if HFTokenizer(folder).encode(_PROBE) != text.encode(_PROBE):
+    """Raise ConfigError if the tokenizer.json of the draft model in `folder` has other tokens than `text`.
+
+    Without one, or with a tokenizer of characters, nothing is checked. An empty `folder` is no draft model.
+    """
+    if not folder or not isinstance(text, HFTokenizer) or not (path := Path(folder) / "tokenizer.json").is_file():
+        return
+    with contextlib.suppress(DataError):  # `text` cannot encode everything
+        with _typed(DataError):
+            theirs = _load(path).encode(_PROBE, add_special_tokens=False).ids
+        if theirs != text.encode(_PROBE):
             reason = "its tokenizer has other tokens, so none of its drafts would be right"
             raise ConfigError("sampler.draft_model", folder, reason, "Use a smaller model of the same family.")
 

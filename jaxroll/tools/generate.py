@@ -86,12 +86,11 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     """Load the newest weights of the run in `run_dir` into an engine with `slots`; ConfigError if there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
-    mesh = layouts.build(config.learner.mesh)
+    with_draft, mesh = folders.with_draft(config.sampler, spec), layouts.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, layouts.Layout(mesh, layouts.LEARNER))
     where = params.shardings(spec, mesh, layouts.SAMPLER)
     placed = jax.device_put(values, where)
     engine_config = EngineConfig.of_requests(config, slots, longest_prompt(config) + max_tokens, penalties=penalties)
-    with_draft = folders.with_draft(config.sampler, spec)
     draft = params.draft_model(config, with_draft, mesh, layouts.SAMPLER)
     engine = Engine(with_draft, mesh, layouts.SAMPLER, engine_config, decode=text.decode, draft=draft)
     # stdout is for the answers alone

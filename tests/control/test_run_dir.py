@@ -193,7 +193,8 @@ def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) 
 
 def test_resuming_may_change_only_keys_about_length_supervision_and_memory(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "run", Config(), [])
-    longer = run_dir.resume(path, ["--config.schedule.steps=500", "learner.remat=offload"], preflight.check)
+    changed = ["--config.schedule.steps=500", "learner.remat=offload", "sampler.draft_tokens=2"]
+    longer = run_dir.resume(path, changed, preflight.check)
     assert longer.schedule.steps == 500 and longer.learner.remat == "offload" and run_dir.load_config(path) == longer
     assert run_dir.load(path)["digest"] == configs.digest(longer)
     with pytest.raises(ConfigError, match="middle of a run"):

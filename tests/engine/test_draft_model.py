@@ -24,6 +24,7 @@ from tests.engine.conftest import SPEC
 SIZES = {"slots": 8, "max_tokens": 64, "cache_pages": 14, "page_tokens": 8, "prefill_buckets": (16,), "draft_tokens": 3}
 TWIN = dataclasses.replace(SPEC, draft=SPEC)  # with parameters of number 0 the draft model is the model
 OTHER = families.ModelSpec("other", 80, 1, 16, 2, 1, 8, 32, windows=(4,), rope_theta=1e4)  # more token ids than SPEC
+FEWER = dataclasses.replace(OTHER, vocab_size=40)
 USUAL = decoding.WORTH, decoding.LEAST
 
 
@@ -62,6 +63,7 @@ def counted(bench) -> np.ndarray:
         (MeshConfig(), {"paged_attention": "xla"}),
         pytest.param(MeshConfig(), {"paged_attention": "dense", "cache_pages": 0}, marks=pytest.mark.soak),
         pytest.param(MeshConfig(), {"scan_layers": True}, marks=pytest.mark.soak),
+        pytest.param(MeshConfig(), {"support_tokens": 8, "penalties": True, "in_flight": 2}, marks=pytest.mark.soak),
         pytest.param(MeshConfig(tensor=2), {}, marks=pytest.mark.soak),
         pytest.param(MeshConfig(data=2), {"cache_pages": 22, "scan_layers": True}, marks=pytest.mark.soak),
     ],
@@ -79,9 +81,10 @@ def test_the_model_as_its_own_draft_model_is_always_right(bench, assert_naive, m
     assert preempted > 2 or not b.engine._sizes.pages
 
 
-def test_no_token_depends_on_another_draft_model(bench, assert_naive):
+@pytest.mark.parametrize("draft", [OTHER, pytest.param(FEWER, marks=pytest.mark.soak)], ids=["more ids", "fewer ids"])
+def test_no_token_depends_on_another_draft_model(bench, assert_naive, draft):
     """It has another vocabulary, other layers and windows. Weights change under requests, which keep their cache."""
-    b = bench(**(SIZES | {"spec": dataclasses.replace(SPEC, draft=OTHER), "draft": 1}))
+    b = bench(**(SIZES | {"spec": dataclasses.replace(SPEC, draft=draft), "draft": 1}))
     before, requests = counted(b), requests_of(24, 2, stop_tokens=())
     b.add(*requests)
     b.steps(4)
@@ -89,6 +92,8 @@ def test_no_token_depends_on_another_draft_model(bench, assert_naive):
     results = b.finish()
     drafted, accepted, preempted, _ = counted(b) - before
     assert 0 < accepted < drafted and preempted
+    held = b.engine._device._state.cache.draft
+    assert all(np.isfinite(np.asarray(pool)).all() for pool in held.keys + held.values), "ids that it does not have"
     assert any(len(result.completion.versions) > 1 for result in results.values())
     for one in requests:
         assert len(results[one.id].completion.tokens) == one.params.max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxroll.models import hf_config
+from jaxroll.models import families, hf_config
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
@@ -374,6 +375,9 @@ CASES: dict[str, Case] = {
         folder(config=HUGGING_FACE), DRAFTS, "sampler.draft_model", "hf", "holds neither"),
     "a draft model of odd heads": (
         folder(config={**HUGGING_FACE, "head_dim": 7}), DRAFTS, "sampler.draft_model", "hf", "model.head_dim = 7"),
+    "a draft model that is a critic": (
+        folder(model={**dataclasses.asdict(families.spec("nano")), "value_head": True}), DRAFTS, "sampler.draft_model",
+        "hf", "no language model"),
     "a draft model with another tokenizer": (
         draft_of_others, ["sampler.draft_tokens=4", "sampler.draft_model=small", *HF], "sampler.draft_model", "small",
         "other tokens"),
