@@ -4,9 +4,9 @@
 
 Both arms are engines of this process with the model of benchmarks/engine; `whole` has blocks of all rows. Tokens must
 be equal. `long` and `short`: prompts of random lengths, answers that end one by one; `fine`: as `long`, with more
-buckets. `turns`: each answer is continued
-by a second turn, behind cached pages. `full`: every prefill has all its rows. The last line is one JSON object; of each
-case the time of `blocks` over that of `whole`, and the tokens that prefills computed over those that were wanted.
+buckets. `turns`: each answer is continued by a second turn, behind cached pages. `full`: every prefill has all its
+rows. The last line is one JSON object; of each case the time of `blocks` over that of `whole`, and the tokens that
+prefills computed over those that were wanted.
 """
 
 from __future__ import annotations
