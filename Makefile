@@ -73,7 +73,7 @@ lint: venv
 	@echo "pyright" && $(VENV)/bin/pyright
 	@echo "prose" && $(VENV)/bin/python .ci/prose.py
 
-BENCH ?= algorithms crowd curves engine engine.dispatches engine.quantised engine.scan_layers environments faults.chaos faults.hostile faults.neighbours fleet gpu grpo learner place place_real reactor sandbox serving schedules schedules.compare schedules.theory simulator store store.scale transfer
+BENCH ?= algorithms crowd curves engine engine.dispatches engine.prefill engine.quantised engine.scan_layers environments faults.chaos faults.hostile faults.neighbours fleet gpu grpo learner place place_real reactor sandbox serving schedules schedules.compare schedules.theory simulator store store.scale transfer
 bench: venv peers
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(VENV)/bin/python -m "benchmarks.$$name" $(ARGS) </dev/null; done
 
