@@ -86,6 +86,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     """Load the newest weights of the run in `run_dir` into an engine with `slots`; ConfigError if there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
+    config = _without_lost_draft(config)
     with_draft, mesh = folders.with_draft(config.sampler, spec), layouts.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, layouts.Layout(mesh, layouts.LEARNER))
     where = params.shardings(spec, mesh, layouts.SAMPLER)
@@ -97,6 +98,14 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)
     return LoadedModel(config, text, EngineHost(engine), version, source, spec, where)
+
+
+def _without_lost_draft(config: Config) -> Config:
+    """`config` without a draft model whose folder is not there any more: no token depends on it."""
+    if not (folder := config.sampler.draft_model) or Path(folder).is_dir():
+        return config
+    print(f"without the draft model: there is no folder {folder}", file=sys.stderr)
+    return dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, draft_model="", draft_tokens=0))
 
 
 def newest_params(
